@@ -28,6 +28,7 @@ import torch
 from flashmla_sparse import PREFILL, SPARSE, Case, prefill_case, sets_for, sparse_case
 
 import mla_suite
+from mla_suite.bench import environment as known
 from mla_suite.bench.clock import REST_S, Replay
 from mla_suite.integrations import flash_mla as drop_in
 
@@ -176,7 +177,7 @@ def rows_of(kinds: Sequence[str], names: str) -> Iterator[tuple[str, Any]]:
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measures the rows that the options choose, prints each, and saves all of them so far."""
-    peer, began = peer_module(), time.monotonic()
+    peer, began, facts = peer_module(), time.monotonic(), environment(options.commit)
     dense = partial(dense_case, split_sizes=options.split_sizes)
     make = {"dense": dense, "sparse": sparse_case, "prefill": prefill_case}
     done: list[dict[str, Any]] = []
@@ -194,7 +195,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         print(f"{row.name:26}{times}", flush=True)
         if options.save:
             options.save.parent.mkdir(parents=True, exist_ok=True)
-            options.save.write_text(json.dumps({"environment": environment(), "rows": done}, indent=1) + "\n")
+            options.save.write_text(json.dumps({"environment": facts, "rows": done}, indent=1) + "\n")
     return done
 
 
@@ -203,15 +204,13 @@ def timed(row: dict[str, Any]) -> list[str]:
     return [name.removesuffix("_error") for name in row if name.endswith("_error")]
 
 
-def environment() -> dict[str, str]:
-    from importlib.metadata import version
-
-    from mla_suite.bench import environment as known
-
-    facts = {key: str(value) for key, value in known.describe(torch.device("cuda")).items()}
+def environment(commit: str = "", device: str = "cuda") -> dict[str, str]:
+    """Facts of a run. Its commit is the one given, else that of the checkout, else `unknown`."""
+    facts = {key: str(value) for key, value in known.describe(torch.device(device)).items()}
+    facts["commit"] = commit or facts["commit"] or "unknown"
     # A saved run names its own file, never the folder that it was written to.
     command = " ".join([str(Path("benchmarks", Path(sys.argv[0]).name)), *(Path(word).name for word in sys.argv[1:])])
-    return facts | {"peer": f"sgl-flash-mla {version('sgl-flash-mla')}", "command": command}
+    return facts | {"peer": f"sgl-flash-mla {known.version('sgl-flash-mla')}", "command": command}
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -277,6 +276,7 @@ def main() -> int:
     parser.add_argument(
         "--split-sizes", type=split_sizes, default=(), metavar="KEYS", help="batch-invariant columns, e.g. 512,1024"
     )
+    parser.add_argument("--commit", default="", help="commit named in the saved run (default: that of this checkout)")
     parser.add_argument("--save", type=Path, help="write the rows to this file as they come")
     parser.add_argument(
         "--report", type=Path, metavar="FILE", help="print the summary of a saved run and measure nothing"

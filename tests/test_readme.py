@@ -1,11 +1,10 @@
-"""The README's Python is whole, and its generated tables are those that the tree and the saved runs give."""
+"""The README's Python is whole, and its tables are what the tree and the emulator give; figures: test_figures.py."""
 
 import ast
 import json
 import re
 from pathlib import Path
 
-import bench_flashmla
 import pytest
 import torch
 
@@ -16,7 +15,6 @@ from mla_suite.cli import support
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-SAVED = json.loads((ROOT / "benchmarks" / "results" / "flashmla" / "h200.json").read_text())
 
 
 def test_its_lines_for_a_gpu_run_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,31 +47,6 @@ def test_a_wrong_record_is_a_sentence_and_the_status_is_1(
     printed = capsys.readouterr()
     assert printed.err == "support: arch sm_100: wavefront 48; nvidia has (32,)\n"
     assert printed.out.startswith("| operator | gfx942 | gfx950 | sm_90 |")
-
-
-def test_the_headline_is_the_summary_of_the_saved_rows() -> None:
-    made = "\n".join(bench_flashmla.summary(SAVED["rows"]))
-    command = "python benchmarks/bench_flashmla.py --report benchmarks/results/flashmla/h200.json"
-    assert saving.section(README, "headline") == f"{made}\n", f"put in what `{command}` prints"
-
-
-def test_the_headline_names_what_it_was_measured_on() -> None:
-    below = README.split("<!-- headline:end -->")[1].split("![")[0]
-    facts = SAVED["environment"]
-    for fact in (facts["device"], f"driver {facts['driver']}", f"torch {facts['torch']}", facts["date"], facts["peer"]):
-        assert fact in below
-    kinds = [row["kind"] for row in SAVED["rows"]]
-    assert f"{kinds.count('dense')} dense\nand {kinds.count('sparse')} sparse rows" in below
-    assert f"and {kinds.count('prefill')} of sparse prefill" in below
-
-
-def test_the_slow_rows_without_a_plan_are_those_of_uneven_lengths() -> None:
-    dense = [row for row in SAVED["rows"] if row["kind"] == "dense"]
-    slow = [row for row in dense if row["op"] > 1.01 * row["peer"]]
-    assert len(slow) == 3
-    assert all("kv~" in row["name"] for row in slow)
-    planned = [row["plan"] / row["peer"] for row in slow]
-    assert f"with one they take {min(planned):.2f} to {max(planned):.2f}" in README
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import argparse
 import csv
-import re
 from pathlib import Path
 
 import bench_vllm_server
@@ -82,26 +81,6 @@ def test_rows_are_saved_with_their_load(tmp_path, monkeypatch):
         "2",
     ]
     assert (float(saved["tokens_per_s"]), saved["layers"]) == (12.5, "2")
-
-
-def test_the_table_of_the_docs_is_the_saved_run():
-    with (ROOT / "benchmarks" / "results" / "vllm" / "h200_server.csv").open(newline="") as file:
-        saved = list(csv.DictReader(file))
-    rows = [
-        {"backend": each["backend"], "load": Load(*(int(each[name]) for name in ("concurrency", "input", "output")))}
-        | {name: float(each[name]) for name in bench_vllm_server.FIELDS}
-        for each in saved
-    ]
-    found = bench_vllm_server.medians(rows)
-    guide = (ROOT / "docs" / "vllm_sglang.md").read_text()
-    printed = re.findall(r"^\| (\d+ x \d+ x \d+) \| (.*) \|$", guide, re.MULTILINE)
-    assert [load for load, _ in printed] == ["32 x 1024 x 256", "32 x 4096 x 256", "128 x 1024 x 256"]
-    for text, cells in printed:
-        load = Load.parse(text)
-        ours, peer, triton = (found[load, backend] for backend in ("CUSTOM", "FLASHMLA", "TRITON_MLA"))
-        rates = [f"{each['tokens_per_s']:.0f}" for each in (ours, peer, triton)]
-        latencies = [f"{each['tpot_ms']:.1f} ({each['p99_tpot_ms']:.1f})" for each in (ours, peer)]
-        assert cells.split(" | ") == [*rates, f"{ours['tokens_per_s'] / peer['tokens_per_s']:.2f}", *latencies]
 
 
 def test_no_prompt_is_longer_than_its_words_could_make_it(tmp_path):

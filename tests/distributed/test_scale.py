@@ -1,4 +1,4 @@
-"""docs/scale.md prints what benchmarks/scale_model.py computes, and the model agrees with what was measured."""
+"""benchmarks/scale_model.py, whose tables are in docs/scale.md, agrees with what was measured."""
 
 from __future__ import annotations
 
@@ -20,12 +20,6 @@ def errors(lines: str) -> list[int]:
         for cell in [cell.strip()]
         if cell.endswith(" %")
     ]
-
-
-def test_the_tables_of_the_guide_are_the_models():
-    guide = (ROOT / "docs" / "scale.md").read_text()
-    for lines in (*map(MODEL["table"], MODEL["MACHINES"]), MODEL["layers"](), MODEL["collectives"]()):
-        assert lines in guide
 
 
 def test_lines_of_collectives_pass_through_what_was_measured():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 
 import pytest
 import torch
+from bench_reduce import KEYS_PER_SPLIT
 
 import mla_suite
 from mla_suite import archs, emulator
@@ -19,6 +21,7 @@ from mla_suite.ops.decode import DecodeArgs
 from mla_suite.ops.decode.samples import decode_sample
 
 LONG = 1 << 20  # keys: enough for any count
+REDUCTIONS = Path(__file__).parents[2] / "benchmarks" / "results" / "reduce" / "h200.csv"
 
 
 def count(name: str, batch: int, rows: int, bound: int = LONG) -> int:
@@ -40,6 +43,17 @@ def test_a_larger_batch_is_never_split_more(name: str, rows: int) -> None:
     counts = [count(name, batch, rows) for batch in (1, 2, 3, 8, 64, 128, 500)]
     assert counts == sorted(counts, reverse=True)
     assert counts[-1] >= 1
+
+
+def test_shapes_that_the_planner_leaves_whole_are_not_split() -> None:
+    """Where the stock reduction of the saved run has nothing to merge, decode has nothing to merge either."""
+    with REDUCTIONS.open(newline="") as file:
+        planned = [row for row in csv.DictReader(file) if row["runner"] == "stock"]
+    whole = [
+        [int(row[name]) for name in ("tokens", "heads", "splits")] for row in planned if row["partial_tiles"] == "0"
+    ]
+    assert len(whole) == 10
+    assert {count("sm_90", tokens, heads, splits * KEYS_PER_SPLIT) for tokens, heads, splits in whole} == {1}
 
 
 def write_row(name: str, num_splits: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,13 @@
-"""A row of docs/rocm.md is put in its place, and every environment that the page has a row for exists."""
+"""Rows of docs/rocm.md are put in their places, are of environments that exist, and count the kernels of today."""
 
+import datetime
 import re
 from pathlib import Path
 
 import pytest
 import rocm_matrix
+
+from mla_suite.build.instances import instances
 
 ROOT = Path(__file__).parents[2]
 
@@ -12,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def page(tmp_path):
     path = tmp_path / "page.md"
-    path.write_text(f"before\n\n{rocm_matrix.HEAD}| `b` | two 2 | old |\n\nafter\n")
+    path.write_text(f"before\n\n{rocm_matrix.HEAD}| `b` | two 2 | 2026-01-31 | old |\n\nafter\n")
     return path
 
 
@@ -20,7 +23,10 @@ def test_rows_are_sorted_and_replaced(page):
     rocm_matrix.put("c", ["three 3"], "third", page)
     rocm_matrix.put("a", ["one 1", "more 1.1"], "first", page)
     rocm_matrix.put("b", ["two 2"], "new", page)
-    rows = "| `a` | one 1, more 1.1 | first |\n| `b` | two 2 | new |\n| `c` | three 3 | third |\n"
+    day = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
+    rows = (
+        f"| `a` | one 1, more 1.1 | {day} | first |\n| `b` | two 2 | {day} | new |\n| `c` | three 3 | {day} | third |\n"
+    )
     assert page.read_text() == f"before\n\n{rocm_matrix.HEAD}{rows}\nafter\n"
 
 
@@ -36,3 +42,16 @@ def test_every_row_is_of_an_environment_and_names_the_versions_it_declares():
         assert {package: named[package].startswith(version) for package, version in declared.items()} == dict.fromkeys(
             declared, True
         )
+
+
+def test_the_page_counts_the_kernels_that_a_build_makes():
+    text = rocm_matrix.PAGE.read_text()
+    count = {arch: len(list(instances(arch))) for arch in ("gfx942", "gfx950")}
+    total = sum(count.values())
+    assert f"{count['gfx942']} kernels for gfx942 and {count['gfx950']} for gfx950, {total} in all;" in text
+    rows = dict(re.findall(r"^\| `(hip\d+)` \|.*\| comgr accepts ([^;]*);", text, re.M))
+    assert set(rows) == {"hip57", "hip64", "hip72"}
+    for name, accepted in rows.items():
+        found = {arch: int(number) for number, arch in re.findall(r"(\d+) objects of (gfx\d+)", accepted)}
+        known = {arch: count[arch] for arch in (["gfx942"] if name == "hip57" else ["gfx942", "gfx950"])}
+        assert found == known, f"run `tox run -e {name} -- --record`"

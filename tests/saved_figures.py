@@ -1,0 +1,368 @@
+"""Phrases of README and the guides as the saved runs, and the tables of PERF.md, give them.
+
+Each function reads one source and returns `Sourced` records: a page, the source that the page has to name beside the
+figures, and the phrases with these figures, in the page's own words.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any, NamedTuple
+
+import bench_flashmla
+import bench_vllm
+import bench_vllm_server
+import scale_model
+from vllm_servers import Load
+
+ROOT = Path(__file__).parent.parent
+FLASHMLA, REDUCE = "benchmarks/results/flashmla/h200.json", "benchmarks/results/reduce/h200.csv"
+ENGINE, SERVER = "benchmarks/results/vllm/h200.csv", "benchmarks/results/vllm/h200_server.csv"
+BY_BUILDER, DECODE = "benchmarks/results/vllm/h200_plan_by_builder.csv", "benchmarks/results/decode_sm90/h200.json"
+TRANSFORMERS, TWO_GPUS = "benchmarks/results/transformers/h200.csv", "benchmarks/results/distributed/h200x2.csv"
+DECODE_LOG, COMBINE_LOG = "csrc/sm_90/decode/PERF.md", "csrc/sm_90/combine/PERF.md"
+README, SERVERS, SCALE = "README.md", "docs/vllm_sglang.md", "docs/scale.md"
+SERVING, PUBLISHED = "docs/serving_engineer.md", "docs/published_work.md"
+
+
+class Sourced(NamedTuple):
+    """Phrases of a page whose figures come from one source, a file of this repository."""
+
+    page: str
+    source: str
+    phrases: list[str]
+
+
+def saved(path: str) -> Any:
+    """The records of a saved run."""
+    text = (ROOT / path).read_text()
+    if path.endswith(".json"):
+        return json.loads(text)
+    return list(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))
+
+
+def span(values: list[float], digits: int = 2) -> str:
+    """The range of some values, as `0.27 to 0.90`."""
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+
+
+def section(page: str, heading: str) -> str:
+    """The text of a page below one of its headings."""
+    return (ROOT / page).read_text().split(f"# {heading}\n")[1].split("\n#")[0]
+
+
+def log_table(page: str, heading: str, columns: str) -> dict[str, list[list[float]]]:
+    """The numbers of each row of the table that begins with these columns: of a cell `a / b` both."""
+    body = section(page, heading).split(f"| {columns}")[1].split("\n\n")[0].splitlines()[2:]
+    found = {}
+    for line in body:
+        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        found[name] = [[float(number) for number in re.findall(r"\d+(?:\.\d+)?", cell)] for cell in cells]
+    return found
+
+
+def headline() -> Iterator[Sourced]:
+    rows = saved(FLASHMLA)["rows"]
+    dense = [row for row in rows if row["kind"] == "dense"]
+    uneven = [row for row in dense if row["op"] > 1.01 * row["peer"]]
+    slow = [row for row in dense if row["plan"] > 1.01 * row["peer"]]
+    assert len(uneven) == 3
+    assert all("kv~" in row["name"] for row in uneven)
+    assert {row["name"] for row in slow} == {"B128 H64 q1 kv4096", "B128 H16 q4 kv4096"}
+    share = round(geometric_mean(row["plan"] / row["peer"] for row in dense), 2)
+    yield Sourced(
+        README,
+        FLASHMLA,
+        [
+            " ".join(" ".join(bench_flashmla.summary(rows)).split()),
+            f"A share of {share:.2f} means {100 - 100 * share:.0f} % less time",
+            f"with one they take {span([row['plan'] / row['peer'] for row in uneven])}",
+            f"64 query rows and take {span([row['plan'] / row['peer'] for row in slow], 3)} times as long",
+        ],
+    )
+    (long,) = (row for row in dense if row["name"] == "B64 H128 q1 kv16384")
+    yield Sourced(
+        PUBLISHED, FLASHMLA, [f"{long['plan']:.1f} us with a plan beside FlashMLA's {long['peer']:.1f} in one run"]
+    )
+    splits = [row["split_512"] / row["op"] for row in dense]
+    assert len(splits) == 50
+    yield Sourced(
+        SERVING,
+        FLASHMLA,
+        [
+            f"512 took {span(splits, 1)} times as long as the same call without it",
+            f"{geometric_mean(splits):.2f} times in the geometric mean over {len(splits)} shapes",
+        ],
+    )
+
+
+def reduction() -> Iterator[Sourced]:
+    latency: dict[tuple[str, ...], dict[str, float]] = {}
+    planned: dict[tuple[str, ...], int] = {}
+    for row in saved(REDUCE):
+        assert row["unit"] == "us"
+        shape = row["tokens"], row["heads"], row["splits"]
+        latency.setdefault(shape, {})[row["runner"]] = float(row["latency"])
+        if row["runner"] == "stock":
+            planned[shape] = int(row["partial_tiles"])
+    uniform = [each["ours"] / each["stock_uniform"] for each in latency.values()]
+    stock = {shape: each["ours"] / each["stock"] for shape, each in latency.items()}
+    worst = max(stock, key=stock.__getitem__)
+    merged = [ratio for shape, ratio in stock.items() if planned[shape]]
+    assert planned[worst] == 0
+    yield Sourced(
+        PUBLISHED,
+        REDUCE,
+        [
+            f"All {len(uniform)} shapes",
+            f"ours takes {geometric_mean(uniform):.2f} of the time of the stock formulation over the same partial "
+            f"tiles, geometric mean, and is slower at {sum(ratio > 1 for ratio in uniform)} shapes",
+            f"{geometric_mean(stock.values()):.3f} of its time as the planner leaves it, slower at "
+            f"{sum(ratio > 1 for ratio in stock.values())}, worst {stock[worst]:.1f} times at {' x '.join(worst)}",
+            f"over the {len(merged)} shapes where the planner leaves something to merge {geometric_mean(merged):.2f}",
+        ],
+    )
+
+
+def engine() -> Iterator[Sourced]:
+    names = ("attention_us", "plan_us", "between_us", "step_us", "tokens_per_s")
+    runs = [
+        bench_vllm.Row(
+            row["backend"], int(row["batch"]), int(row["context"]), **{name: float(row[name]) for name in names}
+        )
+        for row in saved(ENGINE)
+    ]
+    found = {(row.batch, row.context, row.backend): row for row in bench_vllm.medians(runs)}
+    lines, shares, gains = [], [], []
+    for batch, context in sorted({key[:2] for key in found}):
+        ours, peer, triton = (found[batch, context, name] for name in ("CUSTOM", "FLASHMLA", "TRITON_MLA"))
+        shares.append(ours.per_layer_us / peer.per_layer_us)
+        gains.append(ours.tokens_per_s / peer.tokens_per_s)
+        cells = (
+            *(f"{each.per_layer_us:.1f}" for each in (peer, triton, ours)),
+            f"{shares[-1]:.2f}",
+            *(f"{each.step_us / 1e3:.2f}" for each in (peer, ours)),
+            *(f"{each.tokens_per_s:.0f}" for each in (peer, ours)),
+        )
+        lines.append(f"| {batch} x {context} | {' | '.join(cells)} |")
+    own = [row for row in runs if row.backend == "CUSTOM"]
+    slow, fast = sorted(row.tokens_per_s for row in own if (row.batch, row.context) == (128, 1024))
+    theirs, plans = found[128, 1024, "FLASHMLA"].tokens_per_s, [row.plan_us for row in own]
+    yield Sourced(
+        README,
+        ENGINE,
+        [
+            f"takes **{span(shares)}** of the time",
+            f"gives {span(gains)} times the tokens per second, the least of them the median of two runs, "
+            f"{slow / theirs:.2f} and {fast / theirs:.2f}",
+        ],
+    )
+    yield Sourced(
+        SERVERS,
+        ENGINE,
+        [
+            *lines,
+            f"gave {slow:,.0f} tokens/s, {slow / theirs:.2f} of FlashMLA's; the other {fast:,.0f}",
+            f"The step takes the GPU {found[128, 1024, 'CUSTOM'].step_us / 1e3:.1f} ms",
+            f"where {span([us for us in plans if us > 0], 0)} us in it remain",
+            f"in one row {min(plans):.1f} us",
+        ],
+    )
+    built = saved(BY_BUILDER)
+    first = [row for row in built if row["batch"] == "1"]
+    shorter = [1 - float(row["step_us"]) / found[1, int(row["context"]), "CUSTOM"].step_us for row in first]
+    assert {f"{100 * share:.0f}" for share in shorter} == {"2"}
+    text = [f"{span([float(row['plan_us']) for row in built], 0)} us of kernels", "at batch 1 were 2 % shorter"]
+    yield Sourced(SERVERS, BY_BUILDER, text)
+    alone = {row["name"]: row for row in saved(DECODE)["rows"]}
+    one, many = alone["B1 H128 kv1024 q1"], alone["B128 H128 kv4096 q1"]
+    flashmla, ours_us = (
+        [found[batch, context, name].per_layer_us for batch, context in ((1, 1024), (128, 4096))]
+        for name in ("FLASHMLA", "CUSTOM")
+    )
+    yield Sourced(
+        SERVERS,
+        DECODE,
+        [
+            f"{flashmla[0]:.0f} us for {one['peer_us']:.1f} at 1 x 1024, {flashmla[1]:.0f} for {many['peer_us']:.0f} "
+            f"at 128 x 4096. Ours takes {ours_us[0]:.1f} for {one['us']:.1f} and {ours_us[1]:.0f} for {many['us']:.0f}",
+        ],
+    )
+
+
+def server() -> Iterator[Sourced]:
+    rows = [
+        {"backend": each["backend"], "load": Load(*(int(each[name]) for name in ("concurrency", "input", "output")))}
+        | {name: float(each[name]) for name in (*bench_vllm_server.FIELDS, "seconds")}
+        for each in saved(SERVER)
+    ]
+    found = bench_vllm_server.medians(rows)
+    lines, ratios, prefill = [], [], []
+    for load in dict.fromkeys(load for load, _ in found):
+        ours, peer, triton = (found[load, backend] for backend in ("CUSTOM", "FLASHMLA", "TRITON_MLA"))
+        ratios.append(ours["tokens_per_s"] / peer["tokens_per_s"])
+        cells = (
+            *(f"{each['tokens_per_s']:.0f}" for each in (ours, peer, triton)),
+            f"{ratios[-1]:.2f}",
+            *(f"{each['tpot_ms']:.1f} ({each['p99_tpot_ms']:.1f})" for each in (ours, peer)),
+        )
+        lines.append(f"| {load} | {' | '.join(cells)} |")
+        prefill.append(f"{ours['ttft_ms'] / 1e3:.1f} of {ours['seconds']:.1f} s at {load.concurrency} x {load.input}")
+    yield Sourced(README, SERVER, [f"**{span(ratios)}** times the output tokens per second"])
+    yield Sourced(SERVERS, SERVER, [*lines, f"it takes {prefill[0]} and {prefill[1]}"])
+
+
+def hugging_face() -> Iterator[Sourced]:
+    rows = {(row["model"], row["mode"]): row for row in saved(TRANSFORMERS)}
+    ours, theirs = rows["patched", "compiled"], rows["unpatched", "compiled"]
+    text = (
+        f"**{float(ours['ms']):.2f} ms** per decode step beside {float(theirs['ms']):.1f}; reading its weights and "
+        f"latents once takes {float(ours['floor_ms']):.2f}"
+    )
+    yield Sourced(README, TRANSFORMERS, [text])
+
+
+def two_gpus() -> Iterator[Sourced]:
+    took = {
+        what: {name: float(us) for name, us in row.items() if name.endswith("_us") and us}
+        for what, row in scale_model.MEASURED.items()
+    }
+    layers = took["layer B128 kv 512"], took["layer B128 kv 4096"]
+    short, far = (took[f"decode B1 H128 q_len 1 kv {keys}"] for keys in (262_144, 1_048_576))
+    shares = [row["many_us"] / row["one_us"] for row in (*layers, short, far)]
+    yield Sourced(
+        README,
+        TWO_GPUS,
+        [f"takes {shares[0]:.2f} (512 keys) and {shares[1]:.2f} (4,096) of the time, one sequence of a million keys "
+         f"{shares[3]:.2f}"],
+    )  # fmt: skip
+    h200, nccl = scale_model.H200, scale_model.OVER_NCCL
+    modelled = [
+        row[column] / scale_model.tensor_parallel(machine, ranks, 128, keys) / 1e6
+        for row, keys in zip(layers, (512, 4096), strict=True)
+        for column, machine, ranks in (("one_us", h200, 1), ("many_us", h200, 2), ("nccl_us", nccl, 2))
+    ]
+    measured = (scale_model.layers(), *scale_model.collectives().split("\n\n"))
+    sums = [row["nccl_us"] - row["many_us"] for row in (*layers, took["sum 128 x 7168 bf16"])]
+    alone = [(row["own_keys_us"], scale_model.context_decode(h200, 1, 1, keys // 2) * 1e6)
+             for row, keys in ((short, 262_144), (far, 1_048_576))]  # fmt: skip
+    firsts = [row["many_us"] for what, row in took.items() if what.split()[1] == "1"]
+    merge = took["merge 1 x 128 x 512 bf16"]
+    read = scale_model.DOWN_BYTES + 128 * 512 * scale_model.TOKEN_BYTES
+    whole = read + scale_model.HEAD_BYTES / 2
+    largest = max(int(row["sent_bytes"]) for row in scale_model.MEASURED.values() if row["sent_bytes"])
+    yield Sourced(
+        SCALE,
+        TWO_GPUS,
+        [
+            *(" ".join(table.split()) for table in measured),
+            f"took {span(modelled, 1)} times what it says",
+            f"{read / 1e6:.0f} MB of the {whole / 1e6:.0f} MB that it reads at all, {read / h200.memory * 1e6:.0f} of "
+            f"{whole / h200.memory * 1e6:.0f} us at {h200.memory / 1e12:.1f} TB/s",
+            f"costs {sums[0]:.1f} and {sums[1]:.1f} us more than through peer memory, where the same two sums alone "
+            f"are {sums[2]:.1f} us apart",
+            f"took {alone[0][0]:.1f} and {alone[1][0]:.1f} us at 262,144 and 1,048,576 keys; the model says "
+            f"{alone[0][1]:.1f} and {alone[1][1]:.1f}, which is "
+            + " and ".join(f"{100 * (1 - model / us):.0f}" for us, model in alone)
+            + " % less",
+            f"the first token costs {min(firsts):.1f} to {max(firsts):.0f} us",
+            f"these {largest / 1e6:.1f} MB",
+            f"| sum of 128 tokens, us | 10 | {took['sum 128 x 7168 bf16']['many_us']:.1f} |",
+            f"| merge of one token, us | 7 | {merge['many_us']:.1f} |",
+            f"| TP layers, us | 123, 244 | {layers[0]['many_us']:.1f}, {layers[1]['many_us']:.1f} |",
+            f"share of one GPU's time | 0.60, 0.54 | {shares[2]:.2f}, {shares[3]:.2f} |",
+            f"takes {short['own_keys_us']:.1f} us in a graph of such calls and the merge {merge['many_us']:.1f}, but "
+            f"together they take {short['many_us']:.1f}. The other "
+            f"{short['many_us'] - short['own_keys_us'] - merge['many_us']:.0f} us are there through NCCL too "
+            f"({short['nccl_us']:.1f}, although its merge is {merge['nccl_us'] - merge['many_us']:.0f} us longer)",
+        ],
+    )
+    floors = saved(DECODE)["floors"]
+    size, us = floors["read"][-1]
+    yield Sourced(SCALE, DECODE, [f"| H200 | {size / us / 1e6:.1f} TB/s | {round(floors['tflops'], -1):.0f} TFLOP/s |"])
+    gather, amd = scale_model.KINDS["gather"] * 128, scale_model.MACHINES[1:]
+    links = [f"{each.link_to_peer / 1e9:g} GB/s to each of 7 GPUs" for each in amd]
+    yield Sourced(
+        SCALE,
+        "benchmarks/scale_model.py",
+        [
+            *(" ".join(scale_model.table(machine).split()) for machine in scale_model.MACHINES),
+            *(
+                f"| {each.name} | {each.memory / 1e12:.1f} TB/s | {each.matrix / 1e12:.0f} TFLOP/s | {link} | "
+                f"{each.network / 1e9:.0f} GB/s |"
+                for each, link in zip(
+                    scale_model.MACHINES, (f"{h200.link / 1e9:.0f} GB/s to any GPU", *links), strict=True
+                )
+            ),
+            f"taken to cost {h200.network_latency * 1e6:.0f} us",
+            f"NVLink: {2 * h200.link / 1e9:.0f} GB/s both ways",
+            " and ".join(f"{2 * each.link_to_peer / 1e9:g}" for each in amd) + " GB/s both ways",
+            f"{gather / 1e6:.0f} MB per rank, {gather / h200.network * 1e3:.1f} ms on {h200.network / 1e9:.0f} GB/s",
+            f"about half of the link's {h200.link / 1e9:.0f} GB/s",
+        ],
+    )
+
+
+def e4m3_caches() -> Iterator[Sourced]:
+    """Columns: before, now, a bf16 cache, FlashMLA; a cell has the times with bf16 and with e4m3 queries."""
+    rows = log_table(DECODE_LOG, "e4m3 caches", "shape | before")
+    shares = {name: [us / row[3][0] for us in row[1]] for name, row in rows.items()}
+    slow = [shares[name] for name in ("B128 H128 kv 4096", "B32 H32 q4 kv 3200", "B32 H64 kv 8192")]
+    one = [share for name, row in shares.items() if name.startswith("B1 ") for share in row]
+    log = section(DECODE_LOG, "e4m3 caches")
+    (keys_first,) = re.findall(r"\| keys first: B128 H16 ([\d.]+) for", log)
+    (flashmla,) = re.findall(r"goal 80 of H16 met, FlashMLA ([\d.]+)", log)
+    of_bf16 = [us / row[2][0] for name, row in rows.items() if " H16 " not in name for us in row[1]]
+    of_bf16.append(float(keys_first) / rows["B128 H16 kv 4096"][2][0])
+    yield Sourced(
+        README,
+        DECODE_LOG,
+        [
+            f"{span([row[1] for row in slow])} of its time with e4m3 queries and {span([row[0] for row in slow])} with "
+            "bf16 ones",
+            f"with 512 tokens at batch 128, {span(shares['B128 H128 kv 512'])}, at batch 1, {span(one)}, and with 16 "
+            f"heads, 4,096 tokens and batch 128, {float(keys_first) / float(flashmla):.2f}",
+            f"at {span(of_bf16)} times the time of bf16 caches",
+        ],
+    )
+
+
+def unrotated_caches() -> Iterator[Sourced]:
+    rows = log_table(DECODE_LOG, "Un-rotated caches", "shape | rotated")
+    shares = [row[2][0] / row[0][0] for row in rows.values()]
+    yield Sourced(README, DECODE_LOG, [f"{span(shares)} times as long as rotated ones"])
+
+
+def batch_invariant() -> Iterator[Sourced]:
+    text = section(COMBINE_LOG, "combine in batch-invariant mode")
+    (mean,) = re.findall(r"geometric mean of the call without \| [\d.]+ \| ([\d.]+) \|", text)
+    short, long = re.findall(r"With 256 and 1024 keys a split the mean is ([\d.]+) and ([\d.]+)", text)[0]
+    bounds, us = re.findall(r"a bound of ([\d,/ ]+) keys ([\d,/ ]+) us without a plan", text)[0]
+    times = dict(zip(bounds.split(" / "), us.split(" / "), strict=True))
+    yield Sourced(
+        SERVING,
+        COMBINE_LOG,
+        [
+            f"512 took {mean} times as long in the mean, 256 took {short} and 1,024 took {long}",
+            f"took {times['131,072']} us for 128 sequences of 1,024 keys and 128 heads where the bound was 131,072, "
+            f"for {times['1,024']} us where it was 1,024",
+        ],
+    )
+
+
+SOURCES: tuple[Callable[[], Iterator[Sourced]], ...] = (
+    headline,
+    reduction,
+    engine,
+    server,
+    hugging_face,
+    two_gpus,
+    e4m3_caches,
+    unrotated_caches,
+    batch_invariant,
+)

@@ -1,0 +1,111 @@
+"""Figures of README and the guides: each is what its source gives, and none is there without a source.
+
+A figure is a number with a decimal point or one before a unit of time or rate, `%`, `times` or `x` (as in 3x). In its
+passage or the one before or after, in a link, code or an HTML comment, the page names the source: a saved run, a
+program or a PERF.md with a commit. `saved_figures` makes the phrases again from the source. Left out are versions,
+code, and how many seconds or minutes a command takes; `STATED` has the numbers that nobody measured here.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import saved_figures
+from saved_figures import README, ROOT, Sourced
+
+PAGES = [README, *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+EXPECTED = [each for source in saved_figures.SOURCES for each in source()]
+UNIT = r"(?:us|ms|%|times|clocks|GB/s|TB/s|TFLOP/s|tokens/s)"
+FIGURE = re.compile(rf"(?<![\w.,])(?:\d[\d,]*\.\d+x?(?![\w.+])|\d[\d,]*(?= {UNIT}(?!\w))|\d+x(?!\w))")
+NAMES = "vLLM|SGLang|torch|transformers|Python|ROCm|ROCr|CUDA|nvcc|HIP|DeepSeek V"
+VERSION = re.compile(rf"(?:{NAMES})(?:'s|'s builds)?(?: from)? ?\d+\.[\d.]+(?:(?:,| to| and| or| than)+ \d+\.[\d.]+)*")
+HIDDEN = re.compile(r"<!--.*?-->|`[^`]*`|\]\([^)]*\)", re.S)
+COMMIT = re.compile(r"\bcommits? [0-9a-f]{7}\b")
+
+STATED = {
+    README: {
+        "where half the bytes ought to make it 0.5": "half the bytes",
+        "| gfx942 bf16, 128 heads | 154 / 112.6 |": "ours by test_readme.py; AITER's objects are not kept, as it says",
+        "| gfx950 fp8, 128 heads | 89.6 / 50.3 |": "the same",
+    },
+    "docs/ci_owner.md": {
+        "the spreads of both runs and 2.5 % together": "a limit of `bench --compare`",
+        "up to 3 %": "a limit of `bench --compare`",
+        "a change of 10 %": "a limit of `bench --compare`",
+    },
+    "docs/published_work.md": {"1.3x and 1.9x by rocprof": "what the pull request says of itself"},
+}
+
+
+def passages(text: str) -> list[str]:
+    """Paragraphs, lists and tables of a page as one line each, without fenced code."""
+    without_code = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    return [" ".join(part.split()) for part in re.split(r"\n\s*\n", without_code)]
+
+
+def named(source: str, parts: list[str], at: int) -> bool:
+    """Whether a passage or one beside it names a source, of a log its commit too."""
+    near = " ".join(parts[max(0, at - 1) : at + 2])
+    return source in near and (not source.endswith("PERF.md") or COMMIT.search(near) is not None)
+
+
+def without_source(text: str, phrases: list[str]) -> list[str]:
+    """The figures of a page that are in none of the phrases, with the words around them."""
+    found = []
+    for part in passages(text):
+        known = {
+            at for phrase in phrases for match in re.finditer(re.escape(phrase), part) for at in range(*match.span())
+        }
+        masked = part
+        for pattern in (HIDDEN, VERSION):
+            masked = pattern.sub(lambda match: " " * len(match[0]), masked)
+        for figure in FIGURE.finditer(masked):
+            if figure.start() not in known:
+                found.append(part[max(0, figure.start() - 40) : figure.end() + 20])
+    return found
+
+
+@pytest.mark.parametrize("expected", EXPECTED, ids=lambda each: f"{Path(each.page).stem}-{each.source}")
+def test_a_figure_is_what_its_source_gives(expected: Sourced) -> None:
+    parts = passages((ROOT / expected.page).read_text())
+    for phrase in expected.phrases:
+        places = [at for at, part in enumerate(parts) if phrase in part]
+        assert places, f"{expected.page} has not what {expected.source} gives: {phrase}"
+        assert all(named(expected.source, parts, at) for at in places), f"{expected.source} is not named by: {phrase}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_figure_is_without_a_source(page: str) -> None:
+    phrases = [phrase for each in EXPECTED if each.page == page for phrase in each.phrases]
+    text, stated = (ROOT / page).read_text(), STATED.get(page, {})
+    assert without_source(text, [*phrases, *stated]) == []
+    assert [phrase for phrase in stated if not any(phrase in part for part in passages(text))] == []
+
+
+def test_a_figure_without_a_source_is_found() -> None:
+    text = (
+        "torch 2.9 to 2.15 and vLLM 0.32's\n\n`1.5` takes 0.55 of the time,\n12 us or 3 times\n\n| 1,497 us | 1.2x |\n"
+    )
+    found = without_source(text, ["3 times"])
+    assert len(found) == 4
+    for around, figure in zip(found, ("0.55", "12 us", "1,497", "1.2x"), strict=True):
+        assert figure in around
+    parts = ["<!-- benchmarks/a.csv --> 0.5", "far 0.6", "csrc/PERF.md", "at commit 1234567"]
+    assert named("benchmarks/a.csv", parts, 1)
+    assert not named("benchmarks/a.csv", parts, 2)
+    assert named("csrc/PERF.md", parts, 2)
+    assert not named("csrc/PERF.md", parts[:3], 1)
+
+
+def test_the_headline_names_what_it_was_measured_on() -> None:
+    run = saved_figures.saved(saved_figures.FLASHMLA)
+    below = (ROOT / README).read_text().split("<!-- headline:end -->")[1].split("![")[0]
+    facts = run["environment"]
+    for fact in (facts["device"], f"driver {facts['driver']}", f"torch {facts['torch']}", facts["date"], facts["peer"]):
+        assert fact in below
+    assert (facts["commit"][:7] or "did not record its commit") in below
+    kinds = [row["kind"] for row in run["rows"]]
+    assert f"{kinds.count('dense')} dense\nand {kinds.count('sparse')} sparse rows" in below
+    assert f"and {kinds.count('prefill')} of sparse prefill" in below
