@@ -116,9 +116,9 @@ def decode(
     kv_indptr     [batch + 1] int32 and kv_indices [n] int32: sequence b has pages kv_indices[kv_indptr[b]...]
     cu_seqlens_q  [batch + 1] int32: sequence b has query tokens cu_seqlens_q[b]..cu_seqlens_q[b + 1], at most
                   max_seqlen_q
-    q_descale, kv_descale   [] or [1] fp32, multiply to dequantise fp8 queries and caches: finite, 0 or more. Others are
-                  refused on the CPU and in debug mode, like other wrong values; else results are NaN or meaningless.
-                  Native kernels round 16-bit queries over 16-bit caches after they multiply them by q_descale
+    q_descale, kv_descale   [] or [1] fp32, multiply to dequantise queries of any type and fp8 caches, in fp32: finite,
+                  0 or more. Others are refused on the CPU and in debug mode, like other wrong values; else results are
+                  NaN or meaningless
     attn_sink     [heads] fp32 logits: adds exp(sink) to the denominator of `out`, never to `lse`
     rope_cos_sin  [max_len, 64] fp32 = cos | sin: the cache holds un-rotated k_pe (the last 64 values of a row,
                   paired i with i + 32), and row j is rotated to position j as it is read; q is rotated already

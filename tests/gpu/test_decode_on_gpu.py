@@ -172,10 +172,35 @@ def test_infinite_sinks(sink):
     assert_right(*decode(args, kwargs), exact_decode(*on_cpu(args), **kwargs))
 
 
-def test_a_scale_of_the_queries():
-    args, kwargs = hostile(decode_sample((100, 7), heads=16))
-    args[Q_DESCALE] = torch.tensor([0.25], device="cuda")
-    assert_right(*decode(args, kwargs), exact_decode(*on_cpu(args), **kwargs))
+DESCALED = {
+    "whole": dict(num_splits=1, heads=40),
+    "three splits, fp16": dict(num_splits=3, heads=16, **HALF),
+    "a cluster exchanges P": dict(num_splits=2, heads=128, sink=True),
+    "a cluster reduces O": dict(lens=(3000,), num_splits=2, heads=64),
+    "many splits, fp16": dict(lens=(3000,), num_splits=32, heads=128, **HALF),
+    "planned": dict(lens=(700, 100, 2063, 500), planned=True, heads=128),
+    "gathered, fp16": dict(page=24, heads=16, **HALF),
+    "512 wide, fp16": dict(rope=0, heads=16, **HALF),
+    "un-rotated": dict(rotate=True, heads=64, num_splits=2),
+    "un-rotated, gathered, fp16": dict(rotate=True, page=24, heads=16, **HALF),
+    "e4m3 cache": dict(kv_format="fp8", heads=64),
+    "e4m3 cache, few rows, fp16": dict(kv_format="fp8", heads=16, num_splits=3, dtype=torch.float16),
+    "e4m3 queries": dict(heads=64, **FP8),
+    "e4m3 queries, few rows": dict(heads=16, num_splits=3, **FP8),
+}
+
+
+@pytest.mark.parametrize("shape", DESCALED)
+def test_a_scale_of_the_queries(shape):
+    """Queries times 1e6 are infinite in fp16 and times 1e-6 lose bits. With 0 all scores are 0; NaN reaches all."""
+    args, kwargs = hostile(decode_sample(**{"lens": (100, 7), **DESCALED[shape]}))
+    scale = kwargs["softmax_scale"]
+    for factor in (1e6, 0.3, 1e-6, 0.0):
+        args[Q_DESCALE] = torch.tensor([factor], device="cuda")
+        kwargs["softmax_scale"] = scale / (factor or 1.0)
+        assert_right(*decode(args, kwargs), exact_decode(*on_cpu(args), **kwargs))
+    args[Q_DESCALE].fill_(torch.nan)
+    assert all(bool(result.isnan().all()) for result in decode(args, kwargs))
 
 
 def test_strided_tensors():

@@ -1,4 +1,5 @@
-"""decode on AMD: a NaN, whatever it comes from, is in the results it belongs to and in no other; zeros make none."""
+"""decode on AMD: a NaN, whatever it comes from, is in the results it belongs to and in no other; zeros make none, and
+neither does a q_descale that queries of 16 bits cannot be multiplied by."""
 
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ from mla_suite.testing import exact_decode
 
 E4M3 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 KV_FORMATS = {"gfx942": "fp8_fnuz", "gfx950": "fp8"}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DESCALES = ["q_descale", "kv_descale", *DTYPES]  # those of fp8, and the q_descale of caches in 16 bits
 # Rounding the second to bf16 by an addition would carry through the sign.
 NANS = torch.tensor([0x7FC00000, -1], dtype=torch.int32).view(torch.float32)
 
@@ -97,26 +100,45 @@ def test_nan_in_a_sink(arch, nan, heads, splits):
     assert bool(lse.isfinite().all())
 
 
+def with_descale(arch, heads, splits, name):
+    """A problem of fp8, or of 16 bits alone, and the place of its descale among the arguments."""
+    types = formats(arch)[-1] if name in ("q_descale", "kv_descale") else {"kv_format": name, "dtype": DTYPES[name]}
+    return *problem(heads, splits, **types), 8 if name == "kv_descale" else 7
+
+
 @pytest.mark.parametrize("heads", [16, 48, 128])
-@pytest.mark.parametrize("at", [7, 8], ids=["q_descale", "kv_descale"])
+@pytest.mark.parametrize("name", DESCALES)
 @pytest.mark.parametrize("nan", NANS)
-def test_nan_in_a_descale(arch, nan, at, heads):
-    args, kwargs = problem(heads, 1, kv_format=KV_FORMATS[arch], dtype=E4M3[arch])
+def test_nan_in_a_descale(arch, nan, name, heads):
+    args, kwargs, at = with_descale(arch, heads, 1, name)
     args[at] = nan.reshape(1)
     choice = grid.chosen(arch, args, kwargs)
     assert choice.backend.name == "native"
-    out, lse = torch.zeros(2, 1, heads, 512, dtype=torch.bfloat16), torch.zeros(2, 1, heads)
+    out, lse = torch.zeros(2, 1, heads, 512, dtype=DTYPES.get(name, torch.bfloat16)), torch.zeros(2, 1, heads)
     # As on a GPU, where values are not checked.
     choice.backend.run(choice.supported.config, (out, lse), DECODE.Args(*args, **kwargs))
     assert bool(out.isnan().all() and lse.isnan().all())
 
 
 @pytest.mark.parametrize("heads", [16, 48, 128])
-@pytest.mark.parametrize("at", [7, 8], ids=["q_descale", "kv_descale"])
-def test_a_descale_of_zero(arch, at, heads):
+@pytest.mark.parametrize("name", DESCALES)
+def test_a_descale_of_zero(arch, name, heads):
     """All scores are 0, the masked ones apart."""
-    args, kwargs = problem(heads, 2, kv_format=KV_FORMATS[arch], dtype=E4M3[arch])
+    args, kwargs, at = with_descale(arch, heads, 2, name)
     args[at] = torch.zeros(1)
     coarse = getattr(grid.chosen(arch, args, kwargs).supported.config, "fp8_weights", False)
     out, lse = grid.decode(arch, args, kwargs)
     assert_within_bound(out, lse, exact_decode(*args, **kwargs), grid.COARSE if coarse else 2.0**-8)
+
+
+@pytest.mark.parametrize(
+    ("heads", "options"), [(16, {"num_splits": 3}), (48, {"planned": True, "sink": True}), (128, {})], ids=str
+)
+@pytest.mark.parametrize("factor", [1e6, 1.7, 1e-6])
+def test_a_q_descale_that_16_bits_cannot_hold(arch, factor, heads, options):
+    """Queries times the factor are infinite in fp16, or lose their bits; scores are as without it."""
+    for stored in (*formats(arch)[:3], {"rotate": True}):
+        args, kwargs = decode_sample((100, 33, 0), heads=heads, **options, **stored).make(CPU)
+        given = [*args[:7], torch.tensor([factor]), *args[8:]]
+        kwargs["softmax_scale"] /= factor
+        assert_within_bound(*grid.decode(arch, given, kwargs), exact_decode(*given, **kwargs))

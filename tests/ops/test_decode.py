@@ -167,6 +167,14 @@ def test_q_descale_and_fp8_queries():
     assert_close(out, lse, exact_decode(*args, **kwargs))
 
 
+@pytest.mark.parametrize("factor", [1e6, 1e-6])
+def test_a_q_descale_that_fp16_queries_cannot_be_multiplied_by(factor):
+    args, kwargs = problem(BASE | {"kv_format": "fp16", "dtype": torch.float16})
+    args = (*args[:7], torch.tensor(factor), *args[8:])
+    kwargs["softmax_scale"] /= factor
+    assert_close(*mla_suite.decode(*args, **kwargs), exact_decode(*args, **kwargs))
+
+
 def test_contiguous_cache_is_one_page_per_sequence():
     generator = torch.Generator().manual_seed(1)
     cache = torch.randn(3, 500, 80, generator=generator)

@@ -80,6 +80,15 @@ def test_decode_in_half_precision() -> None:
     torch.testing.assert_close(lse.double(), exact.lse, atol=1e-4, rtol=1e-4)
 
 
+def test_a_q_descale_that_fp16_queries_cannot_be_multiplied_by() -> None:
+    args, kwargs = decode_sample([40], heads=4, kv_format="fp16", dtype=torch.float16).make(CPU)
+    expected = mla_suite.decode(*args, **kwargs)
+    descaled = (*args[:7], torch.tensor([2.0**20]), *args[8:])
+    got = run(decode, "decode", descaled, kwargs | {"softmax_scale": kwargs["softmax_scale"] / 2**20})
+    for mine, reference in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, reference, atol=1e-3, rtol=1e-3)
+
+
 def test_outputs_of_the_caller_with_strides_that_do_not_merge() -> None:
     args, kwargs = decode_sample([130, 40], heads=8, q_len=2, **FP32).make(CPU)
     expected = mla_suite.decode(*args, **kwargs)

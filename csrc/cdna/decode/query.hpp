@@ -67,15 +67,16 @@ struct QueryTile {
   }
 };
 
-// Returns the factor that turns a score into an exponent of 2: softmax_scale times log2(e) and, where the format has
-// them, both descales. softmax_scale is positive and no descale is negative, but a descale may be 0 (a tensor of
+// Returns the factor that turns a score into an exponent of 2: softmax_scale times log2(e), q_descale and, where the
+// format has one, kv_descale. softmax_scale is positive and no descale is negative, but a descale may be 0 (a tensor of
 // zeros): then 0 times a masked score of -inf would be NaN, so a tiny factor takes its place.
 template <class Format>
 MLA_DEVICE float score_scale(const mla::DecodeParams& p) {
   constexpr float tiny = 1e-30f;
   const float scale = p.softmax_scale * mla::LOG2_E;
-  if constexpr (!Format::descaled) return scale;
-  const float descaled = scale * mla::descale(p.q_descale) * mla::descale(p.kv_descale);
+  if (!Format::descaled && p.q_descale == nullptr) return scale;
+  float descaled = scale * mla::descale(p.q_descale);
+  if constexpr (Format::descaled) descaled *= mla::descale(p.kv_descale);
   const uint32_t bits = opaque(mla::bit_cast<uint32_t>(descaled));  // a comparison of floats would take NaN for 0
   return bits << 1 == 0 ? tiny : mla::bit_cast<float>(bits);
 }

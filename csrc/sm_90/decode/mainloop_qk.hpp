@@ -32,9 +32,9 @@ class QkSoftmax {
   MLA_DEVICE void run() {
     bool any = false, merged = false;
     for (; next_tile(); any = true) {
-      // The producer has waited for the previous kernel, which may have written these.
-      if constexpr (Traits::HAS_DESCALE)
-        if (!any) scale_ = fmaxf(scale_ * descale(params_.q_descale) * descale(params_.kv_descale), MIN_SCALE);
+      // The producer has waited for the previous kernel, which may have written the factors.
+      if constexpr (!SELECTED)
+        if (!any) take_descales();
       merged = merges();
       one_tile();
     }
@@ -327,9 +327,16 @@ class QkSoftmax {
     clear_keys<Traits, HEAD_DIM_V>(shared_ + Storage::KV + stage * Traits::STAGE_BYTES, used);
   }
 
+  // Multiplies the scale by the factors that there are, without a load where there is none.
+  MLA_DEVICE void take_descales() {
+    float scale = scale_ * descale(params_.q_descale);
+    if constexpr (Traits::HAS_KV_DESCALE) scale *= descale(params_.kv_descale);
+    scale_ = nonzero_scale(scale);
+  }
+
   // The scale of the values. It is loaded anew for every tile, because there is no register to keep it in.
   MLA_DEVICE float value_scale() const {
-    if constexpr (Traits::HAS_DESCALE)
+    if constexpr (Traits::HAS_KV_DESCALE)
       return descale(params_.kv_descale);
     else
       return 1.0f;

@@ -14,6 +14,9 @@ constexpr float RESCALE_THRESHOLD = 256.0f;
 constexpr float MIN_SCALE = 1e-30f;  // stands for a scale of 0, where a masked score of -inf times it would be NaN
 constexpr float LOWEST = -1e38f;  // the running max of a row that has seen no key
 
+// MIN_SCALE instead of 0. A NaN stays one, so that it reaches the results.
+MLA_DEVICE float nonzero_scale(float scale) { return scale < MIN_SCALE ? MIN_SCALE : scale; }
+
 // 2^x by the hardware's approximation; denormal results are flushed to zero.
 MLA_DEVICE float exp2_approx(float x) {
   float y;

@@ -104,7 +104,7 @@ struct DecodeTraits {
   static constexpr KvSource SOURCE = Policy::SOURCE;
   static constexpr int STAGES = Policy::STAGES;
   static constexpr bool CONVERTS_Q = Problem::CONVERTS_Q;
-  static constexpr bool HAS_DESCALE = SOURCE == KvSource::fp8;  // scores and results take q_descale and kv_descale
+  static constexpr bool HAS_KV_DESCALE = SOURCE == KvSource::fp8;  // scores and results take kv_descale
   static constexpr bool ROTATES = Problem::ROTATES;
   static_assert(!ROTATES || SOURCE == KvSource::tma || SOURCE == KvSource::cp_async, "keys of 16 bits are rotated");
 

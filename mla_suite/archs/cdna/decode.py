@@ -21,8 +21,8 @@ from mla_suite.archs.common.decode import (
     copies_out,
     default_splits,
     launch_of,
+    negated,
     numbers_of,
-    query_adjustment,
     shape_of,
 )
 from mla_suite.build.params import pack_numbers, packer
@@ -127,9 +127,7 @@ class CdnaConfig:
         out, lse = outputs
         if args.seq_lens.shape[0] == 0 or out.numel() == 0:
             return lambda outputs, tensors: None
-        takes_descale = args.kv_format in FP8_KV_FORMATS.values()  # the kernels of other caches do not
-        adjust = query_adjustment(args.softmax_scale < 0, args.q_descale is not None and not takes_descale)
-        q = args.q if adjust is None else adjust(args.q, args.q_descale)
+        q = negated(args.q) if args.softmax_scale < 0 else args.q
         shape = shape_of(args, q, out)
         splits = _splits(self, args, shape)
         slots, work_tiles = splits.slots(shape), splits.tiles(shape)
@@ -165,7 +163,7 @@ class CdnaConfig:
             *(self, grid, 0, False, numbers, copies_q, temporary, args.plus_inf_lse or not lse.is_contiguous()),
             *(slots, shape.rows, combined),
         )
-        return launch_of(prepared, args, adjust, _pack_pointers)
+        return launch_of(prepared, args, _pack_pointers)
 
 
 def tile_rows(rows: int, most: int = MAX_ROWS) -> int:

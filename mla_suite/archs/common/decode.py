@@ -69,7 +69,7 @@ class Shape(NamedTuple):
 
 
 def shape_of(args: DecodeArgs, q: torch.Tensor, out: torch.Tensor) -> Shape:
-    """The sizes of a call with queries `q`, which may be an adjusted copy of the argument."""
+    """The sizes of a call with queries `q`, which may be a negated copy of the argument."""
     ragged, page_size = args.cu_seqlens_q is not None, args.kv_cache.shape[1]
     pages = args.block_table.shape[1] if args.block_table is not None else _entries(args)
     return Shape(
@@ -198,22 +198,10 @@ def tuned_splits(arch: ArchSpec, args: DecodeArgs, shape: Shape) -> int:
     return max(1, min(tuned, shape.bound // MIN_SPLIT)) if tuned else 0
 
 
-def query_adjustment(
-    negative: bool, descale: bool
-) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor] | None:
-    """(q, q_descale) -> the queries that the kernels take; None where they take q as it is.
-
-    Kernels find the largest score before they scale it, so the scale must be positive; some take no q_descale.
-    """
-    if not negative and not descale:
-        return None
-
-    def adjust(q: torch.Tensor, q_descale: torch.Tensor | None) -> torch.Tensor:
-        if negative:
-            q = -q if q.element_size() > 1 else (-q.float()).to(q.dtype)
-        return q if q_descale is None or not descale else (q.float() * q_descale).to(q.dtype)
-
-    return adjust
+def negated(q: torch.Tensor) -> torch.Tensor:
+    """The queries that the kernels take for a negative softmax_scale, beside its absolute value: they find the largest
+    score before they scale it. No q_descale is negative."""
+    return -q if q.element_size() > 1 else (-q.float()).to(q.dtype)
 
 
 class Prepared(NamedTuple):
@@ -232,12 +220,7 @@ class Prepared(NamedTuple):
     combine: CombineLaunch | None  # None when nothing is split
 
 
-def launch_of(
-    prepared: Prepared,
-    args: DecodeArgs,
-    adjust: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor] | None,
-    pack_leading: Callable[..., bytes],
-) -> Launch:
+def launch_of(prepared: Prepared, args: DecodeArgs, pack_leading: Callable[..., bytes]) -> Launch:
     """The launch of decode.
 
     pack_leading  (*addresses in the order of POINTERS) -> the parameters that hold addresses
@@ -247,6 +230,7 @@ def launch_of(
     launched = args.q, prepared.grid, config.threads, prepared.shared
     enqueue = bind("decode", config.instance, *launched, named, overlap=prepared.overlap)
     numbers, copies_q, plus_inf_lse = prepared.numbers, prepared.copies_q, args.plus_inf_lse
+    negative = args.softmax_scale < 0
     copies = prepared.copies_out, prepared.copies_lse
     copied = any(copies)
     partial_values = slots * rows * args.head_dim_v
@@ -259,9 +243,9 @@ def launch_of(
         combine_numbers = combined.numbers
 
     def launch(outputs: tuple[torch.Tensor, ...], tensors: tuple[Any, ...]) -> None:
-        q, _, _, _, _, _, cu_seqlens_q, q_descale, _, attn_sink, _, plan, _ = tensors
-        if adjust is not None:
-            q = adjust(q, q_descale)
+        q, _, _, _, _, _, cu_seqlens_q, _, _, attn_sink, _, plan, _ = tensors
+        if negative:
+            q = negated(q)
             tensors = q, *tensors[1:]
         if copies_q:
             q = q.clone(memory_format=torch.contiguous_format)

@@ -20,8 +20,8 @@ from mla_suite.archs.common.decode import (
     combine_launch,
     copies_out,
     launch_of,
+    negated,
     numbers_of,
-    query_adjustment,
     shape_of,
     tuned_splits,
 )
@@ -167,9 +167,7 @@ def prepare(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeA
     if _needs_no_plan(config, args, out):
         unplanned = prepare(config, outputs, replace(args, plan=None))
         return lambda outputs, tensors: unplanned(outputs, (*tensors[:PLAN], None, *tensors[PLAN + 1 :]))
-    takes_descale = args.kv_format == "fp8"  # the kernels of other caches do not
-    adjust = query_adjustment(args.softmax_scale < 0, args.q_descale is not None and not takes_descale)
-    q = args.q if adjust is None else adjust(args.q, args.q_descale)
+    q = negated(args.q) if args.softmax_scale < 0 else args.q
     shape = shape_of(args, q, out)
     config, splits, streaming = _split(config, args, shape)
     slots, tiles = splits.slots(shape), config.tiles(shape.rows)
@@ -231,7 +229,7 @@ def prepare(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeA
         *(config, (tiles, groups, 1), config.lds, True, numbers, copies_q, temporary, False),
         *(slots, shape.rows, combined),
     )
-    launch = launch_of(prepared, args, adjust, pack)
+    launch = launch_of(prepared, args, pack)
     return _with_aligned_cos_sin(launch) if config.load.rotates else launch
 
 

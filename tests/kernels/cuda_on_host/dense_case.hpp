@@ -1,7 +1,8 @@
 // A problem of dense decode for programs that run a kernel on a CPU, in all that does not depend on how keys are stored:
 // pages, a plan, the launch parameters, the results by fp64, and how the kernel's are compared with them.
 //   what  plain; all_keys (not causal); sharp (large scores); sink; ragged (of query tokens); planned (two SM parts of a
-//         plan for each group). A program may know others.
+//         plan for each group); descaled (by a q_descale times which fp16 queries are infinite), descaled_nan (by NaN,
+//         which all results are). A program may know others.
 #pragma once
 
 #include <string>
@@ -25,7 +26,8 @@ struct DenseCase {
   std::vector<std::vector<double>> keys;  // of a sequence, [length][WIDTH], as the definition has them
   std::vector<float> q_values, sink;
   bool bf16_results = true;
-  double score_scale = 1.0, value_scale = 1.0;
+  double score_scale = 1.0, value_scale = 1.0;  // of the keys
+  float q_descale = 1.3f;
   std::vector<uint16_t> out;
   std::vector<float> lse, partial_out, partial_lse;
   std::vector<int32_t> plan;
@@ -112,6 +114,12 @@ struct DenseCase {
     reciprocal(1, params.lse_tokens_reciprocal, params.lse_tokens_shift);
     params.empty_lse = -INFINITY;
     params.softmax_scale = what == "sharp" ? 0.5f : 0.02f;
+    if (what == "descaled" || what == "descaled_nan") {
+      q_descale = 3e5f;
+      params.softmax_scale /= q_descale;
+      if (what == "descaled_nan") q_descale = NAN;
+      params.q_descale = &q_descale;
+    }
   }
 
   // A row's results by fp64, not divided by anything, with the sum and the largest score.
@@ -122,7 +130,7 @@ struct DenseCase {
   Exact exact(int sequence, int row, size_t query) const {
     const int later = counts[sequence] - 1 - row / heads;
     const int seen = max(0, params.causal ? lens[sequence] - later : lens[sequence]);
-    const double scale = params.softmax_scale * score_scale;
+    const double scale = params.softmax_scale * score_scale * (params.q_descale ? *params.q_descale : 1.0f);
     Exact result;
     std::vector<double> scores(seen, 0.0);
     for (int k = 0; k < seen; ++k) {
@@ -178,6 +186,10 @@ struct DenseCase {
         const Exact wanted = exact(sequence, row, query);
         std::vector<double> values(VALUES, 0.0);
         const double found_lse = kernel_row(sequence, row, query, values);
+        if (std::isnan(wanted.sum)) {
+          if (!std::isnan(found_lse) || !std::isnan(values[0])) worst = INFINITY;
+          continue;
+        }
         const double wanted_lse = wanted.sum != 0.0 ? wanted.top + std::log(wanted.sum) : -INFINITY;
         const double more = params.attn_sink && wanted.sum != 0.0 ? std::exp(sink[row % heads] - wanted.top) : 0.0;
         double off = 0.0, size = 0.0;

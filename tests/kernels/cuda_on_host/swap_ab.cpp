@@ -18,17 +18,16 @@ constexpr bool IS_FP8 = std::is_same_v<DTYPE, fp8>, IS_BF16 = std::is_same_v<DTY
 struct Case : DenseCase {
   uint8_t* cache = nullptr;
   uint8_t* q = nullptr;
-  float kv_descale = 0.7f, q_descale = 1.3f;
+  float kv_descale = 0.7f;
 
   void fill() {
     fill_cache();
     fill_queries();
     fill_params(q, cache);
-    params.q_descale = IS_FP8 ? &q_descale : nullptr;
+    if (IS_FP8) params.q_descale = &q_descale;
     params.kv_descale = &kv_descale;
     bf16_results = IS_BF16 || IS_FP8;
-    score_scale = static_cast<double>(kv_descale) * (IS_FP8 ? q_descale : 1.0f);
-    value_scale = kv_descale;
+    score_scale = value_scale = kv_descale;
   }
 
   void fill_cache() {

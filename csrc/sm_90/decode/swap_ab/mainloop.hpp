@@ -48,7 +48,7 @@ class SwapAbMainloop {
   MLA_DEVICE void run() {
     for (bool any = false; next_tile(); any = true) {
       // The producer has waited for the previous kernel, which may have written these.
-      if (!any) scale_ = fmaxf(scale_ * descale(params_.q_descale) * descale(params_.kv_descale), MIN_SCALE);
+      if (!any) scale_ = nonzero_scale(scale_ * descale(params_.q_descale) * descale(params_.kv_descale));
       one_tile();
     }
   }

@@ -98,7 +98,7 @@ class SwapAbQueries {
                   present ? stored[c].fp16_pair(i, factor) : 0u);
     if (piece == 0) {
       const uint32_t at = shared + Storage::SCALE_AND_MAX + row * 8;
-      st_shared(at, fmaxf(scale / factor, MIN_SCALE));
+      st_shared(at, nonzero_scale(scale / factor));
       st_shared(at + 4, LOWEST);
     }
   }
