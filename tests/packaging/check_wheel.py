@@ -67,9 +67,10 @@ def find(folder: Path) -> Path:
         kernels = manifest["kernels"]
         named = {row[part] for row in kernels for part in ("object", "text") if row[part]}
         named |= {"manifest.json", *(library["file"] for library in manifest["libraries"].values())}
-        held = {name for name in packed.namelist() if name.startswith("mla_suite/objects/")}
+        objects = "mla_suite/objects/"
+        held = {name.removeprefix(objects) for name in packed.namelist() if name.startswith(objects)}
     assert {row["arch"] for row in kernels} == ARCHS, "a wheel carries the objects of every arch"
-    assert held == {f"mla_suite/objects/{name}" for name in named}, held ^ named
+    assert held == named, f"in the wheel or in its manifest, not in both: {sorted(held ^ named)}"
     print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB, {len(kernels)} kernels")
     return wheel
 
