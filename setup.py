@@ -38,6 +38,8 @@ class BuildWithObjects(build_py):
     """Copies the Python files, then compiles the kernels into the package that is being built."""
 
     def run(self) -> None:
+        if not self.editable_mode:  # modules of another version
+            shutil.rmtree(Path(self.build_lib) / "mla_suite", ignore_errors=True)
         super().run()
         sys.path.insert(0, str(ROOT))
         from mla_suite import build
@@ -53,7 +55,7 @@ class BuildWithObjects(build_py):
         if self.editable_mode:
             return
         target = Path(self.build_lib).absolute() / "mla_suite" / "objects"
-        shutil.rmtree(target, ignore_errors=True)  # files of another selection
+        shutil.rmtree(target, ignore_errors=True)  # objects of another selection and the compilers' own files
         shipped = manifest.of(ARCHS or KNOWN)
         for name in shipped.files():
             (target / name).parent.mkdir(parents=True, exist_ok=True)

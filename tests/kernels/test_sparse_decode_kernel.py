@@ -9,7 +9,7 @@ import pytest
 import sparse_runs
 import torch
 from decode_grid import assert_within_bound
-from sparse_problems import CONFIGS, MODES, POOLS, attend, exact, in_mode, pools_of, problem, require_kernels
+from sparse_problems import CONFIGS, MODES, POOLS, attend, exact, in_mode, kind_of, pools_of, problem, require_kernels
 
 import mla_suite
 from mla_suite import emulator
@@ -69,7 +69,9 @@ def test_within_the_rounding_bound(arch, heads):
 
 
 V4 = [
-    (heads, topk, window, extra) for heads, topk in ((64, 512), (128, 1024)) for window, extra in ((256, 64), (64, 2))
+    (heads, topk, window, extra)
+    for heads, topk in ((64, 512), (16, 1024), (128, 1024))
+    for window, extra in ((256, 64), (64, 2))
 ]
 
 
@@ -78,19 +80,24 @@ V4 = [
     [
         case
         for name in ("dsv4", "dsv4_fnuz")
-        for case in on_archs([(name, *shape) for shape in V4], [("dsv4", *V4[0]), ("dsv4_fnuz", *V4[-1])])
+        for case in on_archs(
+            [(name, *shape) for shape in V4], [("dsv4", *V4[0]), ("dsv4", *V4[2]), ("dsv4_fnuz", *V4[-1])]
+        )
         if case.values[:2] in readable(name)
     ],
     indirect=["arch"],
 )
 def test_deepseek_v4(arch, name, heads, topk, window_page, extra_page):
-    """Its heads, window of 128 keys, compressed selection and pages, with sink, split and not, MTP of 2 for Flash."""
-    tokens = 2 if heads == 64 else 1
+    """Its heads, window of 128 keys, compressed selection and pages, with sink, split and not.
+
+    Flash has 2 query tokens; Pro has one with all its heads, and 3 with the 16 heads of one of 8 ranks.
+    """
+    tokens = {64: 2, 16: 3, 128: 1}[heads]
     pools = [(name, 1024 // window_page, window_page, 128), (name, 4096 // extra_page, extra_page, topk)]
     for splits in (0, 1):
         args, kwargs = problem(pools, tokens, heads, seed=heads, padded=splits == 0)
         args[5] = torch.randn(heads)
-        if tokens == 2:
+        if tokens > 1:
             args[0] = args[0][None]
             args[2] = [index[None] for index in args[2]]
         out, _ = check(args, kwargs | {"num_splits": splits})
@@ -114,7 +121,7 @@ MANY = [(256, 1, 12, 40), (1, 3, *FLASH), (256, 1, *FLASH), (2, 3, *FLASH), (2, 
 def test_many_requests_and_several_query_tokens(arch, batch, q_len, heads, topk):
     """256 requests at once, and two drafts verified (three query tokens), with V4's window beside its selection.
 
-    The lengths of the window are ragged, and one request has none.
+    The lengths of the window are ragged, and one of several requests has none.
     """
     window = 128 if topk >= 512 else 20
     pools = [("dsv4", 4, 256, window), ("dsv4", 16, 64, topk)]
@@ -122,7 +129,7 @@ def test_many_requests_and_several_query_tokens(arch, batch, q_len, heads, topk)
     args[0] = args[0].view(batch, q_len, heads, 512)
     args[2] = [index.view(batch, q_len, -1) for index in args[2]]
     args[4][0] = torch.randint(0, window + 1, (batch,), dtype=torch.int32)
-    args[4][0][0] = 0
+    args[4][0][1:2] = 0
     args[5] = torch.randn(heads)
     check(args, kwargs)
 
@@ -253,15 +260,40 @@ def test_same_bits_again_and_in_any_order(heads):
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+@pytest.mark.parametrize("heads", [16, 64])
+def test_query_tokens_of_one_sequence_or_of_many_have_the_same_bits(heads):
+    """Twelve query tokens as 12 sequences, as 6 with a draft each and as 4 with two drafts each; all in two splits."""
+    args, kwargs = problem([("dsv4", 2, 64, 128), ("dsv4", 40, 2, 150)], 12, heads)
+    args[4] = [torch.randint(0, index.shape[1] + 1, (12,), dtype=torch.int32) for index in args[2]]
+    args[5] = torch.randn(heads)
+    out, lse = check(args, kwargs)
+    q, kv_caches, indices, indptrs, lengths, *rest = args
+    for q_len in (1, 2, 3):
+        drafts, selected, ends = (
+            [tensor.unflatten(0, (-1, q_len)) for tensor in tensors] for tensors in ([q], indices, lengths)
+        )
+        again, again_lse = attend([*drafts, kv_caches, selected, indptrs, ends, *rest], kwargs)
+        assert torch.equal(again.flatten(0, 1), out)
+        assert torch.equal(again_lse.flatten(0, 1), lse)
+
+
 @pytest.mark.parametrize("heads", [16, 48])
 def test_batch_invariant_bits(heads):
     sparse_runs.batch_invariant(EMULATED, heads)
 
 
-def test_a_pool_beyond_four_gigabytes():
-    args, kwargs = problem([("v32", 1, 64, 3)], 1, 16)
-    pages = 103_000  # 4.3 GB of address space, of which two pages are touched
-    cache, last = caches.empty(kv_format("v32"), pages, 64), pages * 64 - 1
-    caches.scatter(kv_format("v32"), cache, torch.tensor([0, last]), torch.randn(2, 576))
-    args[1], args[2] = [cache], [torch.tensor([[0, last, last + 1]], dtype=torch.int32)]
-    check(args, kwargs)
+@pytest.mark.parametrize(("arch", "name"), readable("dsv4", "dsv4_fnuz", "v32", "bf16"), indirect=["arch"])
+def test_a_pool_beyond_two_and_four_gigabytes(arch, name):
+    """Rows behind offsets of 31 and 32 bits have the bits that they have in a small pool. Three pages are touched."""
+    args, kwargs = problem([(name, 1, 64, 4)], 1, 16)
+    kind, near = kind_of(name, args[0].shape[-1]), torch.arange(3)
+    page_bytes = caches.empty(kind, 2, 64).view(torch.uint8).stride(0)
+    far = torch.tensor([-(-(size << 30) // page_bytes) * 64 + size for size in (0, 2, 4)])
+    rows, results = torch.randn(3, kind.head_dim), []
+    for slots in (near, far):
+        cache = caches.empty(kind, int(slots[-1]) // 64 + 1, 64)
+        caches.scatter(kind, cache, slots, rows)
+        args[1], args[2] = [cache], [torch.tensor([[*slots, len(cache) * 64]], dtype=torch.int32)]
+        results.append(check(args, kwargs))
+    assert cache.untyped_storage().nbytes() > 4 << 30
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))

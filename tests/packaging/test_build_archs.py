@@ -67,16 +67,24 @@ def test_the_named_archs_are_built(monkeypatch, tmp_path, named, archs, without_
     monkeypatch.setattr(setuptools, "setup", lambda **given: found.update(given))
     runpy.run_path(str(ROOT / "setup.py"))
     command_class = found["cmdclass"]["build_py"]
-    monkeypatch.setattr(command_class.__base__, "run", lambda self: None)
     command = command_class(found["distclass"]({"name": "mla_suite"}))
     command.build_lib = str(tmp_path / "lib")
     command.editable_mode = editable
-    left_over = tmp_path / "lib/mla_suite/objects/sm_90/of_another_selection.cubin"
-    left_over.parent.mkdir(parents=True)
-    left_over.touch()
+    gone, other = (
+        tmp_path / "lib/mla_suite" / name for name in ("gone.py", "objects/sm_90/of_another_selection.cubin")
+    )
+
+    def copy(self):
+        """Copies what the tree has, as setuptools does with package data."""
+        other.parent.mkdir(parents=True)
+        other.touch()
+
+    monkeypatch.setattr(command_class.__base__, "run", copy)
+    gone.parent.mkdir(parents=True)
+    gone.touch()
     command.run()
     assert asked == [(archs, ROOT / "mla_suite" / "objects", without_fp16 != "1")]
-    assert left_over.exists() == editable
+    assert [path.exists() for path in (gone, other)] == [editable] * 2
     if editable:
         return
     carried = manifest.read(tmp_path / "lib/mla_suite/objects")
