@@ -1,4 +1,4 @@
-"""The error of a command that was asked for something it cannot do."""
+"""The error of a command that was asked for something it cannot do, and that of a check that found a difference."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from contextlib import contextmanager
 
 class UsageError(ValueError):
     """The message alone tells the user what is wrong; any other exception of a command keeps its traceback."""
+
+
+class WrongResult(RuntimeError):
+    """A call of an operator gave a result that is further from the exact one than the stated bounds allow."""
 
 
 @contextmanager

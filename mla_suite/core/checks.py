@@ -1,4 +1,4 @@
-"""Checks of arguments that every operator uses, and debug mode, in which operators also check values inside tensors.
+"""Checks of arguments that every operator uses.
 
 The checks read metadata only, so they also work on fake tensors and symbolic sizes.
 
@@ -7,12 +7,8 @@ Every message is one sentence: `<op>: <argument> <what was given>; <what is poss
 
 from __future__ import annotations
 
-import logging
-import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -23,17 +19,6 @@ HALF = (torch.bfloat16, torch.float16)
 LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 
 
-def asked(name: str, value: str, effect: str) -> bool:
-    """Whether a variable of the environment has the value that has an effect. A warning says that another has none."""
-    if value not in ("", "0", effect):
-        logging.getLogger("mla_suite").warning("%s is %r, which has no effect; it takes %s", name, value, effect)
-    return value == effect
-
-
-_debug = asked("MLA_SUITE_DEBUG", os.environ.get("MLA_SUITE_DEBUG", ""), "1")
-_debugging: ContextVar[bool] = ContextVar("mla_suite_debug", default=_debug)
-debugging: Callable[[], bool] = _debugging.get  # without a frame of Python's: every call of an operator asks
-
 _MISMATCH = re.compile(
     r"mla_suite::\w+\(\) Expected a value of type '(?P<kind>.*)' for argument '(?P<argument>\w+)' but"
 )
@@ -42,20 +27,6 @@ _KINDS = {
     **{"List[Tensor]": "a list of tensors", "List[Optional[Tensor]]": "a list of tensors or None"},
     **{"List[str]": "a list of strings", "Optional[Tensor]": "a tensor", "Optional[int]": "a torch.dtype"},
 }
-
-
-@contextmanager
-def debug(on: bool = True) -> Iterator[None]:
-    """While the block runs, check values inside tensors (page ids, lengths, slots) before an operator writes anything.
-
-    Off by default because reading lengths on the host waits for the device. `MLA_SUITE_DEBUG=1` turns it on for a
-    process (read once at import). Tensors on the CPU are always checked.
-    """
-    token = _debugging.set(on)
-    try:
-        yield
-    finally:
-        _debugging.reset(token)
 
 
 def fail(op: str, argument: str, given: str, possible: str, error: type[Exception] = ValueError) -> NoReturn:

@@ -22,10 +22,10 @@ import torch
 
 from mla_suite import archs
 from mla_suite.archs import ArchSpec
-from mla_suite.core import checks
+from mla_suite.core import modes
 
 logger = logging.getLogger("mla_suite.dispatch")
-if checks.asked("MLA_SUITE_LOG", os.environ.get("MLA_SUITE_LOG", ""), "dispatch"):
+if modes.asked("MLA_SUITE_LOG", os.environ.get("MLA_SUITE_LOG", ""), "dispatch"):
     logger.setLevel(logging.INFO)
     logger.addHandler(logging.StreamHandler())
 

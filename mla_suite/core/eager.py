@@ -7,8 +7,8 @@ gradient. The public functions go through it, and by `core/torch_ops.py` calls o
 code among them.
 
 Two observers cannot be asked about from Python: C++ observers without a profiler (torch's ExecutionTraceObserver on its
-own), which see the kernel and not the operator, and kernels that others registered over these. In debug mode every call
-goes through the dispatcher, which serves both.
+own), which see the kernel and not the operator, and kernels that others registered over these. In debug and check
+mode every call goes through the dispatcher, which serves both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._device import DeviceContext
 
 from mla_suite.archs import ArchSpec
-from mla_suite.core import checks, dispatch, overlap
+from mla_suite.core import checks, dispatch, modes, overlap
 from mla_suite.core.op import Op
 
 _CLASSES = (torch.Tensor, torch.nn.Parameter)
@@ -38,7 +38,7 @@ _profiling = torch._C._autograd._profiler_enabled
 _included = torch._C._dispatch_tls_local_include_set
 _emulated = dispatch.emulated.get
 _data_ptr = torch.Tensor.data_ptr
-_debugging = checks.debugging
+_switched_on = modes.current
 bump_versions: Callable[[Sequence[torch.Tensor]], None] = torch._C._increment_version
 """Tells autograd that tensors were written, so that a backward that saved them raises."""
 # Keys that every thread dispatches by: without gradients, and in inference mode. Modes, transforms and traces add more.
@@ -118,7 +118,7 @@ def call(op: Called, tensors: tuple[Any, ...], options: tuple[Any, ...], otherwi
         or profiler._is_profiler_enabled
         # TensorGuards see most of these keys too, but not those of tracers that Dynamo runs under itself.
         or _included().raw_repr() not in _QUIET
-        or _debugging()
+        or _switched_on() is not None
     ):
         # `find`, written out: a frame of its own would cost a tenth of the call.
         prepared, last = None, _last.get(op.name)
@@ -191,7 +191,7 @@ def _observed() -> bool:
         or _profiling()
         or profiler._is_profiler_enabled
         or _included().raw_repr() not in _QUIET
-        or _debugging()
+        or _switched_on() is not None
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mla_suite.core import allocation, checks, dispatch, eager, overlap, torch_ops
+from mla_suite.core import allocation, check_mode, checks, dispatch, eager, modes, overlap, torch_ops
 from mla_suite.core.eager import PreparedCall
 from mla_suite.core.op import NAMESPACE, Op
 from mla_suite.errors import UsageError
@@ -23,6 +23,7 @@ _grad_enabled = torch._C.is_grad_enabled
 
 
 _registry: dict[str, Op] = {}
+_overloads: dict[str, Op] = {}
 
 
 def registry() -> dict[str, Op]:
@@ -31,9 +32,11 @@ def registry() -> dict[str, Op]:
 
 
 def get(name: str) -> Op:
-    if name not in _registry:
+    """The operator of a name, or the overload that `register_overload` added to one."""
+    found = _registry.get(name) or _overloads.get(name)
+    if found is None:
         raise UsageError(f"no operator {name!r}; registered are {', '.join(_registry)}")
-    return _registry[name]
+    return found
 
 
 def register(op: Op) -> Op:
@@ -61,6 +64,7 @@ def register_overload(op: Op) -> Op:
     _define_functional(op)
     operator, overload = op.name.split(".")
     torch_ops.skip_dispatcher(getattr(getattr(torch.ops.mla_suite, operator), overload), op)
+    _overloads[op.name] = op
     return op
 
 
@@ -141,6 +145,7 @@ def _functional(op: Op) -> Callable[..., Any]:
             outputs = prepared.allocate()
             _validate(op, args, options)
         _launch(prepared, outputs, args)
+        _check(op, outputs, args, options)
         eager.bump_versions([args[position] for position in op.mutated])
         return _returned(outputs)
 
@@ -154,6 +159,15 @@ def _launch(prepared: PreparedCall, outputs: tuple[torch.Tensor, ...], args: tup
             prepared.launch(outputs, args)
     else:
         prepared.launch(outputs, args)
+
+
+def _check(op: Op, outputs: tuple[torch.Tensor, ...], args: tuple[Any, ...], options: tuple[Any, ...]) -> None:
+    """In check mode, compare what the call has computed with the reference, if it is due."""
+    switched_on = modes.current()
+    check = None if switched_on is None else switched_on.check
+    if check is not None and check.due(op.name):
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+            check_mode.run(check_mode.Call(op, outputs, args, options), check.on_difference)
 
 
 def _prepare(op: Op, outputs: tuple[torch.Tensor, ...], record: Any) -> dispatch.Launch:
@@ -214,6 +228,7 @@ def _out(overload: _OutOverload) -> Callable[..., None]:
             launch = _into_the_last(_prepare(op, outputs, op.bind(args, options)), len(args))
             prepared = eager.add_prepared(key, PreparedCall(tuple, launch, tuple(map(type, options)), {}))
         _launch(prepared, (), tensors)
+        _check(op, outputs, args, options)
         eager.bump_versions(outputs)
 
     return call
@@ -264,7 +279,7 @@ def _refuse_misaligned(op: Op, outputs: tuple[torch.Tensor, ...]) -> None:
 
 
 def _validate(op: eager.Called, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> None:
-    if tensors[0].is_cpu or checks.debugging():
+    if tensors[0].is_cpu or modes.debugging():
         op.validate_values(tensors, options)
 
 

@@ -12,7 +12,7 @@ from mla_suite.core.op import Op, Output
 from mla_suite.core.register import register
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format as declared
-from mla_suite.ops.decode import reference, samples, validate_data
+from mla_suite.ops.decode import compare, reference, samples, validate_data
 from mla_suite.ops.plan import check_splits, check_words
 from mla_suite.ops.plan.metadata import OPEN
 
@@ -299,6 +299,8 @@ DECODE = register(
         validate=validate_data.validate,
         backends=dispatch.backends("decode", reference.run),
         samples=samples.samples,
+        compare=compare.compare,
+        pages=compare.pages,
         outputs=("out", "lse"),
         out_only=("plus_inf_lse",),
         strided=("lse",),

@@ -1,0 +1,136 @@
+"""What check mode does with a call that is due: compare its results with the exact ones, report, save.
+
+The exact results are those of the reference, attention in fp64, from the call's own inputs after the call. No operator
+changes what its results depend on: append_kv writes whole rows, whose former values count for nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from mla_suite.core import allocation, dispatch, saved_call
+from mla_suite.core.dispatch import Choice
+from mla_suite.core.op import Compared, Op
+from mla_suite.errors import WrongResult
+
+logger = logging.getLogger("mla_suite.check")
+
+
+class Call(NamedTuple):
+    """A call of an operator that has returned.
+
+    outputs   the tensors that it made, or was given by the `.out` overload
+    tensors   every positional argument in the schema's order
+    options   every keyword argument likewise
+    """
+
+    op: Op
+    outputs: tuple[torch.Tensor, ...]
+    tensors: tuple[Any, ...]
+    options: tuple[Any, ...]
+
+    @property
+    def record(self) -> Any:
+        return self.op.bind(self.tensors, self.options)
+
+    def choice(self) -> Choice:
+        """The backend that served the call."""
+        first = self.tensors[0]
+        problem, arch = self.op.describe(self.record), dispatch.arch_of(first)
+        return dispatch.choose(self.op.name, self.op.backends, problem, arch, first.device.type)
+
+
+def run(call: Call, on_difference: str) -> None:
+    """Check a call that has returned. WrongResult where a difference is to raise."""
+    op = call.op
+    if call.tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        _skipped(op, "a CUDA graph captures it; run the model without graphs to check what they replay")
+        return
+    choice = call.choice()
+    if choice.backend.name == "reference":
+        return
+    try:
+        if op.validate is not None:
+            op.validate(call.record)  # the reference indexes with these values
+        found = difference(call, choice.supported.config)
+    except ValueError as error:
+        _skipped(op, f"its arguments are not right: {error}")
+        return
+    except torch.OutOfMemoryError as error:
+        _skipped(op, f"the reference needs more memory than is free ({error})")
+        return
+    if found is not None:
+        sentence = f"{op.name} ran as {served_by(call, choice)} and is wrong: {found}; {_arguments(call)}"
+        sentence += f"; {saved_call.save(call, choice, sentence)}"
+        if on_difference == "raise":
+            raise WrongResult(sentence)
+        logger.warning("%s", sentence)
+
+
+def difference(call: Call, config: Any) -> str | None:
+    """The first value that is further off than allowed, in words; None where there is none."""
+    results = _equal(call) if call.op.compare is None else call.op.compare(config, call.outputs, call.record)
+    return next(filter(None, map(_first_difference, results)), None)
+
+
+def _equal(call: Call) -> Sequence[Compared]:
+    """The outputs beside the reference's, which they equal."""
+    record = call.record
+    exact = allocation.empty(call.op.check(record), call.tensors[0].device)
+    call.op.backends[-1].run(None, exact, record)
+    return [
+        Compared(f"output {at}" if len(exact) > 1 else "the output", got, right, 0.0)
+        for at, (got, right) in enumerate(zip(call.outputs, exact, strict=True))
+    ]
+
+
+def _first_difference(result: Compared) -> str | None:
+    name, got, exact, allowed = result
+    limit = torch.as_tensor(allowed, dtype=torch.float64, device=got.device).expand(got.shape)
+    # What rounds to the same value is right, the same infinity too; NaN is right where NaN is exact.
+    same = (got == exact.to(got.dtype)) | (got.isnan() & exact.isnan())
+    off = (got.double() - exact.double()).abs()
+    wrong = ~(same | (off <= limit) | (limit == torch.inf))
+    count = int(wrong.sum())
+    if not count:
+        return None
+    at = tuple(wrong.nonzero()[0].tolist())
+    largest = torch.where(wrong, off, 0.0).nan_to_num(torch.inf).max().item()
+    return (
+        f"{name} at {list(at)} is {got[at].item():.6g}, exact is {exact[at].item():.6g}, and {limit[at].item():.3g} is "
+        f"allowed between them; {count} of {got.numel()} values are too far off, the furthest by {largest:.3g}"
+    )
+
+
+def served_by(call: Call, choice: Choice) -> str:
+    """The backend, its configuration and the arch, in words."""
+    config, first = choice.supported.config, call.tensors[0]
+    instance = getattr(config, "instance", None)
+    named = f" ({instance})" if isinstance(instance, str) else "" if config is None else f" ({config})"
+    arch = dispatch.arch_of(first) if choice.backend.name != "reference" else None
+    where = first.device.type if arch is None else f"an emulated {arch.name}" if first.is_cpu else arch.name
+    return f"{choice.backend.name}{named} on {where}"
+
+
+def _arguments(call: Call) -> str:
+    """Sizes and dtypes of the tensors that were given, and the options that are not at their defaults."""
+    options = zip(call.op.out_options.items(), call.options, strict=False)
+    given = [*zip(call.op.arguments, call.tensors, strict=False)]
+    given += [(name, value) for (name, default), value in options if value != default]
+    return ", ".join(f"{name} {_shape(value)}" for name, value in given if value is not None)
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_shape, value))}]"
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    return str(value)
+
+
+def _skipped(op: Op, reason: str) -> None:
+    dispatch.warn_once(f"check of {op.name}: {reason}", f"a call of {op.name} is not checked: {reason}")
