@@ -3,7 +3,7 @@
     python benchmarks/bench_check.py [--emulate gfx942]
 
 On a GPU the times are of queued calls and the wait for them; on a CPU of an emulated GPU's, whose kernel takes far
-longer than a GPU's own, so that a check is a smaller part of it. Each line: n (0 is off), ms per call, the ratio to off.
+longer than a GPU's own, so that a check is a smaller part of it. Each line: n (0 is off), ms per call, ratio to off.
 Last comes the time by which a call that is not checked is slower than with check mode off, because it goes through
 torch's dispatcher. A merge of no sequences, whose fp32 reference has nothing to do, shows it.
 """

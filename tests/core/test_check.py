@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
@@ -50,13 +51,17 @@ def needs_kernels() -> None:
             pytest.skip(f"decode is not built for {arch}; run `python -m mla_suite build`")
 
 
-@pytest.fixture
-def reports(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> Callable[[], list[str]]:
-    """What check mode has logged since the last call; its files lie in `tmp_path`."""
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where check mode saves calls."""
     monkeypatch.setenv("MLA_SUITE_CHECK_DIR", str(tmp_path))
-    monkeypatch.setattr(saved_call, "_numbers", iter(range(1000)))
+    monkeypatch.setattr(saved_call, "_numbers", itertools.count())
+    return tmp_path
+
+
+@pytest.fixture
+def reports(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What was logged since the last call."""
     caplog.set_level(logging.WARNING)
 
     def logged() -> list[str]:
@@ -97,9 +102,7 @@ def problem() -> Calling:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_a_flipped_mask_is_reported_within_n_calls_and_its_file_replays(
-    arch, plant, problem, reports, tmp_path, capsys
-):
+def test_a_flipped_mask_is_reported_within_n_calls_and_its_file_replays(arch, plant, problem, reports, folder, capsys):
     args, kwargs = problem
     with mla_suite.emulate(arch), mla_suite.check(4):
         for _ in range(3):
@@ -109,7 +112,7 @@ def test_a_flipped_mask_is_reported_within_n_calls_and_its_file_replays(
         for _ in range(4):
             mla_suite.decode(*args, **kwargs)
     (report,) = reports()
-    (file,) = tmp_path.iterdir()
+    (file,) = folder.iterdir()
     assert report.startswith("decode ran as native (decode_dtype-bf16_rows-")
     assert f") on an emulated {arch} and is wrong: out at [0, 0, 0, 0] is " in report
     assert "values are too far off, the furthest by " in report
@@ -130,7 +133,7 @@ def test_a_flipped_mask_is_reported_within_n_calls_and_its_file_replays(
 
 
 @pytest.mark.parametrize("op", FAULTS)
-def test_every_operator_is_checked_and_replays(op, plant, reports, tmp_path):
+def test_every_operator_is_checked_and_replays(op, plant, reports, folder):
     sample, fault = FAULTS[op]
     args, kwargs = register.get(op).samples()[sample].make(CPU)
     plant(op, *fault)
@@ -138,7 +141,7 @@ def test_every_operator_is_checked_and_replays(op, plant, reports, tmp_path):
         getattr(torch.ops.mla_suite, op)(*args, **kwargs)
     (report,) = reports()
     assert report.startswith(f"{op} ran as native ")
-    (file,) = tmp_path.iterdir()
+    (file,) = folder.iterdir()
     assert main(["replay", str(file)]) == 1
     plant()
     assert main(["replay", str(file)]) == 0
@@ -162,7 +165,7 @@ def test_every_overload_and_compiled_code_are_checked(plant, problem):
                 mla_suite.decode(q, *rest, **kwargs)
 
 
-def test_a_drop_in_function_is_checked_warm_and_replays_its_strides(plant, reports, tmp_path):
+def test_a_drop_in_function_is_checked_warm_and_replays_its_strides(plant, reports, folder):
     (q, cache, seq_lens, block_table, *_), _ = decode_sample((130, 40), heads=16, q_len=2).make(CPU)
     metadata, num_splits = get_mla_metadata()
 
@@ -179,19 +182,23 @@ def test_a_drop_in_function_is_checked_warm_and_replays_its_strides(plant, repor
             plant("decode", *MASK)
             call()
     assert [report for report in reports() if report.startswith("decode ran as native")]
-    (file,) = tmp_path.iterdir()
+    (file,) = folder.iterdir()
     assert main(["replay", str(file)]) == 1
     plant()
     assert main(["replay", str(file)]) == 0
 
 
-def test_max_logits_is_checked(plant):
+def test_max_logits_is_checked_and_replays(plant, folder):
     plant("sparse_decode", *FAULTS["sparse_decode"][1])
     args, kwargs = register.get("sparse_decode").samples()[2].make(CPU)
     args = [*args[:3], [None], *args[4:]]
     wrong = pytest.raises(WrongResult, match=r"sparse_decode.max_logits ran as native")
     with mla_suite.emulate("gfx942"), mla_suite.check(on_difference="raise"), wrong:
         torch.ops.mla_suite.sparse_decode.max_logits(*args, **kwargs)
+    (file,) = folder.iterdir()
+    assert main(["replay", str(file)]) == 1
+    plant()
+    assert main(["replay", str(file)]) == 0
 
 
 SAMPLES = [
@@ -293,14 +300,14 @@ with mla_suite.check(0):
 """
 
 
-def test_the_environment_switches_it_on_for_all_threads(tmp_path):
+def test_the_environment_switches_it_on_for_all_threads(folder):
     """15 calls of three threads, which are counted together: calls 1, 6 and 11 are checked."""
-    env = os.environ | {"MLA_SUITE_CHECK": "5", "MLA_SUITE_CHECK_DIR": str(tmp_path), "MLA_SUITE_EMULATE": "gfx942"}
+    env = os.environ | {"MLA_SUITE_CHECK": "5", "MLA_SUITE_CHECK_DIR": str(folder), "MLA_SUITE_EMULATE": "gfx942"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=ROOT, env=env, capture_output=True, text=True, check=True
     )
     assert done.stderr.count("decode ran as native") == 3
-    assert len(list(tmp_path.glob("*.pt"))) == 3
+    assert len(list(folder.glob("*.pt"))) == 3
 
 
 def test_a_wrong_value_of_the_variable_has_a_warning(caplog):
