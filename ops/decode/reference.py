@@ -61,7 +61,7 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
             positions = torch.arange(first, end, device=args.q.device)
             slots = pages[positions // page] * page + positions % page
             rows = caches.gather(kv_formats.kv_format(args.kv_format), args.kv_cache, slots, descale=args.kv_descale)
-            return (rows if args.rope_cos_sin is None else rotated(rows, args.rope_cos_sin[first:end])).to(dtype)
+            return rows if args.rope_cos_sin is None else rotated(rows, args.rope_cos_sin[first:end])
 
         # Query token i of q_len sees the keys up to its own, which is the sequence's key total - q_len + i.
         visible = torch.full((q_len,), length, device=args.q.device)
@@ -77,7 +77,7 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         partial_out = queries.new_empty((len(spans), q_len * heads, width))
         partial_lse = queries.new_empty((len(spans), q_len * heads))
         for split, (first, end) in enumerate(spans):
-            blocks = ((key, rows_of(key, min(key + BLOCK, end))) for key in range(first, end, BLOCK))
+            blocks = ((key, rows_of(key, min(key + BLOCK, end)).to(dtype)) for key in range(first, end, BLOCK))
             partial_out[split], partial_lse[split] = attend(
                 queries.flatten(0, 1), blocks, visible, args.head_dim_v, magnitude=bool(magnitude)
             )
