@@ -48,20 +48,20 @@ def run(call: Call, on_difference: str) -> None:
     """Check a call that has returned. WrongResult where a difference is to raise."""
     op = call.op
     if call.tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
-        _skipped(op, "a CUDA graph captures it; run the model without graphs to check what they replay")
+        _skipped(op, "a CUDA graph captures it", "run the model without graphs to check what they replay")
         return
     choice = call.choice()
     if choice.backend.name == "reference":
         return
     try:
-        if op.validate is not None:
-            op.validate(call.record)  # the reference indexes with these values
-        found = difference(call, choice.supported.config)
+        op.validate_values(call.tensors, call.options)  # the reference indexes with them
     except ValueError as error:
-        _skipped(op, f"its arguments are not right: {error}")
+        _skipped(op, "its arguments are not right", str(error))
         return
+    try:
+        found = difference(call, choice.supported.config)
     except torch.OutOfMemoryError as error:
-        _skipped(op, f"the reference needs more memory than is free ({error})")
+        _skipped(op, "the reference needs more memory than is free", str(error))
         return
     if found is not None:
         sentence = f"{op.name} ran as {served_by(call, choice)} and is wrong: {found}; {_arguments(call)}"
@@ -73,7 +73,8 @@ def run(call: Call, on_difference: str) -> None:
 
 def difference(call: Call, config: Any) -> str | None:
     """The first value that is further off than allowed, in words; None where there is none."""
-    results = _equal(call) if call.op.compare is None else call.op.compare(config, call.outputs, call.record)
+    with torch.autocast(call.tensors[0].device.type, enabled=False):  # it would round operands to 16 bits
+        results = _equal(call) if call.op.compare is None else call.op.compare(config, call.outputs, call.record)
     return next(filter(None, map(_first_difference, results)), None)
 
 
@@ -132,5 +133,6 @@ def _shape(value: Any) -> str:
     return str(value)
 
 
-def _skipped(op: Op, reason: str) -> None:
-    dispatch.warn_once(f"check of {op.name}: {reason}", f"a call of {op.name} is not checked: {reason}")
+def _skipped(op: Op, reason: str, detail: str) -> None:
+    """Log a reason once for each operator, with the detail of the first call that has it."""
+    dispatch.warn_once(f"check of {op.name}: {reason}", f"a call of {op.name} is not checked: {reason}: {detail}")

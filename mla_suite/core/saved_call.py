@@ -73,21 +73,21 @@ def save(call: Call, choice: dispatch.Choice, sentence: str) -> str:
     if size > MAX_BYTES:
         return f"it is not saved, since its tensors take {size} bytes and a file at most {MAX_BYTES}"
     emulated = dispatch.arch_of(call.tensors[0]) if call.tensors[0].is_cpu else None
-    content = dict(
-        version=VERSION,
-        op=op.name,
-        sentence=sentence,
-        backend=choice.backend.name,
-        emulated=None if emulated is None else emulated.name,
-        device=call.tensors[0].device.type,
-        outputs=[_Described(output, None, True).content() for output in call.outputs],
-        tensors=pytree.tree_map(lambda one: one and one.content(), tensors),
-        options=list(call.options),
-    )
     try:
+        content = dict(
+            version=VERSION,
+            op=op.name,
+            sentence=sentence,
+            backend=choice.backend.name,
+            emulated=None if emulated is None else emulated.name,
+            device=call.tensors[0].device.type,
+            outputs=[_Described(output, None, True).content() for output in call.outputs],
+            tensors=pytree.tree_map(lambda one: None if one is None else one.content(), tensors),
+            options=list(call.options),
+        )
         path = _write(content, f"{op.name}-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}-{number}.pt")
-    except OSError as error:
-        return f"it is not saved: {error}"
+    except (OSError, RuntimeError) as error:  # torch raises a RuntimeError of its own over that of a full disk
+        return f"it is not saved: {error.__context__ or error}"
     return f"run it again with: python -m mla_suite replay {path}"
 
 

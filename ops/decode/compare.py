@@ -36,11 +36,13 @@ def _scores_off(args: Any) -> torch.Tensor | float:
         rounded = slice(-args.rope_cos_sin.shape[1], None)
     else:
         return 0.0
-    kind, longest = declared(args.kv_format), torch.zeros((), dtype=torch.float64, device=args.q.device)
-    for ids in pages(args)["kv_cache"][0].split(max(1, reference.BLOCK // args.kv_cache.shape[1])):
-        keys = caches.unpack(kind, args.kv_cache[ids], descale=args.kv_descale)[..., rounded].double()
+    kind, longest = declared(args.kv_format), torch.zeros(1, dtype=torch.float64, device=args.q.device)
+    page = torch.arange(args.kv_cache.shape[1], device=args.q.device)
+    for ids in pages(args)["kv_cache"][0].split(max(1, reference.BLOCK // len(page))):
+        slots = (ids[:, None] * len(page) + page).flatten()
+        keys = caches.gather(kind, args.kv_cache, slots, descale=args.kv_descale)[:, rounded].double()
         # Rows of a last page that belong to no sequence may hold anything.
-        longest = torch.maximum(longest, keys.norm(dim=-1).nan_to_num(0.0, 0.0, 0.0).max())
+        longest = torch.cat((longest, keys.norm(dim=-1).nan_to_num(0.0, 0.0, 0.0))).amax(0, keepdim=True)
     queries = args.q[..., rounded].double() * args.softmax_scale
     if args.q_descale is not None:
         queries = queries * args.q_descale

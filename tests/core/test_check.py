@@ -350,7 +350,7 @@ def test_a_call_that_cannot_be_checked_says_so_once(reports, monkeypatch):
     for _ in range(2):
         check_mode.run(call, "raise")
     (said,) = reports()
-    assert said.startswith("a call of decode is not checked: a CUDA graph captures it; ")
+    assert said.startswith("a call of decode is not checked: a CUDA graph captures it: run the model without graphs")
 
 
 def test_values_that_a_gpu_does_not_look_at_are_not_given_to_the_reference(problem, reports):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -134,15 +135,23 @@ def test_files_are_few_and_of_bounded_size(folder, monkeypatch):
     assert len(list(folder.iterdir())) == saved_call.MAX_FILES
 
 
-def test_a_write_that_fails_leaves_nothing_and_is_a_sentence(folder, monkeypatch):
+def test_a_write_that_fails_leaves_nothing_and_is_a_sentence(folder):
+    """As on a full disk, after some of the file is written."""
     args, kwargs = decode_sample((20,)).make(CPU)
-
-    def full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", full)
-    assert save(call_of("decode", args, kwargs)) == "it is not saved: [Errno 28] No space left on device"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    try:
+        said = save(call_of("decode", args, kwargs))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert said == "it is not saved: [Errno 27] File too large"
     assert list(folder.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_is_a_sentence(folder, monkeypatch):
+    folder.write_text("a file")
+    args, kwargs = decode_sample((20,)).make(CPU)
+    assert save(call_of("decode", args, kwargs)).startswith("it is not saved: [Errno 17] File exists: ")
 
 
 def test_without_a_folder_it_is_one_that_nobody_else_enters(monkeypatch):

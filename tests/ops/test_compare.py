@@ -81,6 +81,23 @@ def test_operands_that_kernels_round_move_scores_by_no_more_than_is_allowed():
     assert off > 1e-4  # or the test would show nothing
 
 
+@pytest.mark.parametrize("batch", [0, 2])
+def test_nothing_to_attend_to(batch):
+    for kwargs in ({}, {"rotate": True, "rope": 64}):
+        (q, cache, seq_lens, table, *rest), options = decode_sample((0, 0), heads=4, **kwargs).make(CPU)
+        call = made("decode", (q[:batch], cache, seq_lens[:batch], table[:batch], *rest), options)
+        assert check_mode.difference(call, None) is None
+    nothing = torch.empty(batch, 1, 5, dtype=torch.int32).fill_(-1)
+    args = torch.randn(batch, 1, 4, 576).bfloat16(), [torch.randn(2, 4, 576).bfloat16()], [nothing], [None], [None]
+    call = made("sparse_decode", args, dict(kv_formats=["bf16"], softmax_scale=0.1))
+    assert check_mode.difference(call, None) is None
+    assert call.op.pages is not None
+    assert call.op.pages(call.record)["kv_caches"][0].numel() == 0
+    slots = torch.full((batch,), -1)
+    args = torch.randn(batch, 512), torch.randn(batch, 64), torch.zeros(2, 4, 576).bfloat16(), slots
+    assert check_mode.difference(made("append_kv", args, dict(kv_format="bf16")), None) is None
+
+
 def test_weights_in_fp8_have_the_bound_of_their_own():
     args, kwargs = decode_sample((90,), heads=4, kv_format="fp8", dtype=torch.float8_e4m3fn).make(CPU)
     call = made("decode", args, kwargs)
