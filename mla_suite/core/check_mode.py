@@ -1,4 +1,4 @@
-"""What check mode does with a call that is due: compare its results with the exact ones, report, save.
+"""A call that is due in check mode: its results are compared with the exact ones, and a wrong one is reported and saved.
 
 The exact results are those of the reference, attention in fp64, from the call's own inputs after the call. No operator
 changes what its results depend on: append_kv writes whole rows, whose former values count for nothing.
@@ -92,7 +92,7 @@ def _equal(call: Call) -> Sequence[Compared]:
 def _first_difference(result: Compared) -> str | None:
     name, got, exact, allowed = result
     limit = torch.as_tensor(allowed, dtype=torch.float64, device=got.device).expand(got.shape)
-    # What rounds to the same value is right, the same infinity too; NaN is right where NaN is exact.
+    # A value that the exact one rounds to is right, the same infinity too; NaN is right where NaN is exact.
     same = (got == exact.to(got.dtype)) | (got.isnan() & exact.isnan())
     off = (got.double() - exact.double()).abs()
     wrong = ~(same | (off <= limit) | (limit == torch.inf))

@@ -29,7 +29,7 @@ def compare(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> Sequen
 
 
 def _scores_off(args: Any) -> torch.Tensor | float:
-    """What scores [..., heads] may be off by: a kernel may round scaled 16-bit queries and rotated keys to 16 bits."""
+    """How far scores [..., heads] may be off: a kernel may round scaled 16-bit queries and rotated keys to 16 bits."""
     if args.q_descale is not None and args.q.element_size() > 1:
         rounded = slice(None)
     elif args.rope_cos_sin is not None:

@@ -61,7 +61,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def reports(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """What was logged since the last call."""
+    """Messages that were logged since the last call."""
     caplog.set_level(logging.WARNING)
 
     def logged() -> list[str]:
