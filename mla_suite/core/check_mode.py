@@ -1,4 +1,4 @@
-"""A call that is due in check mode: its results are compared with the exact ones, and a wrong one is reported and saved.
+"""A call that is due in check mode: its results are compared with the exact ones; a wrong one is reported and saved.
 
 The exact results are those of the reference, attention in fp64, from the call's own inputs after the call. No operator
 changes what its results depend on: append_kv writes whole rows, whose former values count for nothing.
