@@ -13,11 +13,24 @@ from __future__ import annotations
 
 import torch
 
-from mla_suite.integrations import refuse
+from mla_suite.errors import CallError
+from mla_suite.integrations import check_kinds, refuse, restate
 
 NAME = "rocm_sparse_attn_decode"
 HEAD_DIM, NOPE, ROPE = 512, 448, 64
 OCP, FNUZ = "dsv4", "dsv4_fnuz"
+POOLS = "swa", "topk"
+_WORDS = {
+    "kv_caches[0]": "swa_k_cache",
+    "kv_caches[1]": "kv_cache",
+    "softmax_scale": "scale",
+    "kv_format": "format",
+    "out": "output",
+}
+_WORDS |= {f"indices[{number}]": f"{pool}_indices" for number, pool in enumerate(POOLS)}
+_WORDS |= {f"indptrs[{number}]": f"{pool}_ragged_indptr" for number, pool in enumerate(POOLS)}
+_WORDS |= {f"topk_lengths[{number}]": f"{pool}_lens" for number, pool in enumerate(POOLS)}
+"""Arguments of sparse_decode -> those of `rocm_sparse_attn_decode`."""
 
 
 def rocm_sparse_attn_decode(
@@ -61,6 +74,13 @@ def rocm_sparse_attn_decode(
     if (head_dim, nope_head_dim, rope_head_dim) != (HEAD_DIM, NOPE, ROPE):
         given = f"head_dim {head_dim} of nope {nope_head_dim} and rope {rope_head_dim}"
         refuse(NAME, given, f"records hold {NOPE} + {ROPE} values")
+    optional = dict(kv_cache=kv_cache, topk_indices=topk_indices, topk_lens=topk_lens, swa_lens=swa_lens)
+    optional |= dict(swa_indices=swa_indices, swa_ragged_indices=swa_ragged_indices, attn_sink=attn_sink)
+    optional |= dict(swa_ragged_indptr=swa_ragged_indptr, topk_ragged_indices=topk_ragged_indices)
+    optional |= dict(topk_ragged_indptr=topk_ragged_indptr)
+    check_kinds(NAME, dict(q=q, swa_k_cache=swa_k_cache, output=output), optional, {})
+    if q.dim() != 3:
+        refuse(NAME, f"q has shape {tuple(q.shape)}", "it takes [tokens, heads, 512]")
     caches, formats = [swa_k_cache], [_window_format()]
     selections = [_selection("swa", swa_indices, swa_lens, swa_ragged_indices, swa_ragged_indptr)]
     if not swa_only:
@@ -69,18 +89,22 @@ def rocm_sparse_attn_decode(
         caches.append(kv_cache)
         formats.append(OCP)
         selections.append(_selection("topk", topk_indices, topk_lens, topk_ragged_indices, topk_ragged_indptr))
-    torch.ops.mla_suite.sparse_decode.out(
-        q,
-        caches,
-        [indices for indices, _, _ in selections],
-        [indptr for _, indptr, _ in selections],
-        [lengths for _, _, lengths in selections],
-        None if attn_sink is None else attn_sink[: q.shape[1]].float(),
-        kv_formats=formats,
-        softmax_scale=scale,
-        out=output,
-        lse=q.new_empty(q.shape[:-1], dtype=torch.float32),
-    )
+    try:
+        torch.ops.mla_suite.sparse_decode.out(
+            q,
+            caches,
+            [indices for indices, _, _ in selections],
+            [indptr for _, indptr, _ in selections],
+            [lengths for _, _, lengths in selections],
+            None if attn_sink is None else attn_sink[: q.shape[1]].float(),
+            kv_formats=formats,
+            softmax_scale=scale,
+            out=output,
+            lse=q.new_empty(q.shape[:-1], dtype=torch.float32),
+        )
+    except (CallError, RuntimeError) as error:
+        ragged = (number for number, (_, indptr, _) in enumerate(selections) if indptr is not None)
+        restate(NAME, _WORDS | {f"indices[{number}]": f"{POOLS[number]}_ragged_indices" for number in ragged}, error)
     return 0
 
 
