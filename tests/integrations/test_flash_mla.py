@@ -277,7 +277,7 @@ def test_a_recognised_call_is_checked_as_the_first():
         flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, holder, cache_seqlens, causal=True)
     with pytest.raises(ValueError, match="is_fp8_kvcache is 1"):
         flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, holder, None, None, True, 1)
-    with pytest.raises(ValueError, match=r"seq_lens\[0\] is 900"):
+    with pytest.raises(ValueError, match=r"cache_seqlens\[0\] is 900"):
         flash_mla_with_kvcache(q, cache, block_table, cache_seqlens + 770, 512, holder, causal=True)
     out, lse = flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, holder, causal=True)
     check(out, lse, dense_expected(q, cache.squeeze(2), block_table, [130, 7], 576**-0.5, True))
