@@ -39,6 +39,8 @@ def split(
     if not k_cache.is_contiguous():
         given = f"k_cache has strides {k_cache.stride()} and {kv_heads} KV heads"
         refuse(name, given, "it takes a contiguous cache: call .contiguous()")
+    if block_table.dim() != 2:
+        refuse(name, f"block_table has shape {tuple(block_table.shape)}", "it takes [batch, columns]")
     checks.tensor(name, "cache_seqlens", cache_seqlens, rank=1, dtypes=checks.INDEX, like=q)
     checks.shape(name, "cache_seqlens", cache_seqlens, q.shape[:1], "[batch]")
     checks.tensor(name, "block_table", block_table, rank=2, dtypes=checks.INDEX, like=q)
