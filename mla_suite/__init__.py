@@ -19,10 +19,10 @@ for _link in ("ops", "csrc"):
         )
 
 if importlib.util.find_spec("torch") is not None:
+    from mla_suite.core.check_mode import check as check
+    from mla_suite.core.checks import debug as debug
     from mla_suite.core.dispatch import allow_reference as allow_reference
     from mla_suite.core.explain import explain as explain
-    from mla_suite.core.modes import check as check
-    from mla_suite.core.modes import debug as debug
     from mla_suite.launch import emulate as emulate
     from mla_suite.ops.append_kv import append_kv as append_kv
     from mla_suite.ops.combine import combine as combine

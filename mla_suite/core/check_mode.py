@@ -6,18 +6,66 @@ changes what its results depend on: append_kv writes whole rows, whose former va
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 
-from mla_suite.core import allocation, dispatch, saved_call
+from mla_suite.core import allocation, checks, dispatch, saved_call
 from mla_suite.core.dispatch import Choice
 from mla_suite.core.op import Compared, Op
 from mla_suite.errors import WrongResult
 
 logger = logging.getLogger("mla_suite.check")
+
+
+ON_DIFFERENCE = ("warn", "raise")
+
+
+class Check:
+    """A switched-on check mode: it counts the calls of each operator, in every thread that shares it."""
+
+    def __init__(self, every: int, on_difference: str) -> None:
+        self.every, self.on_difference = every, on_difference
+        self._calls: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+
+    def due(self, op: str) -> bool:
+        """Count a call of an operator; whether it is the first, or n calls after the last that was due."""
+        return next(self._calls[op]) % self.every == 0
+
+
+_checking: ContextVar[Check | None] = ContextVar(  # the default counts for all contexts
+    "mla_suite_checking",
+    default=Check(checks.CHECK_EVERY, "warn") if checks.CHECK_EVERY else None,
+)
+checking: Callable[[], Check | None] = _checking.get
+
+
+@contextmanager
+def check(every: int = 1, *, on_difference: str = "warn") -> Iterator[None]:
+    """While the block runs, compare every n-th call of each operator with the reference, on the call's own inputs.
+
+    every          n; the first call is checked, and then each n-th. 0 turns it off
+    on_difference  `warn` logs the first value that is further off than the stated bounds allow, `raise` raises that as
+                   a `WrongResult`
+
+    The call is saved to a file that `python -m mla_suite replay FILE` runs again, in the folder `MLA_SUITE_CHECK_DIR`
+    or a new temporary one. `MLA_SUITE_CHECK=n` turns it on for a process (read once at import). A call that the
+    reference serves has nothing to be compared with, and one that a CUDA graph captures cannot be: both pass unchecked.
+    """
+    if not isinstance(every, int) or every < 0:
+        raise ValueError(
+            f"check: every is {every!r}; it takes a whole number n, to check every n-th call, or 0 for none"
+        )
+    if on_difference not in ON_DIFFERENCE:
+        raise ValueError(f"check: on_difference is {on_difference!r}; it takes {' or '.join(ON_DIFFERENCE)}")
+    with checks.switched(_checking, Check(every, on_difference) if every else None):
+        yield
 
 
 class Call(NamedTuple):

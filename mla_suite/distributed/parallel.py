@@ -14,7 +14,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
-from mla_suite.core import modes
+from mla_suite.core import checks
 from mla_suite.distributed import peer_memory
 from mla_suite.ops.decode.reference import keys_of_rank
 
@@ -185,5 +185,5 @@ def check_agreement(facts: Mapping[str, Any], group: Any = None) -> None:
 
 def check_same_shape(name: str, x: torch.Tensor, group: Any) -> None:
     """On a CPU and in debug mode, outside of compiled code: what the ranks exchange has one shape and dtype."""
-    if not torch.compiler.is_compiling() and (x.is_cpu or modes.debugging()):
+    if not torch.compiler.is_compiling() and (x.is_cpu or checks.debugging()):
         check_agreement({f"what they {name}": f"{tuple(x.shape)} {x.dtype}"}, group)

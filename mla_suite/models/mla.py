@@ -10,7 +10,7 @@ from torch import nn
 
 import mla_suite
 from mla_suite import kv_formats
-from mla_suite.core import checks, modes
+from mla_suite.core import checks
 from mla_suite.models import prefill
 from mla_suite.models.absorb import absorbed, head_values
 from mla_suite.models.cache import Step
@@ -198,7 +198,7 @@ class MLA(nn.Module):
         needed. New tokens see each other unquantised whatever the kv_format. Returns x's shape.
         """
         prefill.check(x, kv_cache, step, positions, q_lens, valid, prefix)
-        reads_values = x.is_cpu or modes.debugging()
+        reads_values = x.is_cpu or checks.debugging()
         if reads_values and checks.readable(x) and kv_cache is not None and step is not None and q_lens is not None:
             prefill.check_order(q_lens, step, kv_cache.shape[1])
         where = step.positions if step is not None else positions

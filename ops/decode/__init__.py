@@ -115,7 +115,7 @@ def decode(
     block_table   [batch, width] int32 page ids, entries past a sequence's pages are never read; or
     kv_indptr     [batch + 1] int32 and kv_indices [n] int32: sequence b has pages kv_indices[kv_indptr[b]...]
     cu_seqlens_q  [batch + 1] int32: sequence b has query tokens cu_seqlens_q[b]..cu_seqlens_q[b + 1], at most
-                  max_seqlen_q
+                  max_seqlen_q. Tokens behind the last are of no sequence, and their out and lse are not computed
     q_descale, kv_descale   [] or [1] fp32, multiply to dequantise fp8 queries and caches: finite, 0 or more. Others are
                   refused on the CPU and in debug mode, like other wrong values; else results are NaN or meaningless.
                   Native kernels round 16-bit queries over 16-bit caches after they multiply them by q_descale

@@ -21,7 +21,7 @@ import torch
 import mla_suite
 from mla_suite.__main__ import main
 from mla_suite.build.manifest import KernelEntry
-from mla_suite.core import check_mode, dispatch, modes, register, saved_call
+from mla_suite.core import check_mode, checks, dispatch, register, saved_call
 from mla_suite.errors import WrongResult
 from mla_suite.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from mla_suite.kv_formats import cache as caches
@@ -276,7 +276,7 @@ def test_only_the_context_that_switched_it_on_is_checked(plant, problem, reports
         thread.start()
         thread.join()
     assert reports() == []
-    assert modes.current() is None
+    assert check_mode.checking() is None
 
 
 PROGRAM = """
@@ -311,14 +311,10 @@ def test_the_environment_switches_it_on_for_all_threads(folder):
 
 
 def test_a_wrong_value_of_the_variable_has_a_warning(caplog):
-    assert modes._check_asked("often") is None
+    assert checks.every("MLA_SUITE_CHECK", "often") == 0
     assert "MLA_SUITE_CHECK is 'often', which has no effect; it takes a whole number n" in caplog.text
     caplog.clear()
-    assert modes._check_asked("") is None
-    assert modes._check_asked("0") is None
-    found = modes._check_asked("100")
-    assert found is not None
-    assert (found.every, found.on_difference) == (100, "warn")
+    assert [checks.every("MLA_SUITE_CHECK", value) for value in ("", "0", "100")] == [0, 0, 100]
     assert not caplog.text
 
 
@@ -330,16 +326,13 @@ def test_wrong_arguments_are_one_sentence(given):
 
 def test_debug_and_check_mode_leave_each_other_as_they_are():
     with mla_suite.debug(), mla_suite.check(3):
-        now = modes.current()
-        assert now is not None
-        assert now.debug
+        now = check_mode.checking()
+        assert checks.debugging()
         with mla_suite.debug(False):
-            still = modes.current()
-            assert still is not None
-            assert not still.debug
-            assert still.check is now.check
+            assert not checks.debugging()
+            assert check_mode.checking() is now
             with mla_suite.check(0):
-                assert modes.current() is None
+                assert check_mode.checking() is None
 
 
 def test_a_call_that_cannot_be_checked_says_so_once(reports, monkeypatch):

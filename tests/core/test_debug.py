@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mla_suite
-from mla_suite.core import modes, register
+from mla_suite.core import checks, register
 
 
 def test_a_device_pays_for_value_checks_in_debug_mode_alone():
@@ -22,7 +22,7 @@ def test_a_device_pays_for_value_checks_in_debug_mode_alone():
         with mla_suite.debug(False):
             register._validate(op, (torch.empty(1, device="meta"), None), (1, 1, 1, 0, 0, 0))
     assert calls == ["cpu", "meta"]
-    assert not modes.debugging()
+    assert not checks.debugging()
 
 
 @pytest.mark.parametrize("op", register.registry().values(), ids=register.registry())
