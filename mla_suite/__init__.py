@@ -8,7 +8,8 @@ import importlib.util
 from pathlib import Path
 
 __version__ = "0.1.0"
-__all__ = ["allow_reference", "append_kv", "combine", "debug", "decode", "emulate", "explain", "plan", "sparse_decode"]
+__all__ = ["allow_reference", "append_kv", "check", "combine", "debug", "decode", "emulate", "explain", "plan"]
+__all__ += ["sparse_decode"]
 
 for _link in ("ops", "csrc"):
     if not (Path(__file__).parent / _link).is_dir():
@@ -18,6 +19,7 @@ for _link in ("ops", "csrc"):
         )
 
 if importlib.util.find_spec("torch") is not None:
+    from mla_suite.core.check_mode import check as check
     from mla_suite.core.checks import debug as debug
     from mla_suite.core.dispatch import allow_reference as allow_reference
     from mla_suite.core.explain import explain as explain

@@ -1,13 +1,18 @@
-"""The error of a command that was asked for something it cannot do."""
+"""Errors about what was asked of a command or an operator, and that of a check that found a difference."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 
 class UsageError(ValueError):
     """The message alone tells the user what is wrong; any other exception of a command keeps its traceback."""
+
+
+class WrongResult(RuntimeError):
+    """A call of an operator gave a result that is further from the exact one than the stated bounds allow."""
 
 
 @contextmanager
@@ -17,3 +22,43 @@ def usage() -> Iterator[None]:
         yield
     except ValueError as error:
         raise UsageError(str(error)) from error
+
+
+class CallError(Exception):
+    """A call that is refused: `<function>: <given>; <possible>`. A word of the last two that is the name of an argument
+    stands for that argument."""
+
+    def __init__(self, function: str, given: str, possible: str) -> None:
+        super().__init__(function, given, possible)
+
+    def __str__(self) -> str:
+        function, given, possible = self.args
+        return f"{function}: {given}; {possible}"
+
+    def said_by(self, function: str, words: Mapping[str, str]) -> CallError:
+        """The error of an operator as a function that calls it says it.
+
+        words  the operator's names of arguments -> the function's, where they differ
+        """
+        names = "|".join(map(re.escape, sorted(words, key=len, reverse=True))) or "$^"
+        whole = re.compile(rf"(?<!\w)(?:{names})(?!\w)")
+        _, *parts = self.args
+        return type(self)(function, *[whole.sub(lambda name: words[name[0]], part) for part in parts])
+
+
+def call_error(kind: type[Exception], function: str, given: str, possible: str) -> CallError:
+    """The CallError that is a ValueError, a TypeError or a RuntimeError, as `kind` says."""
+    kinds = {ValueError: CallValueError, TypeError: CallTypeError, RuntimeError: CallRuntimeError}
+    return kinds[kind](function, given, possible)
+
+
+class CallValueError(CallError, ValueError):
+    """An argument has a value, a shape or strides that it cannot have."""
+
+
+class CallTypeError(CallError, TypeError):
+    """An argument is of a type or dtype that it cannot be."""
+
+
+class CallRuntimeError(CallError, RuntimeError):
+    """Nothing runs the call here, though its arguments are what they may be."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from mla_suite import kv_formats
+from mla_suite.core import register
+from mla_suite.core.op import Compared
 from mla_suite.kv_formats import cache as caches
-from mla_suite.ops.decode import DecodeArgs
 
 
 class Exact(NamedTuple):
@@ -63,7 +64,7 @@ class _Sequence(NamedTuple):
     sink: torch.Tensor
 
 
-def _sequences(args: DecodeArgs) -> Iterator[_Sequence]:
+def _sequences(args: Any) -> Iterator[_Sequence]:
     page, heads = args.kv_cache.shape[1], args.q.shape[-2]
     ragged = args.cu_seqlens_q
     tokens = range(0, args.q.shape[:-2].numel() + 1, args.q.shape[1]) if ragged is None else ragged.tolist()
@@ -73,7 +74,7 @@ def _sequences(args: DecodeArgs) -> Iterator[_Sequence]:
         if args.block_table is not None:
             pages = args.block_table[b]
         else:
-            pages = args.kv_indices[args.kv_indptr[b] : args.kv_indptr[b + 1]]  # type: ignore[index]  # both are given
+            pages = args.kv_indices[args.kv_indptr[b] : args.kv_indptr[b + 1]]
         used = pages[: -(-length // page)].long()
         kind = kv_formats.kv_format(args.kv_format)
         keys = caches.as_keys(kind, caches.unpack(kind, args.kv_cache[used])).flatten(0, 1)[:length].double()
@@ -95,7 +96,7 @@ def _sequences(args: DecodeArgs) -> Iterator[_Sequence]:
 
 def exact_decode(*tensors: torch.Tensor | None, **options: Any) -> Exact:
     """Exact result of `mla_suite.decode` on the same arguments. Splits and plans change nothing."""
-    args = DecodeArgs(*tensors, **options)  # type: ignore[arg-type]  # as decode's
+    args = register.get("decode").Args(*tensors, **options)
     found = [
         attention(own.queries, own.keys, own.visible, args.softmax_scale, args.head_dim_v, own.sink)
         for own in _sequences(args)
@@ -119,7 +120,7 @@ def fp8_weights_bound(*tensors: torch.Tensor | None, **options: Any) -> torch.Te
     off by a share of itself or by a share of its row's largest. The second is what remains where the values of the
     keys with large weights are 0: a bound by the sum of p |v| alone would not hold there.
     """
-    args = DecodeArgs(*tensors, **options)  # type: ignore[arg-type]  # as decode's
+    args = register.get("decode").Args(*tensors, **options)
     found = []
     for own in _sequences(args):
         p, _ = _weights(own.queries, own.keys, own.visible, args.softmax_scale, own.sink)
@@ -138,6 +139,33 @@ def _rotated(keys: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     return torch.cat((keys[:, : -cos_sin.shape[1]], rotated.real, rotated.imag), dim=1)
 
 
+REFERENCE_ROUNDING = 2.0**-18
+"""Where softmax weights stay in fp32: out is off by at most this share of sum(p |v|), and one ulp of its own."""
+REFERENCE_LSE = 1e-5
+"""There lse is off by at most this, or by this share of it where it is above 1."""
+KERNEL_ROUNDING = 2.0**-8
+"""A kernel rounds softmax weights to 16 bits: out is off by at most this share of sum(p |v|), and one ulp."""
+KERNEL_LSE = 1e-4
+"""An lse of a kernel is off by at most this, or by this share of it where it is above 1."""
+OPERAND_ROUNDING = 2.0**-9
+"""Rounding an operand of a score to 16 bits changes its products by at most this share of each."""
+
+
+def attention_within(
+    outputs: Sequence[torch.Tensor], exact: Exact, scores_off: torch.Tensor | float = 0.0
+) -> tuple[Compared, Compared]:
+    """The out and lse of a kernel beside the exact ones, with the bounds that are stated of kernels.
+
+    scores_off  [...]: what scores may be off by, where a kernel rounds rotated keys or scaled queries to 16 bits
+    """
+    out, lse = outputs
+    off = torch.as_tensor(scores_off, dtype=torch.float64, device=out.device)
+    share = KERNEL_ROUNDING + torch.expm1(2 * off)[..., None]
+    allowed = share * exact.magnitude + ulp(exact.out, out.dtype)
+    allowed_lse = KERNEL_LSE * torch.where(exact.lse.isfinite(), exact.lse.abs(), 0.0).clamp(min=1.0) + off
+    return Compared("out", out, exact.out, allowed), Compared("lse", lse, exact.lse, allowed_lse)
+
+
 def ulp(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """fp64 distance between neighbours of `dtype` around each value."""
     info = torch.finfo(dtype)
@@ -151,7 +179,7 @@ def assert_close(out: torch.Tensor, lse: torch.Tensor, exact: Exact) -> None:
     Infinities must be equal and nothing may be NaN. The ulp is that of out's dtype.
     """
     error = (out.double() - exact.out).abs()
-    allowed = ulp(out, out.dtype) + 2.0**-18 * exact.magnitude
+    allowed = ulp(out, out.dtype) + REFERENCE_ROUNDING * exact.magnitude
     worst = (error / allowed).max().item() if error.numel() else 0.0
     assert bool((error <= allowed).all()), f"out is {worst:.3g} times as far from the exact result as it may be"
     finite = exact.lse.isfinite()
@@ -159,5 +187,5 @@ def assert_close(out: torch.Tensor, lse: torch.Tensor, exact: Exact) -> None:
         "lse is not the infinity it should be"
     )
     difference = torch.where(finite, (lse.double() - exact.lse).abs(), 0.0)
-    tolerance = 1e-5 * torch.where(finite, exact.lse.abs(), 0.0).clamp(min=1.0)
+    tolerance = REFERENCE_LSE * torch.where(finite, exact.lse.abs(), 0.0).clamp(min=1.0)
     assert bool((difference <= tolerance).all()), f"lse is off by {difference.max().item():.3g}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -221,3 +222,28 @@ def test_record_matches_torch(op):
 def test_an_operator_is_registered_once():
     with pytest.raises(ValueError, match="operator combine is already registered"):
         register.register(register.get("combine"))
+
+
+TRANSFORMS = {
+    "grad": lambda loss, x: torch.func.grad(loss)(x),
+    "vjp": lambda loss, x: torch.func.vjp(loss, x),
+    "jvp": lambda loss, x: torch.func.jvp(loss, (x,), (torch.ones_like(x),)),
+    "grad of each": lambda loss, x: torch.vmap(torch.func.grad(loss))(x[None]),
+    "grad of a vmap": lambda loss, x: torch.func.grad(lambda y: torch.vmap(loss)(y[None]).sum())(x),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@each([pair for pair in FIRST if pair[0].outputs])
+def test_torch_func_says_that_there_is_no_backward(op, sample, transform):
+    args, kwargs = sample.make(CPU)
+
+    def loss(call, x):
+        return sum(result.float().sum() for result in call(x, *args[1:], **kwargs))
+
+    for call in (packet(op), getattr(mla_suite, op.name)):
+        with pytest.raises(RuntimeError) as refused:
+            TRANSFORMS[transform](partial(loss, call), args[0])
+        assert str(refused.value) == f"{op.name} {BACKWARD}"
+    constant = torch.func.grad(lambda x: loss(packet(op), x.detach()) + x.float().sum())(args[0])
+    assert torch.equal(constant, torch.ones_like(constant)), "a detached input is a constant"

@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
+
+from mla_suite.errors import CallTypeError, call_error
 
 INDEX = (torch.int32,)
 FLOAT32 = (torch.float32,)
@@ -30,12 +32,26 @@ def asked(name: str, value: str, effect: str) -> bool:
     return value == effect
 
 
+def every(name: str, value: str) -> int:
+    """The whole number n that a variable of the environment has, 0 for none. A warning says that another value has no
+    effect."""
+    n = int(value) if value.isdecimal() else 0
+    asked(name, value, str(n) if n else "a whole number n, to check every n-th call")
+    return n
+
+
+_Value = TypeVar("_Value")
 _debug = asked("MLA_SUITE_DEBUG", os.environ.get("MLA_SUITE_DEBUG", ""), "1")
 _debugging: ContextVar[bool] = ContextVar("mla_suite_debug", default=_debug)
-debugging: Callable[[], bool] = _debugging.get  # without a frame of Python's: every call of an operator asks
+debugging: Callable[[], bool] = _debugging.get
+CHECK_EVERY = every("MLA_SUITE_CHECK", os.environ.get("MLA_SUITE_CHECK", ""))
+_dispatched: ContextVar[bool] = ContextVar("mla_suite_dispatched", default=_debug or CHECK_EVERY > 0)
+dispatched: Callable[[], bool] = _dispatched.get  # without a frame of Python's: every call of an operator asks
+"""Whether a switch is set in this context that the eager fast path does not know, so that the dispatcher must serve."""
 
 _MISMATCH = re.compile(
-    r"mla_suite::\w+\(\) Expected a value of type '(?P<kind>.*)' for argument '(?P<argument>\w+)' but"
+    r"mla_suite::\w+\(\) Expected a value of type '(?P<kind>.*)' for argument '(?P<argument>\w+)' "
+    r"but instead found type '(?P<found>\w+)"
 )
 _KINDS = {
     **{"Tensor": "a tensor", "int": "an int of 64 bits", "float": "a number", "bool": "a bool", "str": "a string"},
@@ -45,21 +61,30 @@ _KINDS = {
 
 
 @contextmanager
+def switched(switch: ContextVar[_Value], value: _Value) -> Iterator[None]:
+    """While the block runs, in this context (a thread has its own), a switch has this value, and calls of operators go
+    through the dispatcher, whose implementations ask for it."""
+    tokens = _dispatched.set(True), switch.set(value)
+    try:
+        yield
+    finally:
+        switch.reset(tokens[1])
+        _dispatched.reset(tokens[0])
+
+
+@contextmanager
 def debug(on: bool = True) -> Iterator[None]:
     """While the block runs, check values inside tensors (page ids, lengths, slots) before an operator writes anything.
 
     Off by default because reading lengths on the host waits for the device. `MLA_SUITE_DEBUG=1` turns it on for a
     process (read once at import). Tensors on the CPU are always checked.
     """
-    token = _debugging.set(on)
-    try:
+    with switched(_debugging, on):
         yield
-    finally:
-        _debugging.reset(token)
 
 
 def fail(op: str, argument: str, given: str, possible: str, error: type[Exception] = ValueError) -> NoReturn:
-    raise error(f"{op}: {argument} {given}; {possible}")
+    raise call_error(error, op, f"{argument} {given}", possible)
 
 
 def dtype_names(dtypes: Sequence[torch.dtype]) -> str:
@@ -174,14 +199,14 @@ def dense(op: str, arguments: Sequence[str], tensors: Sequence[Any]) -> None:
                 fail(op, argument, given, "it takes dense tensors: call .to_dense()", TypeError)
 
 
-def refuse_mismatch(op: str, arguments: dict[str, Any], error: RuntimeError) -> None:
-    """If torch's error is about an argument's type, raise one sentence in place of its eight lines: a TypeError that
-    names the argument, what was given and what is accepted."""
+def mismatch(op: str, error: RuntimeError, arguments: Mapping[str, Any] | None = None) -> CallTypeError | None:
+    """If torch's error is about an argument's type, one sentence in place of its eight lines: a TypeError that names
+    the argument, what was given, by its type alone without `arguments`, and what is accepted."""
     found = _MISMATCH.match(str(error))
     if found is None:
-        return
-    given, accepted = _given(arguments[found["argument"]]), _KINDS.get(found["kind"], found["kind"])
-    raise TypeError(f"{op}: {found['argument']} is {given}; it takes {accepted}") from None
+        return None
+    given = f"a {found['found']}" if arguments is None else _given(arguments[found["argument"]])
+    return CallTypeError(op, f"{found['argument']} is {given}", f"it takes {_KINDS.get(found['kind'], found['kind'])}")
 
 
 def _given(value: Any) -> str:

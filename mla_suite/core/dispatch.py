@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -160,13 +160,16 @@ class Choice:
 emulated: ContextVar[ArchSpec | None] = ContextVar("mla_suite_emulated", default=None)
 """The arch that CPU tensors stand for in this context, set by `mla_suite.emulate`."""
 
+policy: ContextVar[str] = ContextVar("mla_suite_policy", default="default")
+"""The policy of tuned rows that choices follow in this context, set by `decode_table.policy`."""
+
 
 def _no_arch(tensor: torch.Tensor) -> ArchSpec | None:
     return None
 
 
 _arch_of: Callable[[torch.Tensor], ArchSpec | None] = _no_arch
-_choices: dict[tuple[str, Hashable, str, ArchSpec | None], Choice] = {}
+_choices: dict[tuple[str, Hashable, str, ArchSpec | None, str], Choice] = {}
 _warned: set[str] = set()
 
 
@@ -182,52 +185,29 @@ def arch_of(tensor: torch.Tensor) -> ArchSpec | None:
 
 def choose(name: str, backends: Sequence[Backend], problem: Hashable, arch: ArchSpec | None, device: str) -> Choice:
     """The first backend that takes the problem on this arch and device type; cached."""
-    key = (name, problem, device, arch)
+    key = (name, problem, device, arch, policy.get())
     choice = _choices.get(key)
     if choice is None:
         choice = ask(name, backends, problem, arch, device)
-        if _calls is not None:
-            choice = _counted(name, choice, _calls)
         bounded(_choices)[key] = choice
         logger.info("%s %s on %s -> %s", name, problem, arch.name if arch else device, choice)
         _warn_of_what_is_not_built(name, choice)
     return choice
 
 
-_calls: Counter[tuple[str, str, str]] | None = None
+_calls: ContextVar[Counter[tuple[str, str, str]] | None] = ContextVar("mla_suite_calls", default=None)
+counting: Callable[[], Counter[tuple[str, str, str]] | None] = _calls.get
 
 
 @contextmanager
 def count_calls() -> Iterator[Counter[tuple[str, str, str]]]:
-    """Within the block, in every thread, calls are counted by (operator, backend, configuration).
+    """Within the block, and in this thread, calls are counted by (operator, backend, configuration).
 
     A call that a CUDA graph captures is counted once, and its replays are not: they do not pass through Python.
     """
-    global _calls
-    before, _calls = _calls, Counter()
-    clear_caches()
-    try:
-        yield _calls
-    finally:
-        _calls = before
-        clear_caches()
-
-
-def _counted(name: str, choice: Choice, calls: Counter[tuple[str, str, str]]) -> Choice:
-    """The choice with launches that count themselves."""
-    config = choice.supported.config
-    key = name, choice.backend.name, str(getattr(config, "instance", config))
-
-    def prepare(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> Launch:
-        launch = choice.backend.prepare(config, outputs, args)
-
-        def run(outputs: tuple[torch.Tensor, ...], tensors: tuple[Any, ...]) -> None:
-            calls[key] += 1
-            launch(outputs, tensors)
-
-        return run
-
-    return replace(choice, backend=replace(choice.backend, prepare=prepare))
+    calls: Counter[tuple[str, str, str]] = Counter()
+    with checks.switched(_calls, calls):
+        yield calls
 
 
 HOW_TO_BUILD = "run `python -m mla_suite build`"
@@ -282,7 +262,10 @@ def ask(name: str, backends: Sequence[Backend], problem: Hashable, arch: ArchSpe
 MAX_CACHED = 4096  # entries of a cache of choices or calls; a server's lengths and batch sizes come back
 
 
-def bounded(cache: dict[Any, Any]) -> dict[Any, Any]:
+_Cache = TypeVar("_Cache", dict[Any, Any], set[Any])
+
+
+def bounded(cache: _Cache) -> _Cache:
     """The cache, emptied if it is full: a server meets ever new shapes."""
     if len(cache) >= MAX_CACHED:
         cache.clear()

@@ -8,19 +8,19 @@ code among them.
 
 Two observers cannot be asked about from Python: C++ observers without a profiler (torch's ExecutionTraceObserver on its
 own), which see the kernel and not the operator, and kernels that others registered over these. In debug mode every call
-goes through the dispatcher, which serves both.
+goes through the dispatcher, which serves both; so do calls under another policy, in check mode, and that are counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 import torch
-from torch._C import DispatchKey, DispatchKeySet
+from torch._C import DispatchKey, DispatchKeySet, _functorch
 from torch._ops import OpOverload
-from torch.autograd import profiler
+from torch.autograd import forward_ad, profiler
 from torch.compiler import is_dynamo_compiling
 from torch.utils._device import DeviceContext
 
@@ -35,10 +35,12 @@ _grad_enabled = torch._C.is_grad_enabled
 _function_modes = torch._C._len_torch_function_stack
 _function_mode = torch._C._get_function_stack_at
 _profiling = torch._C._autograd._profiler_enabled
+_transformed = torch._C._are_functorch_transforms_active
 _included = torch._C._dispatch_tls_local_include_set
 _emulated = dispatch.emulated.get
 _data_ptr = torch.Tensor.data_ptr
-_debugging = checks.debugging
+_dispatched = checks.dispatched
+_policy = dispatch.policy.get
 bump_versions: Callable[[Sequence[torch.Tensor]], None] = torch._C._increment_version
 """Tells autograd that tensors were written, so that a backward that saved them raises."""
 # Keys that every thread dispatches by: without gradients, and in inference mode. Modes, transforms and traces add more.
@@ -93,7 +95,7 @@ class _Guarded(NamedTuple):
     on_gpu: bool
     written: list[int]  # positions among the present tensors of those that the call writes
     sizes: list[int]  # bytes that the present tensors reach over, where any is written
-    apart: list[list[int]]  # the addresses of the last call, whose tensors were found not to overlap
+    apart: set[tuple[int, ...]]  # addresses of calls whose tensors are aligned and were found not to overlap
     emulated: ArchSpec | None  # the arch that CPU tensors stand for; a GPU's follows from its device
 
 
@@ -118,7 +120,7 @@ def call(op: Called, tensors: tuple[Any, ...], options: tuple[Any, ...], otherwi
         or profiler._is_profiler_enabled
         # TensorGuards see most of these keys too, but not those of tracers that Dynamo runs under itself.
         or _included().raw_repr() not in _QUIET
-        or _debugging()
+        or _dispatched()
     ):
         # `find`, written out: a frame of its own would cost a tenth of the call.
         prepared, last = None, _last.get(op.name)
@@ -139,14 +141,18 @@ def call(op: Called, tensors: tuple[Any, ...], options: tuple[Any, ...], otherwi
                 if last.same(*given) and (last.on_gpu or last.emulated is _emulated()):
                     prepared = last.prepared
                     if last.written:
-                        addresses = [*map(_data_ptr, given)]
-                        if addresses != last.apart[0]:
+                        addresses = tuple(map(_data_ptr, given))
+                        if addresses not in last.apart:
                             if overlap.first_overlap(addresses, last.sizes, last.written):
                                 overlap.refuse(op.name, op.arguments, tensors, op.mutated)
-                            last.apart[0] = addresses
-                    for tensor in given:
-                        if tensor.data_ptr() & 15:
-                            prepared = None
+                            if any(address & 15 for address in addresses):
+                                prepared = None
+                            else:
+                                dispatch.bounded(last.apart).add(addresses)
+                    else:
+                        for tensor in given:
+                            if tensor.data_ptr() & 15:
+                                prepared = None
         if prepared is None:
             prepared = _look_up(op, tensors, options)
             if prepared is not None and op.mutated:
@@ -159,6 +165,8 @@ def call(op: Called, tensors: tuple[Any, ...], options: tuple[Any, ...], otherwi
             if op.mutated:
                 bump_versions([tensors[position] for position in op.mutated])
             return outputs if len(outputs) > 1 else outputs[0] if outputs else None
+    if _transformed() and not op.mutated:
+        _refuse_transforms(op.name, tensors)
     return _through_dispatcher(cast(Op, op), tensors, options) if otherwise is None else otherwise
 
 
@@ -169,7 +177,10 @@ def recall(slot: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Pre
         return None
     prepared = find(slot, tensors, options)
     if prepared is None and _plain(tensors) and fixed(options):
-        prepared = prepared_call(metadata(slot, tensors, options))
+        try:
+            prepared = prepared_call(metadata(slot, tensors, options))
+        except TypeError:  # as in `_look_up`
+            return None
         if prepared is None or prepared.kinds != tuple(map(type, options)):
             return None
         keep(slot, tensors, options, prepared)
@@ -191,7 +202,7 @@ def _observed() -> bool:
         or _profiling()
         or profiler._is_profiler_enabled
         or _included().raw_repr() not in _QUIET
-        or _debugging()
+        or _dispatched()
     )
 
 
@@ -253,7 +264,7 @@ def keep(
         given[0].is_cuda,
         [at for at, tensor in enumerate(given) if any(tensor is each for each in written)],
         [overlap.reach(tensor) for tensor in given] if written else [],
-        [[]],
+        set(),
         _emulated(),
     )
 
@@ -287,7 +298,7 @@ def metadata(name: str, tensors: Sequence[Any], options: tuple[Any, ...]) -> tup
     A tensor counts by its sizes, strides, dtype, device and the alignment of its address, up to 16 bytes.
     """
     first = tensors[0] if tensors[0] is not None else dispatch.first_tensor(tensors)
-    key: list[Any] = [name, None if first.is_cuda else dispatch.arch_of(first), *options]
+    key: list[Any] = [name, _policy(), None if first.is_cuda else dispatch.arch_of(first), *options]
     add = key.append
     for value in tensors:
         add(tuple(map(_tensor_key, value)) if value.__class__ is list else _tensor_key(value))
@@ -347,6 +358,23 @@ def _plain(args: tuple[Any, ...]) -> bool:
 # The dispatcher's way
 
 
+def refuse_gradient(op: str) -> NoReturn:
+    raise RuntimeError(f"{op} has no backward: it is an inference operator; detach its inputs or use torch.no_grad()")
+
+
+def _refuse_transforms(op: str, tensors: tuple[Any, ...]) -> None:
+    """Refuse tensors that torch.func.grad, vjp or jvp differentiates by. torch's own error for the first two is about
+    autograd.Function, and jvp would take the outputs for constants."""
+    for value in tensors:
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            while isinstance(tensor, torch.Tensor) and _functorch.is_batchedtensor(tensor):
+                tensor = _functorch.get_unwrapped(tensor)
+            if not isinstance(tensor, torch.Tensor) or not _functorch.is_gradtrackingtensor(tensor):
+                continue
+            if (_grad_enabled() and tensor.requires_grad) or forward_ad.unpack_dual(tensor).tangent is not None:
+                refuse_gradient(op)
+
+
 def _through_dispatcher(op: Op, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
     """The call through torch.ops, with its errors for wrong types in one sentence."""
     checks.dense(op.name, op.arguments, tensors)
@@ -356,9 +384,11 @@ def _through_dispatcher(op: Op, tensors: tuple[Any, ...], options: tuple[Any, ..
     }
     for name, value in given.items():
         if value is None and name not in op.may_be_none:  # torch takes None for False
-            raise TypeError(f"{op.name}: {name} is None; it takes a value")
+            checks.fail(op.name, name, "is None", "it takes a value", TypeError)
     try:
         return OpOverload.__call__(getattr(torch.ops.mla_suite, op.name).default, *tensors, **given)
     except RuntimeError as error:
-        checks.refuse_mismatch(op.name, dict(zip(op.arguments, (*tensors, *options), strict=True)), error)
-        raise
+        mismatch = checks.mismatch(op.name, error, dict(zip(op.arguments, (*tensors, *options), strict=True)))
+        if mismatch is None:
+            raise
+        raise mismatch from None

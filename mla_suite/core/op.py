@@ -47,6 +47,21 @@ class Sample:
     flops: int
 
 
+class Compared(NamedTuple):
+    """A result of a call beside the exact one.
+
+    name     the result, as a sentence names it
+    got      what a backend computed
+    exact    the same in fp64, or integers
+    allowed  how far each value may be off; inf where nothing is asked of it
+    """
+
+    name: str
+    got: torch.Tensor
+    exact: torch.Tensor
+    allowed: torch.Tensor | float
+
+
 @dataclass(frozen=True)
 class Op:
     """One operator.
@@ -65,6 +80,10 @@ class Op:
     out_only  names of the fields of Args that are arguments of the `.out` overload alone
     strided   names of the outputs that may have any strides; the last dimension of the others is contiguous
     defaults  arguments of the public function -> keyword arguments of the schema, where the two differ
+    compare   (configuration, outputs, Args) after a call -> each result beside the exact one, with the stated bounds;
+              without it outputs are equal to the reference's. Runs no kernel, and reads what `validate` accepted
+    pages     (Args) -> name of each argument with caches -> for each of them the page ids whose values a call reads;
+              without it the operator reads no cache
     """
 
     name: str
@@ -80,6 +99,8 @@ class Op:
     out_only: tuple[str, ...] = ()
     strided: tuple[str, ...] = ()
     defaults: Callable[..., dict[str, Any]] | None = None
+    compare: Callable[[Any, tuple[torch.Tensor, ...], Any], Sequence[Compared]] | None = None
+    pages: Callable[[Any], dict[str, Sequence[torch.Tensor]]] | None = None
 
     def specify(self, *args: Any, **kwargs: Any) -> tuple[Output, ...]:
         """The outputs of a call with these arguments; raises on bad ones."""

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from mla_suite.core import checks
+
 
 def reach(value: torch.Tensor) -> int:
     """Bytes from the first element of a tensor to the end of its last; 0 without elements."""
@@ -55,7 +57,5 @@ def refuse(name: str, arguments: Sequence[str], tensors: Sequence[Any], mutated:
         if second in written:
             first, second = max(both), min(both)
         output, other = names[first], names[second]
-        raise ValueError(
-            f"{name}: {output} shares memory with {other}, which the call still needs when it writes {output}; give "
-            f"{output} memory of its own"
-        )
+        given = f"shares memory with {other}, which the call still needs when it writes {output}"
+        checks.fail(name, output, given, f"give {output} memory of its own")

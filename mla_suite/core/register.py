@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mla_suite.core import allocation, checks, dispatch, eager, overlap, torch_ops
+from mla_suite.core import allocation, check_mode, checks, dispatch, eager, overlap, torch_ops
 from mla_suite.core.eager import PreparedCall
 from mla_suite.core.op import NAMESPACE, Op
 from mla_suite.errors import UsageError
@@ -23,6 +23,7 @@ _grad_enabled = torch._C.is_grad_enabled
 
 
 _registry: dict[str, Op] = {}
+_overloads: dict[str, Op] = {}
 
 
 def registry() -> dict[str, Op]:
@@ -31,9 +32,11 @@ def registry() -> dict[str, Op]:
 
 
 def get(name: str) -> Op:
-    if name not in _registry:
+    """The operator of a name, or the overload that `register_overload` added to one."""
+    found = _registry.get(name) or _overloads.get(name)
+    if found is None:
         raise UsageError(f"no operator {name!r}; registered are {', '.join(_registry)}")
-    return _registry[name]
+    return found
 
 
 def register(op: Op) -> Op:
@@ -61,6 +64,7 @@ def register_overload(op: Op) -> Op:
     _define_functional(op)
     operator, overload = op.name.split(".")
     torch_ops.skip_dispatcher(getattr(getattr(torch.ops.mla_suite, operator), overload), op)
+    _overloads[op.name] = op
     return op
 
 
@@ -140,7 +144,9 @@ def _functional(op: Op) -> Callable[..., Any]:
         else:
             outputs = prepared.allocate()
             _validate(op, args, options)
+        _count(op, args, options)
         _launch(prepared, outputs, args)
+        _check(op, outputs, args, options)
         eager.bump_versions([args[position] for position in op.mutated])
         return _returned(outputs)
 
@@ -156,12 +162,39 @@ def _launch(prepared: PreparedCall, outputs: tuple[torch.Tensor, ...], args: tup
         prepared.launch(outputs, args)
 
 
+def _check(op: Op, outputs: tuple[torch.Tensor, ...], args: tuple[Any, ...], options: tuple[Any, ...]) -> None:
+    """In check mode, compare what the call has computed with the reference, if it is due."""
+    check = check_mode.checking()
+    if check is not None and check.due(op.name):
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+            check_mode.run(check_mode.Call(op, outputs, args, options), check.on_difference)
+
+
+def _choose(op: Op, record: Any) -> dispatch.Choice:
+    first = _first(record)
+    return dispatch.choose(op.name, op.backends, op.describe(record), dispatch.arch_of(first), first.device.type)
+
+
+def _first(record: Any) -> torch.Tensor:
+    """The tensor on whose device a call runs."""
+    first: torch.Tensor = getattr(record, record.__match_args__[0])
+    return first
+
+
+def _count(op: Op, args: tuple[Any, ...], options: tuple[Any, ...]) -> None:
+    """Note the call where `count_calls` counts."""
+    calls = dispatch.counting()
+    if calls is not None:
+        choice = _choose(op, op.bind(args, options))
+        config = choice.supported.config
+        calls[op.name, choice.backend.name, str(getattr(config, "instance", config))] += 1
+
+
 def _prepare(op: Op, outputs: tuple[torch.Tensor, ...], record: Any) -> dispatch.Launch:
     """The launch of the backend that is chosen for a call."""
-    first = outputs[0] if outputs else getattr(record, record.__match_args__[0])
-    choice = dispatch.choose(op.name, op.backends, op.describe(record), dispatch.arch_of(first), first.device.type)
+    choice = _choose(op, record)
     launch = choice.backend.prepare(choice.supported.config, outputs, record)
-    on_gpu = first.is_cuda and choice.backend.name == "reference" and choice.refused
+    on_gpu = _first(record).is_cuda and choice.backend.name == "reference" and choice.refused
     return _if_allowed(op.name, choice, launch) if on_gpu else launch
 
 
@@ -171,15 +204,13 @@ def _if_allowed(name: str, choice: dispatch.Choice, launch: dispatch.Launch) -> 
 
     def run(outputs: tuple[torch.Tensor, ...], args: tuple[Any, ...]) -> None:
         if not dispatch.reference_allowed():
-            raise RuntimeError(
-                f"{name}: no kernel takes this call on a GPU ({reasons}); change what these name, or run the slow "
-                "fp32 reference inside `with mla_suite.allow_reference():`"
-            )
+            instead = "run the slow fp32 reference inside `with mla_suite.allow_reference():`"
+            possible = f"change what these name, or {instead}"
+            checks.fail(name, "no kernel", f"takes this call on a GPU ({reasons})", possible, RuntimeError)
         if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"{name}: a CUDA graph cannot hold the fp32 reference, which reads lengths on the host and runs here "
-                f"because nothing else takes the call ({reasons})"
-            )
+            why = f"which reads lengths on the host and runs here because nothing else takes the call ({reasons})"
+            given = f"cannot hold the fp32 reference, {why}"
+            checks.fail(name, "a CUDA graph", given, "change what these name", RuntimeError)
         launch(outputs, args)
 
     return run
@@ -213,7 +244,9 @@ def _out(overload: _OutOverload) -> Callable[..., None]:
             _refuse_misaligned(op, outputs)
             launch = _into_the_last(_prepare(op, outputs, op.bind(args, options)), len(args))
             prepared = eager.add_prepared(key, PreparedCall(tuple, launch, tuple(map(type, options)), {}))
+        _count(op, args, options)
         _launch(prepared, (), tensors)
+        _check(op, outputs, args, options)
         eager.bump_versions(outputs)
 
     return call
@@ -236,19 +269,16 @@ def _check_outputs(op: Op) -> Callable[..., None]:
                 g == e for g, e in zip(given.shape, expected.shape, strict=True)
             )
             if not same_shape or given.dtype != expected.dtype or given.device != device:
-                raise ValueError(
-                    f"{op.name}.out: {name} is {given.dtype} {tuple(given.shape)} on {given.device}; "
-                    f"these arguments need {expected.dtype} {tuple(expected.shape)} on {device}"
-                )
+                found = f"is {given.dtype} {tuple(given.shape)} on {given.device}"
+                possible = f"these arguments need {expected.dtype} {tuple(expected.shape)} on {device}"
+                checks.fail(f"{op.name}.out", name, found, possible)
             if name not in op.strided and given.dim() > 1 and checks.strided(given):
-                raise ValueError(
-                    f"{op.name}.out: {name} has strides {given.stride()}; its last dimension must be contiguous"
-                )
+                found = f"has strides {given.stride()}"
+                checks.fail(f"{op.name}.out", name, found, "its last dimension must be contiguous")
             if checks.overlaps_itself(given):
-                raise ValueError(
-                    f"{op.name}.out: {name} has strides {given.stride()} for {tuple(given.shape)}; rows that share "
-                    "memory cannot be written: give a tensor that was not expanded"
-                )
+                found = f"has strides {given.stride()} for {tuple(given.shape)}"
+                possible = "rows that share memory cannot be written: give a tensor that was not expanded"
+                checks.fail(f"{op.name}.out", name, found, possible)
 
     return check
 
@@ -257,10 +287,8 @@ def _refuse_misaligned(op: Op, outputs: tuple[torch.Tensor, ...]) -> None:
     """ValueError where an output's address is no multiple of its element size, as memory of another library may be."""
     for name, output in zip(op.outputs, outputs, strict=True):
         if output.data_ptr() % output.element_size():
-            raise ValueError(
-                f"{op.name}.out: {name} begins at an address that is no multiple of its {output.element_size()} bytes "
-                "per element; give memory that is aligned to them"
-            )
+            found = f"begins at an address that is no multiple of its {output.element_size()} bytes per element"
+            checks.fail(f"{op.name}.out", name, found, "give memory that is aligned to them")
 
 
 def _validate(op: eager.Called, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> None:
@@ -280,7 +308,7 @@ _define("refuse_backward(Tensor grad, SymInt[] size, str op) -> Tensor")
 
 
 def _refuse_backward(grad: torch.Tensor, size: Sequence[int], op: str) -> torch.Tensor:
-    raise RuntimeError(f"{op} has no backward: it is an inference operator; detach its inputs or use torch.no_grad()")
+    eager.refuse_gradient(op)
 
 
 # An operator of its own, so that a compiled forward over tensors that require grad works and only backward() raises.

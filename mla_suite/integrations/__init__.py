@@ -10,6 +10,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from mla_suite.core import checks
+from mla_suite.errors import CallError, call_error
+
 # The KV format of a cache of plain rows, by the dtype in which another project hands it over.
 WIDE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 FP8 = {torch.float8_e4m3fn: "fp8", torch.float8_e4m3fnuz: "fp8_fnuz"}
@@ -18,7 +21,18 @@ KV_FORMATS = {**WIDE, **FP8}
 
 def refuse(name: str, given: str, possible: str, error: type[Exception] = ValueError) -> NoReturn:
     """Raise `error` with one sentence: the function's name, what was given, and what is accepted."""
-    raise error(f"{name}: {given}; {possible}")
+    raise call_error(error, name, given, possible)
+
+
+def restate(name: str, words: Mapping[str, str], error: Exception) -> NoReturn:
+    """Raise the error of an operator in the words of the function that was called, and any other error as it is.
+
+    words  as in `CallError.said_by`
+    """
+    said = checks.mismatch(name, error) if type(error) is RuntimeError else error
+    if isinstance(said, CallError):
+        raise said.said_by(name, words) from None
+    raise error
 
 
 def check_kinds(name: str, needed: dict[str, Any], optional: dict[str, Any], sizes: dict[str, Any]) -> None:

@@ -23,12 +23,28 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import mla_suite
-from mla_suite.integrations import FP8, KV_FORMATS, absent, check_kinds, metadata_convert
+from mla_suite.core import checks
+from mla_suite.errors import CallError
+from mla_suite.integrations import FP8, KV_FORMATS, absent, check_kinds, metadata_convert, restate
 from mla_suite.integrations import refuse as _refuse
 from mla_suite.integrations.aiter_reduce import mla_decode_reduce as mla_decode_reduce
 from mla_suite.integrations.aiter_reduce import mla_reduce_v1 as mla_reduce_v1
 from mla_suite.ops.plan import sm_parts
 
+_LENGTH = "by kv_indptr and kv_last_page_lens, length"
+_WORDS = {
+    **{"kv_cache": "kv_buffer", "seq_lens": _LENGTH, "cu_seqlens_q": "qo_indptr", "out": "o", "q_descale": "q_scale"},
+    **{"kv_descale": "kv_scale", "plan": "work_info_set", "softmax_scale": "sm_scale", "kv_format": "format"},
+    **{"head_dim_v": "the last dimension of o", "num_splits": "num_kv_splits", "kv_caches[0]": "kv_buffer"},
+    **{"indices[0]": "kv_indices", "topk_lengths[0]": "by kv_indptr and topk, length"},
+}
+"""Arguments of the operators -> those of `mla_decode_fwd`."""
+_METADATA_WORDS = {
+    **{"seq_lens": "by seqlens_kv_indptr and kv_last_page_lens, length", "cu_seqlens_q": "seqlens_qo_indptr"},
+    **{"num_heads x max_seqlen_q": "num_heads_per_head_k x max_seqlen_qo", "num_heads": "num_heads_per_head_k"},
+    **{"max_seqlen_q": "max_seqlen_qo", "num_sm_parts": "the length of work_indptr less 1"},
+}
+"""Arguments of plan -> those of `get_mla_metadata_v1`."""
 mla = sys.modules[__name__]  # AITER's own callers write aiter.mla.mla_decode_fwd
 # The last column of work_info_set, which AITER does not use, holds this plus topk where the metadata selects keys. An
 # int32 that memory nobody wrote is unlikely to hold; topk takes the lower 16 bits.
@@ -94,8 +110,10 @@ def mla_decode_fwd(
     """
     name = "mla_decode_fwd"
     tensors = q, kv_buffer, o, qo_indptr, kv_indptr, kv_indices
-    if not all(map(torch.is_tensor, tensors)) or kv_indptr.dim() == 0 or not isinstance(max_seqlen_q, int):
+    if not all(map(torch.is_tensor, tensors)) or kv_indptr.dim() != 1 or not isinstance(max_seqlen_q, int):
         _refuse_kinds(name, tensors, max_seqlen_q)
+    if kv_indptr.dtype != torch.int32:  # lengths, of which the operator would speak, are made from it
+        checks.tensor(name, "kv_indptr", kv_indptr, rank=1, dtypes=checks.INDEX)
     if logit_cap > 0:
         _refuse(name, f"logit_cap is {logit_cap}", "scores are not capped: pass 0")
     if nhead_kv != 1:
@@ -107,8 +125,8 @@ def mla_decode_fwd(
     if kv_buffer.dtype not in KV_FORMATS:
         possible = "it takes bfloat16, float16, float32 or float8 rows; three-buffer and packed pages are not supported"
         _refuse(name, f"kv_buffer is {kv_buffer.dtype}", possible, TypeError)
-    if kv_buffer.dim() != 4 or kv_buffer.shape[1:3] != (page_size, 1):
-        given = f"kv_buffer has shape {tuple(kv_buffer.shape)} and page_size is {page_size}"
+    if kv_buffer.dim() != 4 or kv_buffer.shape[1:] != (page_size, 1, q.shape[-1]) or page_size < 1:
+        given = f"kv_buffer has shape {tuple(kv_buffer.shape)}, page_size is {page_size} and q has {q.shape[-1]} values"
         _refuse(name, given, "it takes [pages, page_size, 1, head_dim]")
     if o.dim() != 3:
         _refuse(name, f"o has shape {tuple(o.shape)}", "it takes [tokens, heads, head_dim_v]")
@@ -120,6 +138,14 @@ def mla_decode_fwd(
         if work_indptr is None or work_info_set is None:
             given = "work_meta_data is given without work_indptr and work_info_set"
             _refuse(name, given, "pass all that get_mla_metadata_v1 filled, or none of it")
+        if not (torch.is_tensor(work_indptr) and torch.is_tensor(work_info_set) and work_info_set.dim() == 2):
+            check_kinds(name, dict(work_indptr=work_indptr, work_info_set=work_info_set), {}, {})
+        if work_info_set.shape[1:] != (len(metadata_convert.AiterColumn),) or work_indptr.dim() != 1:
+            given = f"work_info_set has shape {tuple(work_info_set.shape)} and work_indptr {tuple(work_indptr.shape)}"
+            _refuse(name, given, "they take what get_mla_metadata_v1 filled: [works, 8] and [parts + 1]")
+        if work_info_set.device != q.device or work_indptr.device != q.device:
+            given = f"work_info_set is on {work_info_set.device} and work_indptr on {work_indptr.device}"
+            _refuse(name, given, f"q is on {q.device}: move them there")
         topk = _topk_of(name, work_info_set)
         if topk != DENSE:
             _decode_selected(q, kv_buffer, o, lse, kv_indptr, kv_indices, topk, scale)
@@ -127,26 +153,30 @@ def mla_decode_fwd(
         plan = metadata_convert.recall(work_info_set, batch)
         if plan is None:
             plan = metadata_convert.from_aiter(work_indptr, work_info_set, kv_indptr, page_size=page_size)
-    torch.ops.mla_suite.decode.out(
-        q,
-        kv_buffer.squeeze(2),
-        _seq_lens(name, kv_indptr, kv_last_page_lens, page_size),
-        None,
-        kv_indptr,
-        kv_indices,
-        qo_indptr,
-        q_scale if q.dtype in FP8 else None,
-        kv_scale if kv_buffer.dtype in FP8 else None,
-        plan=plan,
-        softmax_scale=scale,
-        max_seqlen_q=max_seqlen_q,
-        head_dim_v=o.shape[-1],
-        causal=causal,
-        kv_format=KV_FORMATS[kv_buffer.dtype],
-        num_splits=0 if plan is not None or num_kv_splits is None else num_kv_splits,
-        out=o,
-        lse=lse,
-    )
+    seq_lens = _seq_lens(name, kv_indptr, kv_last_page_lens, page_size)
+    try:
+        torch.ops.mla_suite.decode.out(
+            q,
+            kv_buffer.squeeze(2),
+            seq_lens,
+            None,
+            kv_indptr,
+            kv_indices,
+            qo_indptr,
+            q_scale if q.dtype in FP8 else None,
+            kv_scale if kv_buffer.dtype in FP8 else None,
+            plan=plan,
+            softmax_scale=scale,
+            max_seqlen_q=max_seqlen_q,
+            head_dim_v=o.shape[-1],
+            causal=causal,
+            kv_format=KV_FORMATS[kv_buffer.dtype],
+            num_splits=0 if plan is not None or num_kv_splits is None else num_kv_splits,
+            out=o,
+            lse=lse,
+        )
+    except (CallError, RuntimeError) as error:
+        restate(name, _WORDS, error)
     return o, lse if return_lse else None
 
 
@@ -154,11 +184,15 @@ def _refuse_kinds(name: str, tensors: tuple[Any, ...], max_seqlen_q: Any) -> Non
     """TypeError for what is no tensor, has no dimension or is no int; apart, since every call would pay for it."""
     names = ("q", "kv_buffer", "o", "qo_indptr", "kv_indptr", "kv_indices")
     check_kinds(name, dict(zip(names, tensors, strict=True)), {}, dict(max_seqlen_q=max_seqlen_q))
+    checks.tensor(name, "kv_indptr", tensors[4], rank=1, dtypes=checks.INDEX)
 
 
 def mla_reduce_decode(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Decode and reduce, with the arguments of `mla_decode_fwd`, which does both here and is what this always calls."""
-    return mla_decode_fwd(*args, **kwargs)
+    try:
+        return mla_decode_fwd(*args, **kwargs)
+    except CallError as error:
+        restate("mla_reduce_decode", {}, error)
 
 
 def get_mla_metadata_info_v1(
@@ -242,17 +276,27 @@ def get_mla_metadata_v1(
     if not isinstance(kv_last_page_lens, torch.Tensor):
         given = f"kv_last_page_lens is {kv_last_page_lens!r}"
         _refuse(name, given, "it is the third argument, a tensor [batch], which AITER's first signature did not have")
+    buffers = dict(work_metadata_ptrs=work_metadata_ptrs, work_info_set=work_info_set, work_indptr=work_indptr)
+    buffers |= dict(reduce_indptr=reduce_indptr, reduce_final_map=reduce_final_map)
+    buffers |= dict(reduce_partial_map=reduce_partial_map)
+    indptrs = dict(seqlens_qo_indptr=seqlens_qo_indptr, seqlens_kv_indptr=seqlens_kv_indptr)
+    sizes = dict(num_heads_per_head_k=num_heads_per_head_k, page_size=page_size, max_seqlen_qo=max_seqlen_qo, topk=topk)
+    check_kinds(name, buffers | indptrs, {}, sizes)
+    for argument, value in indptrs.items():
+        checks.tensor(name, argument, value, rank=1, dtypes=checks.INDEX)
     if num_heads_k != 1:
         _refuse(name, f"num_heads_k is {num_heads_k}", "latent attention has 1 KV head")
     if is_cp_round_robin:
         _refuse(name, "is_cp_round_robin is True", "round-robin context parallel is not supported: pass False")
+    if page_size < 1:
+        _refuse(name, f"page_size is {page_size}", "a page holds 1 token or more")
     wide = dict(
         work_info_set=(work_info_set, len(metadata_convert.AiterColumn)), reduce_final_map=(reduce_final_map, 2)
     )
     for argument, (buffer, width) in wide.items():
         if buffer.dim() != 2 or buffer.shape[1] != width:
             _refuse(name, f"{argument} has shape {tuple(buffer.shape)}", f"it takes rows of {width}: see *_info_v1")
-    if work_metadata_ptrs.nbytes != 16:
+    if work_metadata_ptrs.nbytes != 16 or work_metadata_ptrs.dim() != 1:
         given = f"work_metadata_ptrs is {work_metadata_ptrs.dtype} {tuple(work_metadata_ptrs.shape)}"
         _refuse(name, given, "it takes two addresses, uint64 [2]")
     seq_lens, queries = _seq_lens(name, seqlens_kv_indptr, kv_last_page_lens, page_size), seqlens_qo_indptr
@@ -276,17 +320,19 @@ def get_mla_metadata_v1(
     if reduce_indptr.shape[0] < batch + 1 or reduce_final_map.shape[0] < batch:
         given = f"reduce_indptr has {reduce_indptr.shape[0]} words, reduce_final_map {reduce_final_map.shape[0]} rows"
         _refuse(name, given, f"{batch} sequences need {batch + 1} and {batch}: see *_info_v1")
-    plan = mla_suite.plan(
-        seq_lens, queries, num_heads=num_heads_per_head_k, max_seqlen_q=q_len, num_sm_parts=num_sm_parts
-    )
+    sizes = dict(num_heads=num_heads_per_head_k, max_seqlen_q=q_len, num_sm_parts=num_sm_parts)
+    try:
+        plan = mla_suite.plan(seq_lens, queries, **sizes)
+    except (CallError, RuntimeError) as error:
+        restate(name, _METADATA_WORDS, error)
     sizes = dict(num_sm_parts=num_sm_parts, page_size=page_size, max_seqlen_q=q_len)
     if spans is None:
         made = metadata_convert.to_aiter(plan, queries, seqlens_kv_indptr, **sizes)
         metadata_convert.remember(work_info_set, plan, batch)
     else:
         made = metadata_convert.aiter_lists(plan, queries, spans, **sizes)
-    buffers = (work_indptr, work_info_set, reduce_indptr, reduce_final_map, reduce_partial_map)
-    for buffer, part in zip(buffers, made, strict=True):
+    filled = (work_indptr, work_info_set, reduce_indptr, reduce_final_map, reduce_partial_map)
+    for buffer, part in zip(filled, made, strict=True):
         buffer[: part.shape[0]].copy_(part)
     # Every row is marked, so that a slice of them still says what they are.
     work_info_set[:, metadata_convert.AiterColumn.PAD].fill_(0 if spans is None else TOPK_MARK + topk)
@@ -348,18 +394,22 @@ def _decode_selected(
     if kv_indices.numel() < tokens * topk:
         given = f"kv_indices has {kv_indices.numel()} entries"
         _refuse(name, given, f"{tokens} query tokens and topk {topk} need {tokens * topk}")
-    torch.ops.mla_suite.sparse_decode.out(
-        q,
-        [kv_buffer.squeeze(2)],
-        [kv_indices.view(-1)[: tokens * topk].view(tokens, topk)],
-        [None],
-        [_selected_lens(name, kv_indptr, tokens, topk)],
-        kv_formats=[KV_FORMATS[kv_buffer.dtype]],
-        softmax_scale=scale,
-        head_dim_v=o.shape[-1],
-        out=o,
-        lse=lse,
-    )
+    lens = _selected_lens(name, kv_indptr, tokens, topk)
+    try:
+        torch.ops.mla_suite.sparse_decode.out(
+            q,
+            [kv_buffer.squeeze(2)],
+            [kv_indices.view(-1)[: tokens * topk].view(tokens, topk)],
+            [None],
+            [lens],
+            kv_formats=[KV_FORMATS[kv_buffer.dtype]],
+            softmax_scale=scale,
+            head_dim_v=o.shape[-1],
+            out=o,
+            lse=lse,
+        )
+    except (CallError, RuntimeError) as error:
+        restate(name, _WORDS, error)
 
 
 def _selected_lens(name: str, kv_indptr: torch.Tensor, tokens: int, topk: int) -> torch.Tensor:
@@ -389,4 +439,7 @@ def _seq_lens(name: str, kv_indptr: torch.Tensor, kv_last_page_lens: torch.Tenso
     if not isinstance(kv_last_page_lens, torch.Tensor):
         given = f"kv_last_page_lens is {kv_last_page_lens!r} and page_size is {page_size}"
         _refuse(name, given, "give the tokens in the last page of each sequence, a tensor [batch]")
+    if kv_last_page_lens.shape != pages.shape or kv_last_page_lens.device != pages.device:
+        given = f"kv_last_page_lens has shape {tuple(kv_last_page_lens.shape)} on {kv_last_page_lens.device}"
+        _refuse(name, given, f"it takes [batch] = {tuple(pages.shape)} on {pages.device}, as the pages are counted")
     return torch.where(pages > 0, torch.add(kv_last_page_lens, pages - 1, alpha=page_size), 0).int()

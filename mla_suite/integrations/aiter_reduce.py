@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
 import mla_suite
-from mla_suite.integrations import refuse
+from mla_suite.errors import CallError
+from mla_suite.integrations import check_kinds, refuse, restate
 
+_WORDS = {
+    **{"partial_out": "partial_output", "split_indptr": "reduce_indptr", "out_dtype": "the dtype of final_output"},
+}
+"""Arguments of combine -> those of `mla_reduce_v1`."""
 REDUCE_BATCHES = (0, 1, 2, 4, 8)
 REDUCE_VECS = (0, 1, 2, 4)
 
@@ -40,7 +46,14 @@ def mla_reduce_v1(
     `mla_decode_reduce` moves nothing. base2, which AITER does not have: partial_lse is a binary logarithm, as FlashMLA
     keeps it; final_lse is natural all the same.
     """
-    name, (heads, head_dim_v) = "mla_reduce_v1", final_output.shape[-2:]
+    name = "mla_reduce_v1"
+    needed = dict(partial_output=partial_output, partial_lse=partial_lse, reduce_indptr=reduce_indptr)
+    needed |= dict(reduce_partial_map=reduce_partial_map, final_output=final_output)
+    optional = dict(reduce_final_map=reduce_final_map, final_lse=final_lse)
+    _check(name, needed, optional, dict(max_seqlen_q=max_seqlen_q))
+    if final_output.dim() != 3:
+        refuse(name, f"final_output has shape {tuple(final_output.shape)}", "it takes [tokens, heads, head_dim_v]")
+    heads, head_dim_v = final_output.shape[-2:]
     tiles, tokens, device = reduce_indptr.shape[0] - 1, final_output.shape[0], final_output.device
     if max_seqlen_q < 1:
         refuse(name, f"max_seqlen_q is {max_seqlen_q}", "pass the most query tokens of a tile")
@@ -51,7 +64,7 @@ def mla_reduce_v1(
     if final_lse is not None and (final_lse.shape != final_output.shape[:-1] or final_lse.dtype != torch.float32):
         possible = f"it takes float32 [tokens, heads] = {tuple(final_output.shape[:-1])}"
         refuse(name, f"final_lse is {final_lse.dtype} {tuple(final_lse.shape)}", possible)
-    if reduce_final_map is not None and (reduce_final_map.dim() != 2 or reduce_final_map.shape[0] < tiles):
+    if reduce_final_map is not None and (reduce_final_map.shape[1:] != (2,) or reduce_final_map.shape[0] < tiles):
         given = f"reduce_final_map has shape {tuple(reduce_final_map.shape)}"
         refuse(name, given, f"reduce_indptr has {tiles} tiles: it takes [{tiles}, 2]")
     if tiles == 0 or tokens == 0 or parts.shape[0] == 0:
@@ -60,9 +73,11 @@ def mla_reduce_v1(
     step = torch.arange(max_seqlen_q, device=device)
     # Entries past reduce_indptr[-1] hold anything; clamped, they are read and never used.
     source = (reduce_partial_map.long()[:, None] + step).clamp(0, rows.shape[0] - 1)
-    merged_out, merged_lse = mla_suite.combine(
-        rows[source].flatten(1, 2), lse_rows[source].flatten(1), reduce_indptr, out_dtype=final_output.dtype
-    )
+    gathered = rows[source].flatten(1, 2), lse_rows[source].flatten(1), reduce_indptr
+    try:
+        merged_out, merged_lse = mla_suite.combine(*gathered, out_dtype=final_output.dtype)
+    except (CallError, RuntimeError) as error:
+        restate(name, _WORDS, error)
     merged_out, merged_lse = merged_out.view(-1, heads, head_dim_v), merged_lse.view(-1, heads)
     if reduce_final_map is None:
         first = torch.arange(tiles, device=device) * max_seqlen_q
@@ -108,6 +123,8 @@ def mla_decode_reduce(
     `combine`, from its tuned tables; 0 or a legal value changes nothing. num_splits 0 takes partial_output's.
     """
     name = "mla_decode_reduce"
+    needed = dict(partial_output=partial_output, partial_lse=partial_lse, reduced=reduced, kv_indptr=kv_indptr)
+    _check(name, needed, {}, dict(T=T, num_splits=num_splits))
     if batch not in REDUCE_BATCHES or vec not in REDUCE_VECS:
         refuse(name, f"batch is {batch} and vec is {vec}", f"batch takes {REDUCE_BATCHES}, vec takes {REDUCE_VECS}")
     if reduced.dim() != 3 or reduced.shape[0] != T:
@@ -126,14 +143,28 @@ def mla_decode_reduce(
         refuse(name, f"kv_indptr has shape {tuple(kv_indptr.shape)}", f"it takes [T + 1] = ({T + 1},)")
     exists = torch.arange(splits, device=kv_indptr.device) < kv_indptr.diff()[:, None]
     lse = _natural(partial_lse, base2).view(T, splits, heads).masked_fill(~exists[..., None], -torch.inf)
-    torch.ops.mla_suite.combine.out(
-        partial_output.view(T * splits, heads, head_dim_v),
-        lse.view(T * splits, heads),
-        num_splits=splits,
-        out_dtype=reduced.dtype,
-        out=reduced,
-        lse=torch.empty((T, heads), dtype=torch.float32, device=reduced.device),
-    )
+    try:
+        torch.ops.mla_suite.combine.out(
+            partial_output.view(T * splits, heads, head_dim_v),
+            lse.view(T * splits, heads),
+            num_splits=splits,
+            out_dtype=reduced.dtype,
+            out=reduced,
+            lse=torch.empty((T, heads), dtype=torch.float32, device=reduced.device),
+        )
+    except (CallError, RuntimeError) as error:
+        restate(name, _WORDS | {"out": "reduced", "out_dtype": "the dtype of reduced"}, error)
+
+
+def _check(name: str, needed: dict[str, Any], optional: dict[str, Any], sizes: dict[str, Any]) -> None:
+    """TypeError for other kinds of arguments, ValueError for tensors on several devices."""
+    check_kinds(name, needed, optional, sizes)
+    device = needed["partial_output"].device
+    for argument, value in (needed | optional).items():
+        if value is not None and value.device != device:
+            refuse(name, f"{argument} is on {value.device}", f"partial_output is on {device}: move it there")
+    if needed["partial_lse"].dtype != torch.float32:
+        refuse(name, f"partial_lse is {needed['partial_lse'].dtype}", "it takes float32", TypeError)
 
 
 def _natural(lse: torch.Tensor, base2: bool) -> torch.Tensor:

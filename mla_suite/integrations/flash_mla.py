@@ -2,7 +2,8 @@
 
     from mla_suite.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
-Conventions are FlashMLA's: lse is [batch, heads, q_len], and +inf where a query token sees no key (out is 0 there).
+Conventions are FlashMLA's: lse is [batch, heads, q_len], and +inf where a query token sees no key (out is 0 there). One
+difference: a query token with NaN among its scores has lse NaN, where FlashMLA's is +inf, too, beside an out of NaN.
 Beyond what FlashMLA takes: any number of heads, any page size in dense calls, attn_sink in dense calls, dense calls
 over records of 656 or 584 bytes, bf16 and fp16 caches in sparse calls, and queries of fp32. The last parameters are
 those of SGLang's wheel of FlashMLA, sgl-flash-mla 1.0.0.
@@ -17,7 +18,8 @@ import torch
 
 import mla_suite
 from mla_suite.core import eager
-from mla_suite.integrations import FP8, WIDE, absent, check_kinds, flash_mla_kv_heads, metadata_convert
+from mla_suite.errors import CallError
+from mla_suite.integrations import FP8, WIDE, absent, check_kinds, flash_mla_kv_heads, metadata_convert, restate
 from mla_suite.integrations import refuse as _refuse
 from mla_suite.integrations.direct_call import DirectCall
 from mla_suite.integrations.flash_mla_prefill import flash_mla_sparse_fwd as flash_mla_sparse_fwd
@@ -25,6 +27,15 @@ from mla_suite.ops.decode import DECODE
 from mla_suite.ops.plan import sm_parts
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
 
+_WORDS = {
+    **{"kv_cache": "k_cache", "kv_caches[0]": "k_cache", "kv_caches[1]": "extra_k_cache", "kv_format": "format"},
+    **{"seq_lens": "cache_seqlens", "indices[0]": "indices", "indices[1]": "extra_indices_in_kvcache"},
+    **{"topk_lengths[0]": "topk_length", "topk_lengths[1]": "extra_topk_length", "plan": "tile_scheduler_metadata"},
+    **{"q_descale": "descale_q", "kv_descale": "descale_k", "num_heads x max_seqlen_q": "q_len x heads"},
+}
+"""Arguments of the operators -> those of `flash_mla_with_kvcache`."""
+_METADATA_WORDS = {"seq_lens": "cache_seqlens", "num_heads x max_seqlen_q": "num_q_tokens_per_head_k"}
+_DECODING_WORDS = {"cache_seqlens": "seqlens_k", "num_heads_k": "h_k"}  # of get_mla_metadata's second face
 _SLOT = "flash_mla_with_kvcache"  # of the eager fast path
 FORMAT_NAMES = {"V32": "v32", "V4": "dsv4"}
 """FlashMLA's names of the records that are read here -> kv_formats."""
@@ -84,7 +95,10 @@ def get_mla_decoding_metadata(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The older pair of `get_mla_metadata`, to be assigned to tile_scheduler_metadata and num_splits of a
     FlashMLASchedMeta before a step's first call. use_legacy is not read."""
-    return _older(seqlens_k, num_q_tokens_per_head_k, h_k, h_q, is_fp8_kvcache, topk)
+    try:
+        return _older(seqlens_k, num_q_tokens_per_head_k, h_k, h_q, is_fp8_kvcache, topk)
+    except CallError as error:
+        restate("get_mla_decoding_metadata", _DECODING_WORDS, error)
 
 
 def _older(
@@ -109,8 +123,11 @@ def _older(
     lengths = cache_seqlens if topk is None else torch.full_like(cache_seqlens, topk)
     if num_heads_k > 1:
         lengths = flash_mla_kv_heads.of_each_head(lengths, num_heads_k)
-    num_sm_parts = sm_parts(lengths, rows)
-    plan = mla_suite.plan(lengths, num_heads=rows, num_sm_parts=num_sm_parts)
+    try:
+        num_sm_parts = sm_parts(lengths, rows)
+        plan = mla_suite.plan(lengths, num_heads=rows, num_sm_parts=num_sm_parts)
+    except (CallError, RuntimeError) as error:
+        restate("get_mla_metadata", _METADATA_WORDS, error)
     in_order = metadata_convert.in_order(plan, lengths, num_q_rows=rows, num_sm_parts=num_sm_parts)
     made = metadata_convert.to_flash_mla(
         in_order, lengths, num_sm_parts=num_sm_parts, columns=metadata_convert.OlderFlashMlaColumn
@@ -177,11 +194,14 @@ def flash_mla_with_kvcache(
         )
         settings = head_dim_v, softmax_scale, causal, is_fp8_kvcache, enable_batch_invariant, kv_format, holder.config
         known = eager.recall(_SLOT, given, settings)
+    name, plan = "flash_mla_with_kvcache", None
     if known is not None:
         outputs = known.allocate()
-        known.launch(outputs, given)
+        try:
+            known.launch(outputs, given)
+        except CallError as error:
+            restate(name, _WORDS, error)
         return outputs[0], outputs[1].transpose(1, 2)
-    name, plan = "flash_mla_with_kvcache", None
     optional = dict(block_table=block_table, cache_seqlens=cache_seqlens, indices=indices, attn_sink=attn_sink)
     optional |= dict(extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache)
     optional |= dict(num_splits=num_splits, topk_length=topk_length, extra_topk_length=extra_topk_length)
@@ -209,6 +229,8 @@ def flash_mla_with_kvcache(
     if kv_format is not None and FORMAT_NAMES.get(kv_format) != stored:
         possible = "it takes V32 for records of 656 bytes, V4 for those of 584 bytes, or None"
         _refuse(name, f"kv_format is {kv_format!r} and k_cache holds {stored}", possible)
+    if extra_k_cache is not None:
+        extra_stored = _kv_format(name, "extra_k_cache", extra_k_cache, is_fp8_kvcache, None)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     config = Config(
         batch=q.shape[0],
@@ -227,13 +249,16 @@ def flash_mla_with_kvcache(
     if (extra_k_cache is None) != (extra_indices_in_kvcache is None):
         _refuse(name, "only one of extra_k_cache and extra_indices_in_kvcache is given", "pass both or neither")
     if indices is not None:
+        for argument, selected in (("indices", indices), ("extra_indices_in_kvcache", extra_indices_in_kvcache)):
+            if selected is not None and selected.dim() != 3:
+                _refuse(name, f"{argument} has shape {tuple(selected.shape)}", "it takes [batch, q_len, topk]")
         if causal:
             _refuse(name, "causal is True with indices", "the indices say what is visible: pass causal=False")
         if descale_q is not None or descale_k is not None:
             _refuse(name, "a descale is given with indices", "they go with dense calls over float8 rows: pass None")
         kv_formats = [stored]
         if extra_k_cache is not None:
-            kv_formats.append(_kv_format(name, "extra_k_cache", extra_k_cache, is_fp8_kvcache, None))
+            kv_formats.append(extra_stored)
         elif extra_topk_length is not None:
             _refuse(name, "extra_topk_length is given without an extra pool", "pass extra_k_cache and its indices")
         splits = 1 if enable_batch_invariant else 0
@@ -253,7 +278,10 @@ def flash_mla_with_kvcache(
         *(q, k_cache, block_table, cache_seqlens, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache),
         *(topk_length, extra_topk_length, descale_q, descale_k, plan),
     )
-    out, lse = call.run(given, head_dim_v)
+    try:
+        out, lse = call.run(given, head_dim_v)
+    except (CallError, RuntimeError) as error:
+        restate(name, _WORDS, error)
     if holder is not None:
         holder.have_initialized, holder.config = True, config
         holder.tile_scheduler_metadata = plan
@@ -293,9 +321,12 @@ def _kv_format(
     name: str, argument: str, cache: torch.Tensor, is_fp8_kvcache: bool | None, dense_rows: int | None
 ) -> str:
     """The kv_format of a cache [pages, page, 1, width]; rows of `dense_rows` values may be float8."""
-    if cache.dim() != 4 or cache.shape[2] != 1:
+    if cache.dim() != 4 or cache.shape[2] != 1 or cache.shape[1] < 1:
         _refuse(name, f"{argument} has shape {tuple(cache.shape)}", "it takes [pages, page, 1, width]")
     width = cache.shape[-1]
+    if dense_rows is not None and width != dense_rows and cache.dtype in WIDE:
+        given = f"{argument} has shape {tuple(cache.shape)}"
+        _refuse(name, given, f"q has rows of {dense_rows} values: it takes [pages, page, 1, {dense_rows}]")
     records = {656: "v32", 584: "dsv4_fnuz" if cache.dtype == torch.float8_e4m3fnuz else "dsv4"}
     kv_format = records.get(width) if cache.dtype.itemsize == 1 else WIDE.get(cache.dtype)
     if width == dense_rows:
@@ -336,7 +367,10 @@ def _plan_of(
             _refuse(name, "num_splits is given with a FlashMLASchedMeta", "pass None: the holder has the splits")
         holder, assigned = metadata, metadata.tile_scheduler_metadata
         if assigned is None:
-            return mla_suite.plan(cache_seqlens, num_heads=rows)
+            try:
+                return mla_suite.plan(cache_seqlens, num_heads=rows)
+            except (CallError, RuntimeError) as error:
+                restate(name, _WORDS, error)
         if assigned.dim() == 1:  # a plan
             return assigned
         metadata, num_splits = assigned, holder.num_splits

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from mla_suite.core import checks
 from mla_suite.integrations import refuse
 
 
@@ -40,6 +41,12 @@ def split(
         refuse(name, given, "it takes a contiguous cache: call .contiguous()")
     if block_table.dim() != 2:
         refuse(name, f"block_table has shape {tuple(block_table.shape)}", "it takes [batch, columns]")
+    checks.tensor(name, "cache_seqlens", cache_seqlens, rank=1, dtypes=checks.INDEX, like=q)
+    checks.shape(name, "cache_seqlens", cache_seqlens, q.shape[:1], "[batch]")
+    checks.tensor(name, "block_table", block_table, rank=2, dtypes=checks.INDEX, like=q)
+    checks.shape(name, "block_table", block_table, (q.shape[0], block_table.shape[1]), "[batch, columns]")
+    if checks.readable(q) and (q.is_cpu or checks.debugging()):
+        _check_values(name, block_table, cache_seqlens, pages, page)
     within_page = torch.arange(page, dtype=block_table.dtype, device=block_table.device) * kv_heads
     of_head = torch.arange(kv_heads, dtype=block_table.dtype, device=block_table.device)
     # An entry past a sequence's pages may be any number, and so may its product: no such row is read.
@@ -50,6 +57,22 @@ def split(
         (first + (of_head[:, None, None] + within_page)).flatten(2).flatten(0, 1),
         of_each_head(cache_seqlens, kv_heads),
     )
+
+
+def _check_values(name: str, block_table: torch.Tensor, cache_seqlens: torch.Tensor, pages: int, page: int) -> None:
+    """Refuse lengths and page ids that cannot be, which the operator would number as sequences and rows of its own."""
+    room = page * block_table.shape[1]
+    wrong = ((cache_seqlens < 0) | (cache_seqlens > room)).nonzero()
+    if wrong.numel():
+        b = int(wrong[0])
+        possible = f"block_table has {block_table.shape[1]} pages of {page} tokens: it takes 0..{room}"
+        refuse(name, f"cache_seqlens[{b}] is {int(cache_seqlens[b])}", possible)
+    present = torch.arange(block_table.shape[1], device=block_table.device) * page < cache_seqlens[:, None]
+    wrong = (present & ((block_table < 0) | (block_table >= pages))).nonzero()
+    if wrong.numel():
+        b, column = wrong[0].tolist()
+        given = f"block_table[{b}, {column}] is page {int(block_table[b, column])}"
+        refuse(name, given, f"k_cache has {pages} pages")
 
 
 def join(out: torch.Tensor, lse: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,9 +8,16 @@ from typing import Any
 import torch
 
 import mla_suite
-from mla_suite.integrations import WIDE, check_kinds
+from mla_suite.errors import CallError
+from mla_suite.integrations import WIDE, check_kinds, restate
 from mla_suite.integrations import refuse as _refuse
 
+NAME = "flash_mla_sparse_fwd"
+_WORDS = {
+    **{"kv_caches[0]": "kv", "indices[0]": "indices", "topk_lengths[0]": "topk_length", "head_dim_v": "d_v"},
+    **{"softmax_scale": "sm_scale", "kv_format": "format"},
+}
+"""Arguments of sparse_decode -> those of `flash_mla_sparse_fwd`."""
 LOG2_E = math.log2(math.e)
 
 
@@ -38,16 +45,22 @@ def flash_mla_sparse_fwd(
     ignores scores that are NaN. Elsewhere torch computes it, which takes many times as long as the rest.
     """
     optional = dict(attn_sink=attn_sink, topk_length=topk_length)
-    check_kinds("flash_mla_sparse_fwd", dict(q=q, kv=kv, indices=indices), optional, dict(d_v=d_v))
+    check_kinds(NAME, dict(q=q, kv=kv, indices=indices), optional, dict(d_v=d_v))
     if kv.dim() != 3 or kv.shape[1] != 1 or indices.dim() != 3 or indices.shape[1] != 1:
         shapes = f"kv has shape {tuple(kv.shape)} and indices {tuple(indices.shape)}"
-        _refuse("flash_mla_sparse_fwd", shapes, "they take [s_kv, 1, head_dim] and [s_q, 1, topk]")
+        _refuse(NAME, shapes, "they take [s_kv, 1, head_dim] and [s_q, 1, topk]")
+    if q.dim() != 3 or indices.shape[0] != q.shape[0] or kv.shape[2] != q.shape[2]:
+        shapes = f"q has shape {tuple(q.shape)}, kv {tuple(kv.shape)} and indices {tuple(indices.shape)}"
+        _refuse(NAME, shapes, "they take [s_q, heads, head_dim], [s_kv, 1, head_dim] and [s_q, 1, topk]")
     if kv.dtype not in WIDE:
-        _refuse("flash_mla_sparse_fwd", f"kv is {kv.dtype}", "it takes bfloat16, float16 or float32", TypeError)
+        _refuse(NAME, f"kv is {kv.dtype}", "it takes bfloat16, float16 or float32", TypeError)
     tensors = q, [kv], [indices.squeeze(1)], [None], [topk_length], attn_sink, None  # pages of one token
     options: dict[str, Any] = dict(kv_formats=[WIDE[kv.dtype]], softmax_scale=sm_scale, head_dim_v=d_v)
-    if return_log2_lse is False:
-        out, _ = mla_suite.sparse_decode(*tensors, **options)
-        return out, None, None
-    out, lse, max_logits = torch.ops.mla_suite.sparse_decode.max_logits(*tensors, **options, plus_inf_lse=True)
+    try:
+        if return_log2_lse is False:
+            out, _ = mla_suite.sparse_decode(*tensors, **options)
+            return out, None, None
+        out, lse, max_logits = torch.ops.mla_suite.sparse_decode.max_logits(*tensors, **options, plus_inf_lse=True)
+    except (CallError, RuntimeError) as error:
+        restate(NAME, _WORDS, error)
     return (out, max_logits * LOG2_E, lse * LOG2_E) if return_log2_lse else (out, max_logits, lse)

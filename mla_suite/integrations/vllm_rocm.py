@@ -5,20 +5,32 @@
 
     model_code.rocm_sparse_attn_decode = vllm_rocm.rocm_sparse_attn_decode
 
-The signature is that of vLLM 0.32's `vllm.v1.attention.ops.rocm_aiter_mla_sparse`. Rows come back as attention leaves
-them: the caller turns them by the inverse rope, as it does after AITER's kernel.
+The signature is that of vLLM's `vllm.v1.attention.ops.rocm_aiter_mla_sparse`, 0.32's and 0.33's. Rows come back as
+attention leaves them: the caller turns them by the inverse rope, as it does after AITER's kernel.
 """
 
 from __future__ import annotations
 
 import torch
 
-import mla_suite
-from mla_suite.integrations import refuse
+from mla_suite.errors import CallError
+from mla_suite.integrations import check_kinds, refuse, restate
 
 NAME = "rocm_sparse_attn_decode"
 HEAD_DIM, NOPE, ROPE = 512, 448, 64
 OCP, FNUZ = "dsv4", "dsv4_fnuz"
+POOLS = "swa", "topk"
+_WORDS = {
+    "kv_caches[0]": "swa_k_cache",
+    "kv_caches[1]": "kv_cache",
+    "softmax_scale": "scale",
+    "kv_format": "format",
+    "out": "output",
+}
+_WORDS |= {f"indices[{number}]": f"{pool}_indices" for number, pool in enumerate(POOLS)}
+_WORDS |= {f"indptrs[{number}]": f"{pool}_ragged_indptr" for number, pool in enumerate(POOLS)}
+_WORDS |= {f"topk_lengths[{number}]": f"{pool}_lens" for number, pool in enumerate(POOLS)}
+"""Arguments of sparse_decode -> those of `rocm_sparse_attn_decode`."""
 
 
 def rocm_sparse_attn_decode(
@@ -48,7 +60,7 @@ def rocm_sparse_attn_decode(
 ) -> int:
     """Attend from each decode token to its window and, unless swa_only, to its selected compressed keys.
 
-    q            [tokens, heads, 512]; attn_sink fp32 [at least heads]; output [tokens, heads, 512], written
+    q            [tokens, heads, 512]; attn_sink fp32 [at least heads]; output of q's shape and dtype, written
     swa_k_cache  uint8 [pages, page, 584], the window's records; kv_cache the compressed ones, of another page size
     *_indices    int32 [tokens, topk] or [tokens, 1, topk] slots, *_lens int32 [tokens]: that many of them count; used
                  where the ragged pair, int32 [n] and [tokens + 1], is None
@@ -58,10 +70,17 @@ def rocm_sparse_attn_decode(
     Returns 0: that many leading rows are turned by the inverse rope, so the caller turns all of them.
     """
     if output is None or output_mxfp8 is not None:
-        refuse(NAME, "output_mxfp8 is given", "results are written in output's dtype: pass output, and None for it")
+        refuse(NAME, "output_mxfp8 is given", "results are written in q's dtype: pass output, and None for it")
     if (head_dim, nope_head_dim, rope_head_dim) != (HEAD_DIM, NOPE, ROPE):
         given = f"head_dim {head_dim} of nope {nope_head_dim} and rope {rope_head_dim}"
         refuse(NAME, given, f"records hold {NOPE} + {ROPE} values")
+    optional = dict(kv_cache=kv_cache, topk_indices=topk_indices, topk_lens=topk_lens, swa_lens=swa_lens)
+    optional |= dict(swa_indices=swa_indices, swa_ragged_indices=swa_ragged_indices, attn_sink=attn_sink)
+    optional |= dict(swa_ragged_indptr=swa_ragged_indptr, topk_ragged_indices=topk_ragged_indices)
+    optional |= dict(topk_ragged_indptr=topk_ragged_indptr)
+    check_kinds(NAME, dict(q=q, swa_k_cache=swa_k_cache, output=output), optional, {})
+    if q.dim() != 3:
+        refuse(NAME, f"q has shape {tuple(q.shape)}", "it takes [tokens, heads, 512]")
     caches, formats = [swa_k_cache], [_window_format()]
     selections = [_selection("swa", swa_indices, swa_lens, swa_ragged_indices, swa_ragged_indptr)]
     if not swa_only:
@@ -70,17 +89,22 @@ def rocm_sparse_attn_decode(
         caches.append(kv_cache)
         formats.append(OCP)
         selections.append(_selection("topk", topk_indices, topk_lens, topk_ragged_indices, topk_ragged_indptr))
-    out, _ = mla_suite.sparse_decode(
-        q,
-        caches,
-        [indices for indices, _, _ in selections],
-        [indptr for _, indptr, _ in selections],
-        [lengths for _, _, lengths in selections],
-        None if attn_sink is None else attn_sink[: q.shape[1]].float(),
-        kv_formats=formats,
-        softmax_scale=scale,
-    )
-    output.copy_(out)
+    try:
+        torch.ops.mla_suite.sparse_decode.out(
+            q,
+            caches,
+            [indices for indices, _, _ in selections],
+            [indptr for _, indptr, _ in selections],
+            [lengths for _, _, lengths in selections],
+            None if attn_sink is None else attn_sink[: q.shape[1]].float(),
+            kv_formats=formats,
+            softmax_scale=scale,
+            out=output,
+            lse=q.new_empty(q.shape[:-1], dtype=torch.float32),
+        )
+    except (CallError, RuntimeError) as error:
+        ragged = (number for number, (_, indptr, _) in enumerate(selections) if indptr is not None)
+        restate(NAME, _WORDS | {f"indices[{number}]": f"{POOLS[number]}_ragged_indices" for number in ragged}, error)
     return 0
 
 

@@ -13,7 +13,7 @@ from mla_suite.core.op import Op, Output
 from mla_suite.core.register import register
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format as declared
-from mla_suite.ops.append_kv import reference, samples
+from mla_suite.ops.append_kv import compare, reference, samples
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SLOT_DTYPES = (torch.int32, torch.int64)
@@ -143,5 +143,6 @@ APPEND_KV = register(
         validate=validate,
         backends=dispatch.backends("append_kv", reference.run),
         samples=samples.samples,
+        compare=compare.compare,
     )
 )

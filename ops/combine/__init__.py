@@ -10,7 +10,7 @@ import torch
 from mla_suite.core import checks, dispatch, eager
 from mla_suite.core.op import Op, Output
 from mla_suite.core.register import register
-from mla_suite.ops.combine import reference, samples
+from mla_suite.ops.combine import compare, reference, samples
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -131,6 +131,7 @@ COMBINE = register(
         validate=validate,
         backends=dispatch.backends("combine", reference.run),
         samples=samples.samples,
+        compare=compare.compare,
         outputs=("out", "lse"),
         out_only=("skip_single", "plus_inf_lse"),
         strided=("lse",),

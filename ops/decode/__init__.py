@@ -12,7 +12,7 @@ from mla_suite.core.op import Op, Output
 from mla_suite.core.register import register
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format as declared
-from mla_suite.ops.decode import reference, samples, validate_data
+from mla_suite.ops.decode import compare, reference, samples, validate_data
 from mla_suite.ops.plan import check_splits, check_words
 from mla_suite.ops.plan.metadata import OPEN
 
@@ -115,7 +115,7 @@ def decode(
     block_table   [batch, width] int32 page ids, entries past a sequence's pages are never read; or
     kv_indptr     [batch + 1] int32 and kv_indices [n] int32: sequence b has pages kv_indices[kv_indptr[b]...]
     cu_seqlens_q  [batch + 1] int32: sequence b has query tokens cu_seqlens_q[b]..cu_seqlens_q[b + 1], at most
-                  max_seqlen_q
+                  max_seqlen_q. Tokens behind the last are of no sequence, and their out and lse are not computed
     q_descale, kv_descale   [] or [1] fp32, multiply to dequantise queries of any type and fp8 caches, in fp32: finite,
                   0 or more. Others are refused on the CPU and in debug mode, like other wrong values; else results are
                   NaN or meaningless
@@ -299,6 +299,8 @@ DECODE = register(
         validate=validate_data.validate,
         backends=dispatch.backends("decode", reference.run),
         samples=samples.samples,
+        compare=compare.compare,
+        pages=compare.pages,
         outputs=("out", "lse"),
         out_only=("plus_inf_lse",),
         strided=("lse",),

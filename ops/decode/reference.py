@@ -29,7 +29,10 @@ def keys_of_rank(lens: torch.Tensor, world_size: int, rank: int, interleave: int
 
 
 def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
-    out, lse = outputs
+    """Fill out and lse; given a third output for sum(p |v|), that too, and all in its dtype instead of fp32."""
+    out, lse, *magnitude = outputs
+    dtype = magnitude[0].dtype if magnitude else torch.float32
+    width = args.head_dim_v * (1 + len(magnitude))
     heads, page = args.q.shape[-2], args.kv_cache.shape[1]
     kv_format = kv_formats.kv_format(args.kv_format)
     lens = args.seq_lens.tolist()
@@ -43,7 +46,7 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     totals = args.cp_tot_seq_lens.tolist() if args.cp_tot_seq_lens is not None else None
     for b, length in enumerate(lens):
         at = b if bounds is None else slice(bounds[b], bounds[b + 1])
-        queries = args.q[at].float() * args.softmax_scale  # [q_len, heads, head_dim]
+        queries = args.q[at].to(dtype) * args.softmax_scale  # [q_len, heads, head_dim]
         if args.q_descale is not None:
             queries = queries * args.q_descale
         q_len = queries.shape[0]
@@ -73,35 +76,44 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
 
         # An empty split weighs nothing; one is kept so that a sequence without keys has a result.
         spans = [(first, min(end, length)) for first, end in splits[b] if first < length] or [(0, 0)]
-        partial_out = queries.new_empty((len(spans), q_len * heads, args.head_dim_v))
+        partial_out = queries.new_empty((len(spans), q_len * heads, width))
         partial_lse = queries.new_empty((len(spans), q_len * heads))
         for split, (first, end) in enumerate(spans):
-            blocks = ((key, rows_of(key, min(key + BLOCK, end))) for key in range(first, end, BLOCK))
-            partial_out[split], partial_lse[split] = attend(queries.flatten(0, 1), blocks, visible, args.head_dim_v)
+            blocks = ((key, rows_of(key, min(key + BLOCK, end)).to(dtype)) for key in range(first, end, BLOCK))
+            partial_out[split], partial_lse[split] = attend(
+                queries.flatten(0, 1), blocks, visible, args.head_dim_v, magnitude=bool(magnitude)
+            )
 
-        combined = out.new_empty((1, q_len * heads, args.head_dim_v)), lse.new_empty((1, q_len * heads))
+        combined = out.new_empty((1, q_len * heads, width)), lse.new_empty((1, q_len * heads))
         partials = partial_out, partial_lse, None, args.attn_sink  # held by nobody once they are combined
         options = dict(num_splits=len(spans), out_dtype=out.dtype, plus_inf_lse=args.plus_inf_lse)
         combine(None, combined, CombineArgs(*partials, **options))
         del partials
-        out[at] = combined[0].view(q_len, heads, args.head_dim_v)
+        for result, part in zip((out, *magnitude), combined[0].split(args.head_dim_v, dim=-1), strict=True):
+            result[at] = part.view(q_len, heads, args.head_dim_v)
         lse[at] = combined[1].view(q_len, heads)
 
 
 def attend(
-    queries: torch.Tensor, blocks: Iterable[tuple[int, torch.Tensor]], visible: torch.Tensor, head_dim_v: int
+    queries: torch.Tensor,
+    blocks: Iterable[tuple[int, torch.Tensor]],
+    visible: torch.Tensor,
+    head_dim_v: int,
+    *,
+    magnitude: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(q k) v and its log-sum-exp over keys that come in blocks.
 
-    queries [rows, head_dim], scaled; blocks of (position of the first key, fp32 [keys, head_dim]); row r sees keys at
+    queries [rows, head_dim], scaled; blocks of (position of the first key, [keys, head_dim]); row r sees keys at
     positions below visible[r].
 
-    -> out [rows, head_dim_v], 0 where nothing is seen; lse [rows], there -inf.
+    -> out [rows, head_dim_v], 0 where nothing is seen, with `magnitude` softmax(q k) |v| behind it; lse [rows], there
+    -inf.
     """
     rows = queries.shape[0]
     m_i = queries.new_full((rows,), -torch.inf)
     l_i = queries.new_zeros(rows)
-    out = queries.new_zeros((rows, head_dim_v))
+    out = queries.new_zeros((rows, head_dim_v * (1 + magnitude)))
     for first, keys in blocks:
         scores = queries @ keys.T
         positions = torch.arange(first, first + keys.shape[0], device=keys.device)
@@ -111,8 +123,10 @@ def attend(
         p = scores.sub_(shift[:, None]).exp_()
         alpha = torch.exp(m_before - shift)
         l_i = l_i * alpha + p.sum(dim=1)
-        out = torch.addmm(out.mul_(alpha[:, None]), p, keys[:, :head_dim_v])
-        del keys, scores, p  # before the next block is gathered
+        values = keys[:, :head_dim_v]
+        values = torch.cat((values, values.abs()), dim=1) if magnitude else values
+        out = torch.addmm(out.mul_(alpha[:, None]), p, values)
+        del keys, values, scores, p  # before the next block is gathered
     seen = m_i != -torch.inf
     out = torch.where(seen[:, None], out / l_i[:, None], 0.0)
     return out, torch.where(seen, m_i + l_i.log(), -torch.inf)

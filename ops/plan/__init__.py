@@ -201,10 +201,7 @@ def check_words(op: str, plan: torch.Tensor, batch: int | torch.SymInt, like: to
 
 def check_plan(op: str, plan: torch.Tensor, batch: int, counted: str, num_splits: int, split_size: int) -> None:
     """Refuse a plan for another batch, which `counted` says in words, or made with other splits. Reads device data."""
-    try:
-        header = metadata.Plan.read(plan).header
-    except ValueError as error:
-        raise ValueError(f"{op}: {error}") from None
+    header = metadata.Plan.read(plan, op).header
     made = header[metadata.Word.BATCH]
     if made != batch:
         checks.fail(op, "plan", f"was made for {made} sequences", f"{counted} {batch}")

@@ -37,6 +37,8 @@ from typing import TypeAlias
 
 import torch
 
+from mla_suite.core import checks
+
 Size: TypeAlias = int | torch.SymInt
 
 MAGIC = 0x4D4C4150
@@ -170,18 +172,17 @@ class Plan:
     work_tiles: list[tuple[int, int, int, int]]  # only the used ones, in the order of `WorkTile`
 
     @classmethod
-    def read(cls, plan: torch.Tensor) -> Plan:
-        """Parse a plan; ValueError, in one sentence, when the tensor is none. Waits for the device."""
+    def read(cls, plan: torch.Tensor, op: str = "Plan.read") -> Plan:
+        """Parse a plan; ValueError, in one sentence of `op`, when the tensor is none. Waits for the device."""
         words: list[int] = plan.tolist()
         if len(words) < HEADER_WORDS or words[Word.MAGIC] != MAGIC or words[Word.VERSION] != VERSION:
             found = words[: Word.BATCH] if words else "no words"
-            raise ValueError(
-                f"plan does not begin with {[MAGIC, VERSION]} but {found}; pass a tensor made by mla_suite.plan"
-            )
+            given = f"does not begin with {[MAGIC, VERSION]} but {found}"
+            checks.fail(op, "plan", given, "pass a tensor made by mla_suite.plan")
         header = {word: words[word] for word in Word}
         layout = Layout(header[Word.BATCH], header[Word.NUM_SM_PARTS], header[Word.WORK_TILE_CAPACITY])
         if len(words) != layout.words:
-            raise ValueError(f"plan has {len(words)} words but its header describes {layout.words}; pass it whole")
+            checks.fail(op, "plan", f"has {len(words)} words but its header describes {layout.words}", "pass it whole")
         work_tiles = [
             (words[at], words[at + 1], words[at + 2], words[at + 3])
             for at in range(

@@ -16,7 +16,7 @@ from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format as declared
 from mla_suite.ops.plan import check_plan, check_splits, check_words
 from mla_suite.ops.plan.metadata import splits_of
-from mla_suite.ops.sparse_decode import reference, samples
+from mla_suite.ops.sparse_decode import compare, reference, samples
 from mla_suite.ops.sparse_decode.max_logits import with_max_logits
 
 Q_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -222,6 +222,8 @@ SPARSE_DECODE = register(
         validate=validate,
         backends=dispatch.backends("sparse_decode", reference.run),
         samples=samples.samples,
+        compare=compare.compare,
+        pages=compare.pages,
         outputs=("out", "lse"),
         out_only=("plus_inf_lse",),
         strided=("lse",),

@@ -14,7 +14,9 @@ from mla_suite.ops.combine.reference import empty_lse
 
 
 def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
-    out, lse = outputs
+    """Fill out and lse; given outputs for sum(p |v|) and the largest score, these too, and all in their dtype."""
+    out, lse, *more = outputs
+    dtype = more[0].dtype if more else torch.float32
     dims = args.q.shape[:-2]
     selections = [
         selected(index, indptr, lengths, dims)
@@ -23,12 +25,17 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     for t, here in enumerate(itertools.product(*map(range, dims))):
         pools = zip(args.kv_formats, args.kv_caches, selections, strict=True)
         parts = [rows(name, cache, selection[t]) for name, cache, selection in pools]
-        keys = parts[0] if len(parts) == 1 else torch.cat(parts)
-        scores = args.q[here].float() @ keys.T * args.softmax_scale  # [heads, keys]
+        keys = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)
+        scores = args.q[here].to(dtype) @ keys.T * args.softmax_scale  # [heads, keys]
         found = torch.logsumexp(scores, dim=-1)
         lse[here] = found.masked_fill(found == -torch.inf, empty_lse(args.plus_inf_lse))
         denominator = found if args.attn_sink is None else torch.logaddexp(found, args.attn_sink)
-        out[here] = torch.exp(scores - denominator[:, None]) @ keys[:, : args.head_dim_v]
+        p, values = torch.exp(scores - denominator[:, None]), keys[:, : args.head_dim_v]
+        out[here] = p @ values
+        if more:
+            magnitude, largest = more
+            magnitude[here] = p @ values.abs()
+            largest[here] = scores.amax(dim=-1) if len(keys) else -torch.inf
 
 
 def selected(

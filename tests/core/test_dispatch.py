@@ -7,7 +7,9 @@ import dataclasses
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -279,6 +281,40 @@ def test_no_more_calls_are_remembered_than_a_limit(monkeypatch):
     for size in range(1, 9):
         assert torch.equal(call(torch.ones(size), []), torch.full((size,), 2.0))
         assert len(eager._prepared) <= 3
+
+
+def test_only_the_calls_of_ones_own_thread_are_counted():
+    partials, lens = (torch.randn(6, 4, 128), torch.randn(6, 4)), torch.tensor([5, 7]).int()
+    entered, left = threading.Barrier(2, timeout=60), threading.Barrier(2, timeout=60)
+    compiled = torch.compile(lambda out, lse: mla_suite.combine(out, lse, num_splits=3)[0] + 1, fullgraph=True)
+    compiled(*partials)
+
+    def planning():
+        with dispatch.count_calls() as calls:
+            entered.wait()
+            for _ in range(3):
+                mla_suite.plan(lens, num_heads=16)
+            left.wait()
+        mla_suite.plan(lens, num_heads=16)
+        return calls
+
+    def combining():
+        with dispatch.count_calls() as outer:
+            mla_suite.combine(*partials, num_splits=3)
+            with dispatch.count_calls() as calls:
+                entered.wait()
+                for call in (mla_suite.combine, torch.ops.mla_suite.combine):
+                    call(*partials, num_splits=3)
+                for _ in range(2):
+                    compiled(*partials)
+                left.wait()
+        return outer, calls
+
+    mla_suite.plan(lens, num_heads=16)
+    with ThreadPoolExecutor(2) as pool:
+        planned, combined = pool.submit(planning), pool.submit(combining)
+        assert planned.result() == {("plan", "reference", "None"): 3}
+        assert combined.result() == ({("combine", "reference", "None"): 1}, {("combine", "reference", "None"): 4})
 
 
 def test_triton_launches_on_the_tensors_device(monkeypatch):

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_suite
+from mla_suite.archs.common import decode_table
 from mla_suite.core import allocation, dispatch, register
 from mla_suite.core.op import Op
 
@@ -172,6 +173,8 @@ OBSERVERS = {
     "function mode": partial(in_mode, Functions),
     "profiler": partial(in_mode, torch.profiler.profile),
     "debug mode": partial(in_mode, mla_suite.debug),
+    "counted": partial(in_mode, dispatch.count_calls),
+    "policy": partial(in_mode, partial(decode_table.policy, "aiter-pr3003")),
     "subclass": lambda call, given: call(*[tensor.as_subclass(Marked) for tensor in given]),
     "gradient": lambda call, given: call(given[0].clone().requires_grad_(), given[1]),
     "negated": lambda call, given: call(given[0], torch._neg_view(given[1])),

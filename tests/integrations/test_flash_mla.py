@@ -48,6 +48,19 @@ def test_dense_decoding_loop(lengths, heads, q_len, page, causal, form):
         check(out, lse, dense_expected(q, cache.squeeze(2), block_table, lengths, 576**-0.5, causal))
 
 
+def test_nan_among_the_scores_is_nan_in_lse():
+    """Unlike FlashMLA, which has +inf there, too; the guide for serving engineers says so."""
+    cache, block_table, cache_seqlens = paged([90, 0, 30], 64)
+    q = torch.randn(3, 1, 16, 576).bfloat16()
+    q[0, 0, 5] = torch.nan
+    out, lse = flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, get_mla_metadata()[0])
+    wrong = torch.zeros(3, 16, dtype=torch.bool)
+    wrong[0, 5] = True
+    assert torch.equal(lse[..., 0].isnan(), wrong)
+    assert torch.equal(out[:, 0].isnan().all(-1), wrong)
+    assert bool((lse[1] == torch.inf).all())
+
+
 def test_older_names_of_the_arguments():
     cache, block_table, cache_seqlens = paged([90, 5], 64)
     q = torch.randn(2, 1, 16, 576).half()
@@ -264,7 +277,7 @@ def test_a_recognised_call_is_checked_as_the_first():
         flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, holder, cache_seqlens, causal=True)
     with pytest.raises(ValueError, match="is_fp8_kvcache is 1"):
         flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, holder, None, None, True, 1)
-    with pytest.raises(ValueError, match=r"seq_lens\[0\] is 900"):
+    with pytest.raises(ValueError, match=r"cache_seqlens\[0\] is 900"):
         flash_mla_with_kvcache(q, cache, block_table, cache_seqlens + 770, 512, holder, causal=True)
     out, lse = flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, holder, causal=True)
     check(out, lse, dense_expected(q, cache.squeeze(2), block_table, [130, 7], 576**-0.5, True))

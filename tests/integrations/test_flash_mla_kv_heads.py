@@ -122,7 +122,7 @@ INDICES = torch.zeros(2, 1, 4, dtype=torch.int32)
         (dict(block_table=None), "dense attention needs both"),
         (dict(block_table=torch.zeros(2, dtype=torch.int32)), r"it takes \[batch, columns\]"),
         (dict(is_fp8_kvcache=True), "the two must agree"),
-        (dict(cache_seqlens=torch.tensor([900, 1], dtype=torch.int32)), r"seq_lens\[0\] is 900"),
+        (dict(cache_seqlens=torch.tensor([900, 1], dtype=torch.int32)), r"cache_seqlens\[0\] is 900"),
     ],
 )
 def test_refusals(changes, message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import doctest
 import re
 import weakref
@@ -278,6 +279,27 @@ def test_sequences_without_query_tokens(plan):
         args[PLAN] = mla_suite.plan(lens, cu_seqlens_q, num_heads=8, num_sm_parts=3, max_seqlen_kv=20)
     kwargs = {"softmax_scale": 1.0, "head_dim_v": 16, "kv_format": "fp32", "max_seqlen_q": 2}
     assert_close(*mla_suite.decode(*args, **kwargs), exact_decode(*args, **kwargs))
+
+
+@pytest.mark.parametrize("plan", [False, True], ids=["", "plan"])
+@pytest.mark.parametrize("backend", ["reference", "gfx942", "gfx950"])
+def test_query_tokens_of_no_sequence_are_not_written(backend, plan):
+    """A captured step pads its packed queries so: sequences without tokens, and tokens behind the last sequence's."""
+    q, cache, lens = torch.randn(8, 16, 576).bfloat16(), torch.randn(9, 64, 576).bfloat16(), ints(300, 7, 200, 0, 0)
+    table, cu_seqlens_q = torch.stack([torch.randperm(9)[:5].int() for _ in lens]), ints(0, 2, 3, 6, 6, 6)
+    q[6:] = torch.nan
+    given = [lens, table, None, None, cu_seqlens_q, None, None, None, None]
+    kwargs = {"softmax_scale": 0.05, "max_seqlen_q": 3}
+    out, lse = torch.full((8, 16, 512), 7.0).bfloat16(), torch.full((8, 16), 7.0)
+    emulated = contextlib.nullcontext() if backend == "reference" else mla_suite.emulate(backend)
+    with emulated:
+        made = mla_suite.plan(lens, cu_seqlens_q, num_heads=16, max_seqlen_q=3, num_sm_parts=7) if plan else None
+        torch.ops.mla_suite.decode.out(q, cache, *given, made, **kwargs, out=out, lse=lse)
+        right = mla_suite.decode(q[:6], cache, *given, made, **kwargs)
+    assert torch.equal(out[:6], right[0])
+    assert torch.equal(lse[:6], right[1])
+    assert bool((out[6:] == 7).all())
+    assert bool((lse[6:] == 7).all())
 
 
 @pytest.mark.parametrize("batch", [0, 2])

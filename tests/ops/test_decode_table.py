@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import count_crossovers
 import pytest
 import torch
@@ -97,6 +101,28 @@ def test_calls_are_counted_by_what_ran_them():
     assert calls == {("decode", "native", native): 4, ("decode", "reference", "None"): 1}
     torch.ops.mla_suite.decode(*args, **kwargs)
     assert sum(calls.values()) == 5, "only calls within the block"
+
+
+def test_a_policy_is_that_of_its_thread():
+    """Two threads call alike, by turns and from one set of caches; each runs what its own policy says."""
+    args, kwargs = decode_sample([64] * 2, heads=32, q_len=4, **FP8).make(CPU)
+    kwargs["max_seqlen_kv"] = 8192
+    turn = threading.Barrier(2, timeout=120)
+
+    def call(policy):
+        with mla_suite.emulate("gfx950"), policy, dispatch.count_calls() as calls:
+            for _ in range(2):
+                turn.wait()
+                mla_suite.decode(*args, **kwargs)
+            backend = mla_suite.explain("decode", *args, **kwargs).backend
+            turn.wait()
+        return {ran[1] for ran in calls}, backend
+
+    with ThreadPoolExecutor(2) as pool:
+        own = pool.submit(call, contextlib.nullcontext())
+        published = pool.submit(call, decode_table.policy("aiter-pr3003"))
+        assert own.result() == ({"native"}, "native")
+        assert published.result() == ({"reference"}, "reference"), "Triton takes no CPU tensors"
 
 
 def test_explain_names_the_row():

@@ -70,6 +70,18 @@ def test_an_lse_of_any_strides(how: dict[str, Any]) -> None:
     check_layouts(decode, "decode", args, kwargs)
 
 
+@pytest.mark.parametrize("how", [{}, {"num_splits": 2}, {"planned": True}], ids=str)
+def test_query_tokens_of_no_sequence_are_not_written(how: dict[str, Any]) -> None:
+    args, kwargs = decode_sample([70, 33, 2], heads=3, q_len=3, page=16, varlen=True, **how, **FP32).make(CPU)
+    padded = torch.nn.functional.pad(args[0], (0, 0, 0, 0, 0, 2), value=torch.nan)
+    tokens = args[0].shape[0]
+    for mine, right in zip(
+        run(decode, "decode", (padded, *args[1:]), kwargs), run(decode, "decode", args, kwargs), strict=True
+    ):
+        assert torch.equal(mine[:tokens], right)
+        assert bool(mine[tokens:].isnan().all()), "as `run` fills outputs"
+
+
 def test_decode_in_half_precision() -> None:
     args, kwargs = decode_sample([300, 129], heads=24, q_len=3, kv_format="fp16", dtype=torch.float16).make(CPU)
     exact = testing.exact_decode(*args, **kwargs)

@@ -12,6 +12,7 @@ import torch
 from mla_suite.archs import ArchSpec
 from mla_suite.archs.common.combine import missing
 from mla_suite.build.params import pack_numbers, packer, reciprocal
+from mla_suite.core import checks
 from mla_suite.core.dispatch import Launch, Supported, Unsupported
 from mla_suite.kv_formats import kv_format as declared
 from mla_suite.launch import Buffer, bind
@@ -61,7 +62,7 @@ class AppendConfig:
         if tokens == 0 or slots == 0:
             return lambda outputs, tensors: None
         if slots > MAX_SLOTS:
-            raise ValueError(f"append_kv: kv_cache has {slots} slots; the native kernel takes {MAX_SLOTS}")
+            checks.fail("append_kv", "kv_cache", f"has {slots} slots", f"the native kernel takes {MAX_SLOTS}")
         numbers = _numbers(
             args.kv_format,
             self.tokens,

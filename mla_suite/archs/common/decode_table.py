@@ -19,7 +19,7 @@ from contextlib import contextmanager
 import torch
 
 from mla_suite.archs import ArchSpec
-from mla_suite.core import dispatch, tuning
+from mla_suite.core import checks, dispatch, tuning
 from mla_suite.core.tuning import Row
 from mla_suite.ops.decode import Problem
 
@@ -49,22 +49,14 @@ FORMAT = tuning.Format(
     timed=False,
 )
 
-_policy = "default"
-
 
 @contextmanager
 def policy(name: str) -> Iterator[None]:
-    """Calls in this process follow the policy; those captured or compiled meanwhile keep what it chose."""
-    global _policy
+    """Within the block, and in this thread, calls follow the policy; those captured meanwhile keep what it chose."""
     if name not in POLICIES:
         raise ValueError(f"no policy {name!r}; there are {', '.join(POLICIES)}")
-    before, _policy = _policy, name
-    dispatch.clear_caches()
-    try:
+    with checks.switched(dispatch.policy, name):
         yield
-    finally:
-        _policy = before
-        dispatch.clear_caches()
 
 
 def row_for(
@@ -83,14 +75,15 @@ def row_for(
     Batch-invariant problems see none, since they may see neither batch nor context. Counted rows are about the arch's
     own splits, so a plan or a number of splits (`own_splits`) leaves them out.
     """
-    if invariant or (_policy == "default" and own_splits):
+    policy = dispatch.policy.get()
+    if invariant or (policy == "default" and own_splits):
         return None
     shape = "h32q4" if (heads, q_len) == (32, 4) else ANY
     kind = (width(q_dtype), width(kv_format))
     fitting = [
         row
         for row in tuning.rows(FORMAT, arch.name)
-        if row.values["policy"] == _policy
+        if row.values["policy"] == policy
         and row.values["shape"] in (ANY, shape)
         and (row.values["query"], row.values["cache"]) == kind
     ]

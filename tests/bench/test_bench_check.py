@@ -1,0 +1,28 @@
+"""benchmarks/bench_check.py prints what a checked call and an unchecked one take, and checks a native kernel."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import bench_check
+import pytest
+
+from mla_suite.core import check_mode
+from mla_suite.launch import has_kernel
+
+
+def test_it_prints_a_line_for_each_n(monkeypatch, capsys):
+    if not has_kernel("gfx942", "decode_dtype-bf16_rows-16_width-576_rotate-0"):
+        pytest.skip("decode is not built for gfx942; run `python -m mla_suite build`")
+    checked = []
+    usual = check_mode.difference
+    monkeypatch.setattr(check_mode, "difference", lambda call, config: checked.append(call) or usual(call, config))
+    monkeypatch.setattr(bench_check, "ROUNDS", 1)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["bench_check.py", "--kv", "20", "--every", "1", "3"])
+    bench_check.main()
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in printed[:3]] == ["0", "1", "3"]
+    assert re.fullmatch(r"a call that is not checked: -?\d+\.\d us more", printed[3])
+    assert len(checked) == 5 + 2  # of 5 calls each

@@ -1,0 +1,357 @@
+"""Check mode: a planted wrong kernel is reported within n calls and its file replays; a right kernel never is."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import random_problems
+import torch
+
+import mla_suite
+from mla_suite.__main__ import main
+from mla_suite.build.manifest import KernelEntry
+from mla_suite.core import check_mode, checks, dispatch, register, saved_call
+from mla_suite.errors import WrongResult
+from mla_suite.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+from mla_suite.kv_formats import cache as caches
+from mla_suite.launch import launcher
+from mla_suite.ops.decode.samples import decode_sample
+
+ARCHS = ("gfx942", "gfx950")
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parent.parent.parent
+MASK = r"v_cmp_lt_i32_e32 vcc, (v\d+|[1-9]\d*), v\d+", "v_cmp_lt_i32", "v_cmp_ge_i32"
+"""Lines of decode's machine code that compare a key's position with the last that a row sees, and what they become."""
+FAULTS = {
+    "append_kv": (1, (r"0x7fff\b", "0x7fff", "0xfff")),  # half a unit of bf16, which rounding adds
+    "combine": (0, (r"v_sub_f32_e32", "v_sub_f32", "v_add_f32")),  # of the largest lse
+    "plan": (0, (r"v_min_u32", "v_min_u32", "v_max_u32")),
+    "sparse_decode": (2, (r"v_exp_f32_e32", "v_exp_f32", "v_mov_b32")),
+}
+"""Operators -> a sample whose kernel the fault breaks without breaking a rule of the emulator, and the fault."""
+
+Calling = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def needs_kernels() -> None:
+    for arch in ARCHS:
+        if not launcher.has_kernel(arch, "decode_dtype-bf16_rows-32_width-576_rotate-0"):
+            pytest.skip(f"decode is not built for {arch}; run `python -m mla_suite build`")
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where check mode saves calls."""
+    monkeypatch.setenv("MLA_SUITE_CHECK_DIR", str(tmp_path))
+    monkeypatch.setattr(saved_call, "_numbers", itertools.count())
+    return tmp_path
+
+
+@pytest.fixture
+def reports(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """Messages that were logged since the last call."""
+    caplog.set_level(logging.WARNING)
+
+    def logged() -> list[str]:
+        found = [entry.getMessage() for entry in caplog.records]
+        caplog.clear()
+        return found
+
+    return logged
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """plant(op, line, old, new): from now on `old` is `new` in the lines of the operator's machine code that match.
+
+    Without a fault the kernels are as they were built.
+    """
+    usual = KernelEntry.read_text
+
+    def put(op: str = "", line: str = "", old: str = "", new: str = "") -> None:
+        def read(self: KernelEntry) -> str:
+            text = usual(self)
+            if not op or not self.id.startswith(op):
+                return text
+            return "\n".join(each.replace(old, new) if re.search(line, each) else each for each in text.split("\n"))
+
+        monkeypatch.setattr(KernelEntry, "read_text", read)
+        monkeypatch.setattr(launcher, "_prepared", {})
+        monkeypatch.setattr(launcher, "_drivers", {})
+        dispatch.clear_caches()
+
+    yield put
+    dispatch.clear_caches()
+
+
+@pytest.fixture
+def problem() -> Calling:
+    return decode_sample((130, 40), heads=16, q_len=2, num_splits=1).make(CPU)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_flipped_mask_is_reported_within_n_calls_and_its_file_replays(arch, plant, problem, reports, folder, capsys):
+    args, kwargs = problem
+    with mla_suite.emulate(arch), mla_suite.check(4):
+        for _ in range(3):
+            mla_suite.decode(*args, **kwargs)
+        assert reports() == []
+        plant("decode", *MASK)
+        for _ in range(4):
+            mla_suite.decode(*args, **kwargs)
+    (report,) = reports()
+    (file,) = folder.iterdir()
+    assert report.startswith("decode ran as native (decode_dtype-bf16_rows-")
+    assert f") on an emulated {arch} and is wrong: out at [0, 0, 0, 0] is " in report
+    assert "values are too far off, the furthest by " in report
+    assert "q (2, 2, 16, 576) bfloat16, kv_cache " in report
+    assert report.endswith(f"run it again with: python -m mla_suite replay {file}")
+    assert file.stat().st_mode & 0o077 == 0
+
+    assert main(["replay", str(file)]) == 1
+    printed = capsys.readouterr().out
+    assert report.split("; run it")[0] in printed
+    assert re.search(
+        rf"here: decode runs as native .* on an emulated {arch}\nwrong: out at \[0, 0, 0, 0\] is ", printed
+    )
+    assert main(["replay", str(file), "--backend", "reference"]) == 0
+    plant()
+    assert main(["replay", str(file)]) == 0
+    assert "\nright: every value" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("op", FAULTS)
+def test_every_operator_is_checked_and_replays(op, plant, reports, folder):
+    sample, fault = FAULTS[op]
+    args, kwargs = register.get(op).samples()[sample].make(CPU)
+    plant(op, *fault)
+    with mla_suite.emulate("gfx942"), mla_suite.check():
+        getattr(torch.ops.mla_suite, op)(*args, **kwargs)
+    (report,) = reports()
+    assert report.startswith(f"{op} ran as native ")
+    (file,) = folder.iterdir()
+    assert main(["replay", str(file)]) == 1
+    plant()
+    assert main(["replay", str(file)]) == 0
+
+
+def test_every_overload_and_compiled_code_are_checked(plant, problem):
+    (q, *rest), kwargs = problem
+    plant("decode", *MASK)
+    out, lse = torch.empty(2, 2, 16, 512, dtype=q.dtype), torch.empty(2, 16, 2).transpose(1, 2)
+    compiled = torch.compile(lambda q: mla_suite.decode(q, *rest, **kwargs), fullgraph=True)
+    with mla_suite.emulate("gfx942"):
+        compiled(q)
+        with mla_suite.check(on_difference="raise"):
+            with pytest.raises(WrongResult, match="decode ran as native"):
+                compiled(q)
+            with pytest.raises(WrongResult, match=r"lse at \[|out at \["):
+                torch.ops.mla_suite.decode.out(q, *rest, **kwargs, plus_inf_lse=True, out=out, lse=lse)
+            with pytest.raises(WrongResult):
+                torch.ops.mla_suite.decode(q, *rest, **kwargs)
+            with mla_suite.check(0):
+                mla_suite.decode(q, *rest, **kwargs)
+
+
+def test_a_drop_in_function_is_checked_warm_and_replays_its_strides(plant, reports, folder):
+    (q, cache, seq_lens, block_table, *_), _ = decode_sample((130, 40), heads=16, q_len=2).make(CPU)
+    metadata, num_splits = get_mla_metadata()
+
+    def call() -> None:
+        given = q, cache.unsqueeze(2), block_table, seq_lens, 512, metadata, num_splits
+        flash_mla_with_kvcache(*given, causal=True)
+
+    with mla_suite.emulate("gfx942"):
+        for _ in range(3):
+            call()
+        with mla_suite.check():
+            call()
+            assert reports() == []
+            plant("decode", *MASK)
+            call()
+    assert [report for report in reports() if report.startswith("decode ran as native")]
+    (file,) = folder.iterdir()
+    assert main(["replay", str(file)]) == 1
+    plant()
+    assert main(["replay", str(file)]) == 0
+
+
+def test_max_logits_is_checked_and_replays(plant, folder):
+    plant("sparse_decode", *FAULTS["sparse_decode"][1])
+    args, kwargs = register.get("sparse_decode").samples()[2].make(CPU)
+    args = [*args[:3], [None], *args[4:]]
+    wrong = pytest.raises(WrongResult, match=r"sparse_decode.max_logits ran as native")
+    with mla_suite.emulate("gfx942"), mla_suite.check(on_difference="raise"), wrong:
+        torch.ops.mla_suite.sparse_decode.max_logits(*args, **kwargs)
+    (file,) = folder.iterdir()
+    assert main(["replay", str(file)]) == 1
+    plant()
+    assert main(["replay", str(file)]) == 0
+
+
+SAMPLES = [
+    pytest.param(
+        op.name,
+        at,
+        id=f"{op.name}-{sample.name}",
+        marks=[pytest.mark.xfail(not hasattr(caches, "as_keys"), reason="the reference does not round keys of v32")]
+        if "v32" in sample.name and op.name == "sparse_decode"
+        else [],
+    )
+    for op in register.registry().values()
+    for at, sample in enumerate(op.samples())
+    if sample.bytes < 5e6
+]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("op", "at"), SAMPLES)
+def test_no_sample_is_reported(op, at, arch):
+    args, kwargs = register.get(op).samples()[at].make(CPU)
+    with mla_suite.emulate(arch), mla_suite.check(on_difference="raise"):
+        getattr(torch.ops.mla_suite, op)(*args, **kwargs)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("seed", range(4))
+def test_no_random_problem_is_reported(seed, arch):
+    """NaN in every row that no sequence owns, absurd page numbers, empty sequences, sinks, descales, ranks."""
+    args, kwargs = random_problems.dense(arch, seed)
+    with mla_suite.emulate(arch), mla_suite.check(on_difference="raise"):
+        torch.ops.mla_suite.decode(*args, **kwargs)
+    args, kwargs = random_problems.sparse(arch, seed)
+    if any(name.startswith("v32") for name in kwargs["kv_formats"]) and not hasattr(caches, "as_keys"):
+        return
+    with mla_suite.emulate(arch), mla_suite.check(on_difference="raise"):
+        torch.ops.mla_suite.sparse_decode(*args, **kwargs)
+
+
+def frames(function: Callable[[], object]) -> list[str]:
+    """The Python functions that a call enters, in order."""
+    entered: list[str] = []
+    sys.setprofile(lambda frame, event, _: event == "call" and entered.append(frame.f_code.co_qualname))
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return entered
+
+
+def test_it_costs_nothing_when_it_is_off(problem):
+    """A warm call enters the functions that it enters without check mode, none of which belongs to it."""
+    args, kwargs = problem
+    call = lambda: mla_suite.decode(*args, **kwargs)  # noqa: E731
+    with mla_suite.emulate("gfx942"):
+        for _ in range(3):  # through the dispatcher, by a look-up, as the last one
+            call()
+        before = frames(call)
+        with mla_suite.check(2):
+            assert {"Check.due", "run"} <= {name.split(".<")[0] for name in frames(call)}
+        assert frames(call) == before
+    assert not {"Check.due", "_check", "debugging", "check"} & set(before)
+
+
+def test_only_the_context_that_switched_it_on_is_checked(plant, problem, reports):
+    args, kwargs = problem
+    plant("decode", *MASK)
+
+    def decode() -> None:
+        with mla_suite.emulate("gfx942"):
+            mla_suite.decode(*args, **kwargs)
+
+    with mla_suite.check():
+        thread = threading.Thread(target=decode)
+        thread.start()
+        thread.join()
+    assert reports() == []
+    assert check_mode.checking() is None
+
+
+PROGRAM = """
+import threading
+import torch, mla_suite
+from mla_suite.build.manifest import KernelEntry
+from mla_suite.ops.decode.samples import decode_sample
+usual = KernelEntry.read_text
+KernelEntry.read_text = lambda self: usual(self).replace("v_cmp_lt_i32_e32 vcc, v", "v_cmp_ge_i32_e32 vcc, v")
+args, kwargs = decode_sample((130, 40), heads=16, q_len=2, num_splits=1).make(torch.device("cpu"))
+def decode():
+    for _ in range(5):
+        mla_suite.decode(*args, **kwargs)
+threads = [threading.Thread(target=decode) for _ in range(3)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+with mla_suite.check(0):
+    decode()
+"""
+
+
+def test_the_environment_switches_it_on_for_all_threads(folder):
+    """15 calls of three threads, which are counted together: calls 1, 6 and 11 are checked."""
+    env = os.environ | {"MLA_SUITE_CHECK": "5", "MLA_SUITE_CHECK_DIR": str(folder), "MLA_SUITE_EMULATE": "gfx942"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stderr.count("decode ran as native") == 3
+    assert len(list(folder.glob("*.pt"))) == 3
+
+
+def test_a_wrong_value_of_the_variable_has_a_warning(caplog):
+    assert checks.every("MLA_SUITE_CHECK", "often") == 0
+    assert "MLA_SUITE_CHECK is 'often', which has no effect; it takes a whole number n" in caplog.text
+    caplog.clear()
+    assert [checks.every("MLA_SUITE_CHECK", value) for value in ("", "0", "100")] == [0, 0, 100]
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("given", [{"every": -1}, {"every": 0.5}, {"on_difference": "shout"}])
+def test_wrong_arguments_are_one_sentence(given):
+    with pytest.raises(ValueError, match=r"^check: \w+ is .*; it takes "), mla_suite.check(**given):
+        pass
+
+
+def test_debug_and_check_mode_leave_each_other_as_they_are():
+    with mla_suite.debug(), mla_suite.check(3):
+        now = check_mode.checking()
+        assert checks.debugging()
+        with mla_suite.debug(False):
+            assert not checks.debugging()
+            assert check_mode.checking() is now
+            with mla_suite.check(0):
+                assert check_mode.checking() is None
+
+
+def test_a_call_that_cannot_be_checked_says_so_once(reports, monkeypatch):
+    """A GPU's tensor is stood in for: this machine may have none."""
+    dispatch.clear_caches()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    call = check_mode.Call(register.get("decode"), (), (SimpleNamespace(is_cuda=True),), ())
+    for _ in range(2):
+        check_mode.run(call, "raise")
+    (said,) = reports()
+    assert said.startswith("a call of decode is not checked: a CUDA graph captures it: run the model without graphs")
+
+
+def test_values_that_a_gpu_does_not_look_at_are_not_given_to_the_reference(problem, reports):
+    (q, cache, seq_lens, block_table, *rest), kwargs = problem
+    op = register.get("decode")
+    options = tuple((op.out_options | kwargs).values())
+    call = check_mode.Call(op, (), (q, cache, seq_lens, block_table + 100, *rest), options)
+    with mla_suite.emulate("gfx942"):
+        check_mode.run(call, "raise")
+    (said,) = reports()
+    assert "a call of decode is not checked: its arguments are not right: decode: block_table[0, 0] is page 1" in said
