@@ -156,7 +156,7 @@ def attention_within(
 ) -> tuple[Compared, Compared]:
     """The out and lse of a kernel beside the exact ones, with the bounds that are stated of kernels.
 
-    scores_off  [...]: what scores may be off by, where a kernel rounds rotated keys or scaled queries to 16 bits
+    scores_off  [...]: what scores may be off by, where a kernel rounds rotated keys to 16 bits
     """
     out, lse = outputs
     off = torch.as_tensor(scores_off, dtype=torch.float64, device=out.device)

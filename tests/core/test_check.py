@@ -24,7 +24,6 @@ from mla_suite.build.manifest import KernelEntry
 from mla_suite.core import check_mode, checks, dispatch, register, saved_call
 from mla_suite.errors import WrongResult
 from mla_suite.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
-from mla_suite.kv_formats import cache as caches
 from mla_suite.launch import launcher
 from mla_suite.ops.decode.samples import decode_sample
 
@@ -202,14 +201,7 @@ def test_max_logits_is_checked_and_replays(plant, folder):
 
 
 SAMPLES = [
-    pytest.param(
-        op.name,
-        at,
-        id=f"{op.name}-{sample.name}",
-        marks=[pytest.mark.xfail(not hasattr(caches, "as_keys"), reason="the reference does not round keys of v32")]
-        if "v32" in sample.name and op.name == "sparse_decode"
-        else [],
-    )
+    pytest.param(op.name, at, id=f"{op.name}-{sample.name}")
     for op in register.registry().values()
     for at, sample in enumerate(op.samples())
     if sample.bytes < 5e6
@@ -232,10 +224,19 @@ def test_no_random_problem_is_reported(seed, arch):
     with mla_suite.emulate(arch), mla_suite.check(on_difference="raise"):
         torch.ops.mla_suite.decode(*args, **kwargs)
     args, kwargs = random_problems.sparse(arch, seed)
-    if any(name.startswith("v32") for name in kwargs["kv_formats"]) and not hasattr(caches, "as_keys"):
-        return
     with mla_suite.emulate(arch), mla_suite.check(on_difference="raise"):
         torch.ops.mla_suite.sparse_decode(*args, **kwargs)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_rows_of_no_sequence_are_not_compared(arch):
+    q, cache = torch.randn(8, 16, 576).bfloat16(), torch.randn(2, 64, 576).bfloat16()
+    lens, pages, bounds = (torch.tensor(values).int() for values in ([40, 0], [[1], [0]], [0, 3, 3]))
+    out, lse = torch.full((8, 16, 512), 7.0).bfloat16(), torch.full((8, 16), 7.0)
+    with mla_suite.emulate(arch), mla_suite.check(on_difference="raise"):
+        packed = dict(softmax_scale=0.05, max_seqlen_q=3, out=out, lse=lse)
+        torch.ops.mla_suite.decode.out(q, cache, lens, pages, None, None, bounds, **packed)
+    assert bool((out[3:] == 7).all())
 
 
 def frames(function: Callable[[], object]) -> list[str]:

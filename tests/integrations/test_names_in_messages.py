@@ -167,7 +167,7 @@ CALLS = {
 
 
 def spoilt(value):
-    """What may stand for an argument by mistake."""
+    """Values that may stand for an argument by mistake."""
     if isinstance(value, torch.Tensor):
         yield from ([1, 2], "text")
         yield from (value.long(), value.double(), value.to("meta"), value.flatten(), value[None], value[:-1])

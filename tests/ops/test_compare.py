@@ -174,3 +174,14 @@ def test_every_operator_that_is_not_compared_for_equality_says_how():
     for op in register.registry().values():
         assert op.compare is not None or not op.mutates
         assert (op.pages is not None) is (not op.mutates and any("kv_cache" in name for name in op.arguments))
+
+
+def test_rows_behind_the_last_sequence_may_hold_anything():
+    q, cache = torch.randn(8, 16, 576).bfloat16(), torch.randn(2, 64, 576).bfloat16()
+    lens, pages, bounds = (torch.tensor(values).int() for values in ([40, 0], [[1], [0]], [0, 3, 3]))
+    call = made("decode", (q, cache, lens, pages, None, None, bounds), dict(softmax_scale=0.05, max_seqlen_q=3))
+    out, lse = call.outputs
+    out[3:], lse[3:] = torch.nan, 7.0
+    assert check_mode.difference(call, None) is None
+    out[2] += 1
+    assert "out at [2, 0, 0]" in str(check_mode.difference(call, None))
