@@ -164,6 +164,14 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
 
 
+def test_declarations_are_those_of_the_file() -> None:
+    """A toml block of the kernel engineers' guide quotes gfx942's `arch.toml`; a line `...` leaves out others."""
+    (block,) = (block for block in blocks(ROOT / "docs" / "kernel_engineer.md") if block.language == "toml")
+    lines = iter((ROOT / "csrc" / "gfx942" / "arch.toml").read_text().splitlines())
+    for line in filter(str.strip, block.text.splitlines()):
+        assert line.strip() == "..." or line in lines, f"{line!r} is not there, or not in this order"
+
+
 def test_a_wrong_block_is_noticed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
