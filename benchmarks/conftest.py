@@ -18,6 +18,9 @@ from mla_suite.build.locations import ObjectError
 COUNTED = {"clocks": "clock", "instructions": "instruction"}
 """Groups whose statistic is no time, and its unit."""
 
+STEADY = {*COUNTED, "device time"}
+"""Groups that a comparison may fail by without being asked to: counts, and a GPU's graph replays."""
+
 KEEPING = tuple(f"benchmark_{name}" for name in ("autosave", "save", "json", "compare", "compare_fail"))
 """Options that store a run or compare it, which a run without measurements could not."""
 
@@ -26,7 +29,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--set", default="quick", help=f"shapes of bench_operators: {', '.join(sets.SETS)}")
     parser.addoption("--backend", default=None, help="native, triton or reference (default: those of this device)")
     parser.addoption("--no-floors", action="store_true", help="leave out the ceilings of the GPU, which take 20 s")
+    parser.addoption("--host-times", action="store_true", help="let --benchmark-compare-fail judge host times too")
     parser.addoption("--arch", default=None, help="AMD archs to count for without a GPU (default: all that are built)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves times of the host out of a comparison that can fail: they move by 5 to 55 % without a change."""
+    if not config.getoption("benchmark_compare_fail", None) or config.getoption("--host-times"):
+        return
+    kept, noisy = [], []
+    for item in items:
+        marker = item.get_closest_marker("benchmark")
+        steady = "benchmark" not in getattr(item, "fixturenames", ()) or (marker and marker.kwargs["group"] in STEADY)
+        (kept if steady else noisy).append(item)
+    config.hook.pytest_deselected(items=noisy)
+    items[:] = kept
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
+    if not config.getoption("benchmark_compare_fail", None) or config.getoption("--host-times"):
+        return []
+    return ["times of the host cannot fail this comparison and are left out; --host-times has them in"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

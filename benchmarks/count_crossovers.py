@@ -14,14 +14,13 @@ from collections.abc import Iterator
 from functools import cache
 
 import torch
-from rich.console import Console
-from rich.progress import track
 
 import mla_suite
 from mla_suite import archs, emulator
 from mla_suite.archs import ArchSpec
 from mla_suite.archs.common.decode import MIN_SPLIT
 from mla_suite.archs.common.decode_table import FORMAT
+from mla_suite.cli import bar
 from mla_suite.ops.decode.samples import decode_sample
 
 KINDS = {
@@ -75,12 +74,15 @@ def limits(arch: ArchSpec, kind: tuple[str, str], rows: int, batch: int) -> Iter
 def lines(commit: str, date: str) -> Iterator[str]:
     arch = archs.get("gfx950")
     pairs = [(kind, rows) for kind in KINDS for rows in BLOCK_MS]
-    for kind, rows in track(pairs, "counting", console=Console(stderr=True)):
-        for batch in BATCHES:
-            for context, tile in limits(arch, kind, rows, batch):
-                shape = dict(query=kind[0], cache=kind[1], rows=rows, batch=batch, context=context)
-                provenance = dict(kind="counted", commit=commit, date=date)
-                yield FORMAT.line({"policy": "default", "shape": "any", **shape, "use": f"rows{tile}", **provenance})
+    with bar("", len(pairs)) as update:
+        for kind, rows in pairs:
+            update(description=f"{rows} rows, {kind[0]} queries, {kind[1]} cache")
+            for batch in BATCHES:
+                for context, tile in limits(arch, kind, rows, batch):
+                    facts = dict(query=kind[0], cache=kind[1], rows=rows, batch=batch, context=context)
+                    provenance = dict(kind="counted", commit=commit, date=date)
+                    yield FORMAT.line(dict(policy="default", shape="any", **facts, use=f"rows{tile}", **provenance))
+            update(advance=1)
 
 
 def main() -> None:
@@ -88,7 +90,8 @@ def main() -> None:
     parser.add_argument("commit", metavar="COMMIT", help="of the kernels that are counted, for the rows' provenance")
     parser.add_argument("date", metavar="DATE", help="YYYY-MM-DD, likewise")
     given = parser.parse_args()
-    print("\n".join(lines(given.commit, given.date)))
+    for line in lines(given.commit, given.date):
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import inspect
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -54,4 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a pipe would hold lines back until 8 KiB have come
     sys.exit(main())

@@ -8,7 +8,10 @@ from importlib import metadata
 import pytest
 import torch
 
-from mla_suite.build import BuildError, compilers
+from mla_suite import archs
+from mla_suite.archs import ArchSpec
+from mla_suite.build import BuildError, compilers, manifest
+from mla_suite.launch import launcher
 
 # These tests need a process whose HIP runtime is AMD's own; `tox -e hip` starts it and sets the variable.
 collect_ignore = [] if os.environ.get("MLA_SUITE_HIP_ARCH") else ["hip"]
@@ -32,6 +35,29 @@ def seeded(request: pytest.FixtureRequest) -> int:
     print(f"torch.manual_seed({seed}); MLA_SUITE_TEST_SEED={BASE}")
     torch.manual_seed(seed)
     return seed
+
+
+@pytest.fixture(scope="session")
+def archs_left_out() -> frozenset[str]:
+    """The archs that MLA_SUITE_ARCHS left out of the build; none where nothing was built, which fails tests."""
+    root = manifest.locate()
+    if isinstance(root, str):
+        return frozenset()
+    return frozenset(archs.names()) - {arch for arch, _ in manifest.read(root).kernels}
+
+
+@pytest.fixture(autouse=True)
+def _no_kernels_to_emulate(archs_left_out: frozenset[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that emulates an arch which was left out of the build is skipped."""
+    emulable = launcher._emulable
+
+    def built(name: str) -> ArchSpec:
+        record = emulable(name)
+        if name in archs_left_out:
+            pytest.skip(f"no kernels for {name} are built here; run `python -m mla_suite build --arch {name}`")
+        return record
+
+    monkeypatch.setattr(launcher, "_emulable", built)
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,9 @@ import torch
 
 from mla_suite import archs, launch
 from mla_suite.archs import spec as specs
+from mla_suite.archs.common.append_kv import MAX_TOKENS, AppendConfig
+from mla_suite.archs.common.plan import FEW, PlanConfig
+from mla_suite.build.instances import instances
 from mla_suite.cli import support
 from mla_suite.core import dispatch, explain, register
 from mla_suite.core.dispatch import Unsupported
@@ -96,3 +99,14 @@ def test_on_a_cpu_the_reason_names_what_would_do():
     reasons = dict(explain.explain("decode", *args, **kwargs).refused)
     assert reasons["native"] == archs.needed_gpu()
     assert specs.get("gfx942").emulable
+
+
+@pytest.mark.parametrize("name", archs.names())
+def test_every_declared_plan_and_append_kv_is_picked(name):
+    """A declared kernel that no problem picks would be built and never run."""
+    record = archs.get(name)
+    kernels = archs.kernels(record)
+    plans = PlanConfig(record, kernels.plan_waves)
+    picked = {plans.instance(step, batch) for step, _ in kernels.plan_waves for batch in (1, FEW + 1)}
+    picked |= {AppendConfig(record, tokens).instance for tokens in (1, 2, MAX_TOKENS)}
+    assert {item.id for item in instances(name) if item.kernel in ("plan", "append_kv")} == picked

@@ -129,6 +129,23 @@ def test_demo_reports_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["backends"]["decode"].startswith("decode on cpu -> reference")
 
 
+@pytest.mark.parametrize(
+    ("gpus", "used", "said"),
+    [
+        (0, "cpu", "CPU, since torch finds no GPU; it could use --emulate gfx942 or gfx950"),
+        (1, "cpu", "CPU; it could use --device cuda, NVIDIA H100, --emulate gfx942 or gfx950"),
+        (1, "cuda", "NVIDIA H100; it could use --device cpu, --emulate gfx942 or gfx950"),
+        (2, "cuda", "H100; it could use --device cpu, 2 GPUs under torchrun with --tp or --cp, --emulate gfx942"),
+    ],
+)
+def test_demo_describes_its_device_and_what_else_it_could_use(
+    gpus: int, used: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H100")
+    assert said in demo.describe(torch.device(used))
+
+
 def test_demo_fails_where_results_differ_too_much(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,12 +24,17 @@ SUSTAINED_S = 0.7  # without a pause; after so long an H200 under its power limi
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: rounds per pass, passes over the whole set, seconds without a pause (0: not measured)."""
+    """How much is measured: rounds per pass, passes over the whole set, seconds without a pause (0: not measured).
+
+    warmup, iters  calls before each round and in it, at least: a graph is replayed whole; 0: as many as the clock needs
+    """
 
     rounds: int = 3
     passes: int = 2
     rest_s: float = REST_S
     sustained_s: float = 0.0
+    warmup: int = 0
+    iters: int = 0
 
 
 def cold_bytes(device: torch.device) -> int:
@@ -84,11 +89,13 @@ class Replay:
         end.synchronize()
         return begin.elapsed_time(end) * 1e3
 
-    def round(self, rest_s: float = REST_S) -> float:
-        """Median over the replays of one round."""
+    def round(self, rest_s: float = REST_S, warmup: int = 0, iters: int = 0) -> float:
+        """Median over the replays of one round; `warmup` and `iters` as in an Effort."""
         time.sleep(rest_s)
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(self.replays + 1)]
-        self.graph.replay()  # brings clocks and memory up after the rest
+        replays = -(-iters // self.calls) or self.replays
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+        for _ in range(max(1, -(-warmup // self.calls))):  # brings clocks and memory up after the rest
+            self.graph.replay()
         events[0].record()
         for event in events[1:]:
             self.graph.replay()
@@ -96,6 +103,10 @@ class Replay:
         torch.cuda.synchronize()
         times = [first.elapsed_time(second) for first, second in itertools.pairwise(events)]
         return median(times) * 1e3 / self.calls
+
+    def rounds(self, effort: Effort) -> list[float]:
+        """The rounds of one pass."""
+        return [self.round(effort.rest_s, effort.warmup, effort.iters) for _ in range(effort.rounds)]
 
     def sustained(self, seconds: float = SUSTAINED_S) -> float:
         """Time of a call after `seconds` of replays without a pause: the median of the last quarter."""
@@ -114,8 +125,7 @@ class Replay:
 
 def device_rounds(call: Callable[[Any], object], turns: Sequence[Any], effort: Effort) -> list[float]:
     """Rounds of one pass."""
-    replay = Replay(call, turns)
-    return [replay.round(effort.rest_s) for _ in range(effort.rounds)]
+    return Replay(call, turns).rounds(effort)
 
 
 def host_rounds(call: Callable[[], object], effort: Effort, calls: int = 24) -> list[float]:
@@ -132,8 +142,17 @@ def host_rounds(call: Callable[[], object], effort: Effort, calls: int = 24) -> 
 
 
 def cpu_rounds(call: Callable[[], object], effort: Effort, least_s: float = 0.01) -> list[float]:
-    """Time of a call on the CPU: each round the median of five repeats that take at least `least_s` together."""
+    """Time of a call on the CPU: each round the median of five repeats that take at least `least_s` together.
+
+    With `iters` of the effort each round is the median of that many calls.
+    """
     timer = timeit.Timer(call)
     first = timer.timeit(1)
     calls, repeats = max(1, int(least_s / 5 / max(first, 1e-7))), 5 if first < 0.5 else 1
-    return [median(timer.repeat(repeats, calls)) / calls * 1e6 for _ in range(effort.rounds)]
+    if effort.iters:
+        calls, repeats = 1, effort.iters
+    rounds = []
+    for _ in range(effort.rounds):
+        timer.timeit(effort.warmup)
+        rounds.append(median(timer.repeat(repeats, calls)) / calls * 1e6)
+    return rounds

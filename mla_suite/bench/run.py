@@ -24,7 +24,7 @@ Progress = Callable[[str, int], None]
 
 
 class Stopped(KeyboardInterrupt):
-    """Ctrl-C before the end. `results` are those with a time, as far as they came."""
+    """Ctrl-C before the end. `results` are those with a time or a count, as far as they came."""
 
     def __init__(self, results: list[Result]) -> None:
         super().__init__()
@@ -67,7 +67,8 @@ def run(
                 steps += not extra
         progress("done", steps)
     except KeyboardInterrupt:
-        raise Stopped([result for result in _with_floors(cases, found, floors) if result.rounds]) from None
+        results = _with_floors(cases, found, floors)
+        raise Stopped([result for result in results if result.rounds or result.counted]) from None
     return _with_floors(cases, found, floors)
 
 
@@ -142,7 +143,7 @@ def _measure(
             result.error = 0.0 if is_definition else error
         if device.type == "cuda":
             replay = clock.Replay(run, turns)
-            result.rounds += [replay.round(effort.rest_s) for _ in range(effort.rounds)]
+            result.rounds += replay.rounds(effort)
             if effort.sustained_s and not result.sustained_us:
                 result.sustained_us = replay.sustained(effort.sustained_s)
             result.host_rounds += clock.host_rounds(lambda: eager(turns[0]), effort)

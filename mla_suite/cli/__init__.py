@@ -3,7 +3,7 @@
 A command module has `add_arguments(parser)` and `run(args) -> int`, and its docstring is its `--help`. What it raises
 as a ValueError is a sentence about its arguments: it is printed, and the exit status is 2; after Ctrl-C it is 130.
 `torch_device`, `positive` and `sizes` are types of arguments that several commands take; each refuses in a sentence.
-`bar` and `compiling` are the progress bars of those that take long, on stderr.
+`bar` and `compiling` are the progress bars of those that take long, on stderr; where that is no terminal, lines.
 Modules are imported only when their command is asked for, so `build` works where torch is not installed.
 """
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 INTERRUPTED = 130
+LINE_EVERY_S = 10.0  # of a build of hundreds of steps, whose output is no terminal
 
 COMMANDS = {
     "demo": "decode a small DeepSeek-style model through torch.compile and compare it with the eager reference",
@@ -83,7 +84,7 @@ def _lines(first: str, *, quiet: bool) -> Callable[..., None]:
     started = time.perf_counter()
 
     def update(*, description: str | None = None, **_: object) -> None:
-        if description is not None and not quiet:
+        if description and not quiet:
             print(f"{time.perf_counter() - started:7.1f} s  {description}", file=sys.stderr, flush=True)
 
     update(description=first)
@@ -92,11 +93,17 @@ def _lines(first: str, *, quiet: bool) -> Callable[..., None]:
 
 @contextmanager
 def compiling() -> Iterator[Callable[[int, int], None]]:
-    """Yields a function of (finished compiler steps, their total). The bar appears with the first step."""
+    """Yields a function of (finished compiler steps, their total). The bar appears with the first step.
+
+    Where the output is no terminal, the first step, the last, and one after every ten seconds are a line each.
+    """
     from rich.console import Console
 
     console = Console(stderr=True)
-    shown = _progress("compiling", console, disable=not console.is_terminal)
+    if not console.is_terminal:
+        yield _compiling_lines()
+        return
+    shown = _progress("compiling", console)
     task = shown.add_task("", total=None)
 
     def step(number: int, of: int) -> None:
@@ -109,8 +116,23 @@ def compiling() -> Iterator[Callable[[int, int], None]]:
         shown.stop()
 
 
-def _progress(label: str, console: Console, *, disable: bool = False) -> Progress:
+def _compiling_lines() -> Callable[[int, int], None]:
+    update, last = None, 0.0
+
+    def step(number: int, of: int) -> None:
+        nonlocal update, last
+        said = f"compiling {number} of {of}"
+        if update is None:
+            update, last = _lines(said, quiet=False), time.perf_counter()
+        elif number == of or time.perf_counter() - last >= LINE_EVERY_S:
+            update(description=said)
+            last = time.perf_counter()
+
+    return step
+
+
+def _progress(label: str, console: Console) -> Progress:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, disable=disable)
+    return Progress(*columns, console=console)

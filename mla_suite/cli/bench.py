@@ -67,6 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", type=torch_device, help="torch device (default: the first GPU, else the CPU)")
     parser.add_argument("--rounds", type=positive, default=3, help="rounds of a shape in each pass (default 3)")
     parser.add_argument("--passes", type=positive, default=2, help="passes over the set (default 2)")
+    parser.add_argument("--warmup", type=positive, default=0, metavar="N", help="calls before each round, at least")
+    parser.add_argument("--iters", type=positive, default=0, metavar="N", help="calls timed in each round, at least")
     parser.add_argument(
         "--sustained", type=float, default=0.7, metavar="S", help="seconds without a pause, on a GPU; 0: burst only"
     )
@@ -85,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
     from mla_suite.bench import published, record, saving, sets
     from mla_suite.bench.clock import Effort
+    from mla_suite.bench.run import Stopped
 
     console = Console(width=None if sys.stdout.isatty() else 200)
     if args.list:
@@ -104,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     old = record.load(args.compare) if args.compare else None
     if not 0 <= args.sustained <= 60:
         raise UsageError(f"--sustained {args.sustained}: it takes 0 to 60 seconds")
-    effort = Effort(args.rounds, args.passes, sustained_s=args.sustained)
+    effort = Effort(args.rounds, args.passes, sustained_s=args.sustained, warmup=args.warmup, iters=args.iters)
     if args.load:
         report, stopped = record.load(args.load), False
     else:
@@ -112,23 +115,27 @@ def run(args: argparse.Namespace) -> int:
             _need_comparable(old, args)
         report, stopped = _measure(args, effort)
     _save(report, args.save)  # before anything that can refuse
-    if stopped:
-        _show(console, report, [], args.json)
-        where = f", and saved in {args.save}" if args.save else ""
-        print(f"bench: stopped before the end; what was measured is above{where}", file=sys.stderr)
-        return INTERRUPTED
     comparisons: list[Comparison] = []
-    if old is not None:
+    if old is not None and not stopped:
         comparisons = record.compare(old, report)
         if not comparisons:
             raise UsageError(f"{args.compare} shares no timed shape with this run ({', '.join(report.sets)})")
         if not args.load:
-            comparisons = _again(old, report, comparisons, args, effort)
-            _save(report, args.save)
+            try:
+                comparisons = _again(old, report, comparisons, args, effort)
+                _save(report, args.save)
+            except Stopped:  # suspects that were measured once are not judged
+                comparisons, stopped = [], True
     if args.csv is not None:
         saving.write_whole(args.csv, published.as_csv(report))
     if args.html is not None:
-        page.write(args.html, report, comparisons, old)
+        page.write(args.html, report, comparisons, old if comparisons else None)
+    if stopped:
+        _show(console, report, comparisons, args.json)
+        files = " and ".join(str(path) for path in (args.save, args.csv, args.html) if path)
+        where = f", and saved in {files}" if files else ""
+        print(f"bench: stopped before the end; what was measured is above{where}", file=sys.stderr)
+        return INTERRUPTED
     lost = list(record.missing(old, report)) if old is not None else []
     slower = record.slower(comparisons)
     _show(console, report, comparisons, args.json)
@@ -208,8 +215,10 @@ def _measure(args: argparse.Namespace, effort: Effort) -> tuple[Report, bool]:
     names = args.set or ["flashmla" if device.type == "cuda" else "quick"]
     cases = _cases(args, names)
     emulated = [] if device.type == "cuda" or args.no_emulator else _built()
+    facts = environment.describe(device) | ({"commit": args.commit} if args.commit else {})
     ceilings, stopped = None, False
-    with bar("ceilings of this card", len(cases) * effort.passes) as update:
+    first = "ceilings of this card" if device.type == "cuda" else ""
+    with bar(first, len(cases) * effort.passes) as update:
         if device.type == "cuda":
             ceilings = floors.measure(device)
         try:
@@ -220,7 +229,6 @@ def _measure(args: argparse.Namespace, effort: Effort) -> tuple[Report, bool]:
                 raise
             results, stopped = stop.results, True
     command = f"python -m mla_suite bench {shlex.join(sys.argv[2:])}".strip()
-    facts = environment.describe(device) | ({"commit": args.commit} if args.commit else {})
     facts |= {"note": "Stopped before its end: not every shape was measured, or not in every pass."} if stopped else {}
     return Report(facts, command, list(names), results, ceilings), stopped
 

@@ -65,8 +65,11 @@ def run(args: argparse.Namespace) -> int:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch finds no GPU; leave it out, or install the build of torch for yours")
+    used = describe(torch.device(device))
+    if not args.json:
+        print(f"device: {used}", flush=True)
     with torch.device(device):
-        report = decode(args.tokens, args.layers, args.kv_format, args.seed, quiet=args.json)
+        report = {"device": used} | decode(args.tokens, args.layers, args.kv_format, args.seed, quiet=args.json)
     if args.json:
         print(json.dumps(report, indent=2))
     else:
@@ -164,7 +167,6 @@ def decode(tokens: int, layers: int, kv_format: str, seed: int, *, quiet: bool) 
     full = 2 * config.num_heads * (config.qk_head_dim + config.v_head_dim)
     bound = MAX_DIFFERENCE.get(kv_format, MAX_BF16_DIFFERENCE) * largest
     return {
-        "device": _device(step.seq_lens.device),
         "model": f"{layers} layers, {config.num_heads} heads of {r1.qk_nope_head_dim} + {ROPE}, {kv_format}",
         "prompts": list(PROMPTS),
         "tokens_decoded": tokens * len(PROMPTS),
@@ -181,14 +183,19 @@ def decode(tokens: int, layers: int, kv_format: str, seed: int, *, quiet: bool) 
     }
 
 
-def _device(used: torch.device) -> str:
-    """The device that the demo used, and what else it could use."""
+def describe(used: torch.device) -> str:
+    """Names the device that the demo uses, and what else it could use on this machine."""
     import torch
 
+    others, gpus = ["--emulate gfx942 or gfx950"], torch.cuda.device_count()
+    if gpus > 1:
+        others.insert(0, f"{gpus} GPUs under torchrun with --tp or --cp")
     if used.type == "cuda":
-        return f"{torch.cuda.get_device_name(used)}; --device cpu runs on the CPU"
-    others = "--device cuda on the GPU" if torch.cuda.is_available() else "a GPU, if torch found one"
-    return f"CPU; it could use {others}, or --emulate gfx942 or gfx950"
+        others.insert(0, "--device cpu")
+        return f"{torch.cuda.get_device_name(used)}; it could use {', '.join(others)}"
+    if gpus:
+        others.insert(0, f"--device cuda, {torch.cuda.get_device_name()}")
+    return f"CPU{'' if gpus else ', since torch finds no GPU'}; it could use {', '.join(others)}"
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -197,7 +204,6 @@ def _print(report: dict[str, Any]) -> None:
 
     console = Console()
     table = Table(show_header=False, title="python -m mla_suite demo")
-    table.add_row("device", report["device"])
     table.add_row("model", report["model"])
     table.add_row("decoded", f"{report['tokens_decoded']} tokens after ragged prompts of {report['prompts']}")
     speed = f"{report['tokens_per_second']} tokens/s (first step, compilation: {report['compile_seconds']} s)"

@@ -23,6 +23,8 @@ def run(tp_size: int, cp_size: int, *, tokens: int, seed: int, as_json: bool) ->
 
     try:
         device = initialise(TIMEOUT_S)
+        if dist.get_rank() == 0 and not as_json:
+            print(f"device: {_described(device)}", flush=True)
         report = decode(tp_size, cp_size, device, tokens=tokens, seed=seed)
     except (ValueError, RuntimeError) as error:
         sentence = str(error).strip().split("\n")[0]
@@ -40,6 +42,18 @@ def run(tp_size: int, cp_size: int, *, tokens: int, seed: int, as_json: bool) ->
             json.dumps(report, indent=2) if as_json else "\n".join(f"{key:28}{value}" for key, value in report.items())
         )
     return 0 if report["largest relative difference"] <= MAX_DIFFERENCE[device.type] else 1
+
+
+def _described(device: Any) -> str:
+    """Names the device of the ranks, and says what else they could use."""
+    import torch
+    import torch.distributed as dist
+
+    ranks = f"{dist.get_world_size()} ranks over {dist.get_backend()}"
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, {ranks}"
+    found = torch.cuda.device_count()
+    return f"CPU, {ranks}; they would use a GPU each if this host had as many, and torch finds {found}"
 
 
 def decode(tp_size: int, cp_size: int, device: Any, *, tokens: int, seed: int) -> dict[str, Any]:

@@ -60,6 +60,8 @@ def report(arch: str, *, quiet: bool) -> dict[str, Any]:
         )
     with mla_suite.emulate(arch) as record:
         made = list(parts(record))
+    if not quiet:
+        print(f"device: CPU, emulating {arch}; no GPU is used", flush=True)
     shown: list[dict[str, Any]] = []
     total = 0
     with torch.no_grad(), bar("", total, quiet=quiet) as update:

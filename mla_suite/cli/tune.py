@@ -108,19 +108,25 @@ def _count(args: argparse.Namespace) -> int:
         except BuildError as error:
             print(f"only what is built is searched: {error}", file=sys.stderr)
         dispatch.clear_caches()
-        rows = []
-        for case in cases:
-            found = counted_search.search(case, arch)
-            print(
-                f"{case.id} on {name}: {found.best.instance} {found.clocks:.0f} clocks ({found.limiter}), the lowest "
-                f"of {found.tried}; the rule's {found.rule.instance} {found.rule_clocks:.0f}"
-            )
-            key = {**space.facts(found.problem, arch), **space.cells(found.problem, arch, found.best)}
-            rows.append(key | {"kind": "counted", "date": date, "commit": commit})
+        rows, stopped = [], False
+        try:
+            for case in cases:
+                found = counted_search.search(case, arch)
+                key = {**space.facts(found.problem, arch), **space.cells(found.problem, arch, found.best)}
+                rows.append(key | {"kind": "counted", "date": date, "commit": commit})
+                print(
+                    f"{case.id} on {name}: {found.best.instance} {found.clocks:.0f} clocks ({found.limiter}), the "
+                    f"lowest of {found.tried}; the rule's {found.rule.instance} {found.rule_clocks:.0f}"
+                )
+        except KeyboardInterrupt:
+            stopped = True
         path = store.path_for(space.form, name, user=args.user)
-        if args.write:
+        if args.write and rows:
             store.write(space.form, name, path, rows)
         print(f"{len(rows)} rows {'stored' if args.write else 'would be stored'} in {path}")
+        if stopped:
+            print(f"tune: stopped before the end, at {case.id} on {name}; what was found is above", file=sys.stderr)
+            return INTERRUPTED
     return 0
 
 
@@ -193,25 +199,25 @@ def _tune(args: argparse.Namespace) -> int:
     rows: list[dict[str, object]] = []
     refused, stopped = 0, False
     with bar("", len(cases)) as update:
-        for case in cases:
+        try:
+            for case in cases:
 
-            def report(what: str, shape: str = case.shape) -> None:
-                update(description=f"{shape} {what}"[:60])
+                def report(what: str, shape: str = case.shape) -> None:
+                    update(description=f"{shape} {what}"[:60])
 
-            try:
-                outcome = search.search(case, backend, space, arch, device, progress=report)
-            except KeyboardInterrupt:
-                stopped = True
-                break
-            # It cannot be searched, or the device refuses all after a kernel's fault; what others gave is kept.
-            except (ValueError, RuntimeError) as error:
-                refused += 1
-                console.print(f"{case.id}: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
-            else:
-                console.print(_line(outcome), highlight=False, soft_wrap=True, markup=False)
-                if outcome.kept is None:
-                    rows.append(search.cells(outcome, space, arch, facts))
-            update(advance=1)
+                try:
+                    outcome = search.search(case, backend, space, arch, device, progress=report)
+                # It cannot be searched, or the device refuses all after a kernel's fault; what others gave is kept.
+                except (ValueError, RuntimeError) as error:
+                    refused += 1
+                    console.print(f"{case.id}: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
+                else:
+                    if outcome.kept is None:
+                        rows.append(search.cells(outcome, space, arch, facts))
+                    console.print(_line(outcome), highlight=False, soft_wrap=True, markup=False)
+                update(advance=1)
+        except KeyboardInterrupt:
+            stopped = True
     table = space.table(arch.name)
     path = store.path_for(space.form, table, user=args.user)
     for row in rows:

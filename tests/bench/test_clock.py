@@ -160,3 +160,24 @@ def test_caches_of_amd_that_torch_does_not_count_are_counted(monkeypatch: pytest
     properties.L2_cache_size = 126 << 20
     assert clock.cold_bytes(torch.device("cuda")) > 2 * (126 << 20)
     assert clock.cold_bytes(torch.device("cpu")) == 0
+
+
+def test_warmup_and_iterations_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At least as many calls as asked for, since a graph is replayed whole; without them, the clock's own numbers."""
+    device = Device(30.0)
+    monkeypatch.setattr(clock, "torch", SimpleNamespace(cuda=device.stand_in()))
+    replay = Replay(device.call, range(5))
+    plain, before = replay.replays + 1, device.replays
+    replay.rounds(NO_REST)
+    assert device.replays - before == 3 * plain
+    before = device.replays
+    (us, *_) = replay.rounds(Effort(rounds=2, rest_s=0.0, warmup=20, iters=100))
+    assert 30.0 <= us <= 31.0
+    assert device.replays - before == 2 * (-(-20 // replay.calls) + -(-100 // replay.calls))
+
+
+def test_warmup_and_iterations_are_run_on_a_cpu() -> None:
+    calls: list[int] = []
+    rounds = clock.cpu_rounds(lambda: calls.append(1), Effort(rounds=2, warmup=20, iters=100))
+    assert len(rounds) == 2
+    assert len(calls) == 1 + 2 * (20 + 100)  # the first call says how long one takes

@@ -7,13 +7,14 @@ import json
 import os
 import threading
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import runs
+import torch
 
 from mla_suite.__main__ import main
-from mla_suite.bench import clock, page, record, saving
+from mla_suite.bench import bounds, clock, page, record, saving, sets
 from mla_suite.bench import run as runner
 from mla_suite.build import locations
 from mla_suite.cli import explain
@@ -113,6 +114,51 @@ def test_ctrl_c_before_anything_was_measured(
     assert printed.out == ""
     assert printed.err.splitlines()[-1] == "explain: stopped"
     assert "bench: stopped" in printed.err.splitlines()
+
+
+def test_ctrl_c_keeps_what_was_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a CPU times nothing, counts are all that there is."""
+    cases = sets.named("quick")[:2]
+
+    def interrupted(case: sets.Case, arch: str) -> record.Result:
+        if case == cases[1]:
+            raise KeyboardInterrupt
+        return record.Result(case.op, case.shape, f"{arch} emulated", {}, 1, 1, counted={"memory": 1.0})
+
+    monkeypatch.setattr(runner, "CPU_FLOPS", 0)
+    monkeypatch.setattr(bounds, "count", interrupted)
+    with pytest.raises(runner.Stopped) as stop:
+        runner.run(cases, torch.device("cpu"), clock.Effort(1, 1), emulated=["gfx942"])
+    assert [result.shape for result in stop.value.results] == [cases[0].shape]
+
+
+def test_ctrl_c_while_suspects_are_measured_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first measurement is whole, and in every file; what was suspected is not judged."""
+    old, saved, table = (tmp_path / name for name in ("old.json", "new.json", "table.csv"))
+    assert main([*QUICK, "--rounds", "4", "--passes", "1", "--save", str(old)]) == 0
+    before = record.load(old)
+    before.results[0].rounds = [10.0] * 4
+    before.save(old)
+    honest, runs_made = runner.run, []
+
+    def slow_then_stopped(*arguments: Any, **options: Any) -> list[record.Result]:
+        runs_made.append(1)
+        if len(runs_made) == 2:
+            raise runner.Stopped([])
+        results = honest(*arguments, **options)
+        results[0].rounds = [1000.0] * 4
+        return results
+
+    monkeypatch.setattr(runner, "run", slow_then_stopped)
+    files = ["--save", str(saved), "--csv", str(table)]
+    assert main([*QUICK, "--rounds", "4", "--passes", "1", "--compare", str(old), *files]) == 130
+    assert record.load(saved).results[0].rounds == [1000.0] * 4
+    assert table.exists()
+    printed = capsys.readouterr()
+    assert f"saved in {saved} and {table}" in printed.err
+    assert "regression" not in printed.out
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import check_h32_q4
@@ -10,7 +11,7 @@ import runs
 import torch
 
 from mla_suite.__main__ import main
-from mla_suite.bench import published, record, sets
+from mla_suite.bench import clock, published, record, sets
 from mla_suite.bench.record import Result
 from mla_suite.build import manifest
 
@@ -52,6 +53,25 @@ def test_other_problems_have_no_published_times() -> None:
     found = record.Report(dict(runs.GPU), "", [], [Result("decode", sets.decode(1, 32, 21, 4).shape, "native",
                           dict(batch=1, heads=32, q_len=4, kv_len=21), 1, 1, rounds=[1.0])])  # fmt: skip
     assert list(published.rows(found)) == []
+
+
+def test_the_seeds_options_are_honoured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command of the pull request's own benchmark, at one shape; every call of the operator is counted."""
+    honest, calls = clock.cpu_rounds, []
+
+    def counted(call: Callable[[], object], effort: clock.Effort) -> list[float]:
+        return honest(lambda: calls.append(call()), effort)
+
+    monkeypatch.setattr(clock, "cpu_rounds", counted)
+    grid = ["--batch-sizes", "1", "--ctx-lens", "8", "--nhead", "32", "--decode-qlen", "4", "--page-sizes", "1"]
+    repeats = ["--warmup", "20", "--iters", "100", "--rounds", "1", "--passes", "1", "--no-emulator"]
+    table = tmp_path / "table.csv"
+    assert main(["bench", "--device", "cpu", "--set", "aiter-3003", *grid, *repeats, "--csv", str(table)]) == 0
+    assert len(calls) == 1 + 20 + 100
+    assert table.exists()
+    assert "b1-h32-q4-kv8-p1-fp8-plan" in capsys.readouterr().out
 
 
 def test_sizes_of_the_grid_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:

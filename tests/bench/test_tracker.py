@@ -37,9 +37,11 @@ def _built() -> None:
         pytest.skip("the package's own kernels are not built: run `python -m mla_suite build`")
 
 
-def benchmarks(*arguments: str, where: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "benchmarks/bench_operators.py", "-q"]
-    command += ["--set", "counted", "--arch", "gfx942", "-k", f"{SHAPE} and not time", *arguments]
+def benchmarks(
+    *arguments: str, where: Path, files: str = "benchmarks/bench_operators.py", chosen: str = f"{SHAPE} and not time"
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", files, "-q", "--set", "counted", "--arch", "gfx942"]
+    command += [*(["-k", chosen] if chosen else []), *arguments]
     # pytest-benchmark saves nothing in what it takes for a process of pytest-xdist.
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
     environment["PYTHONPATH"] = f"{where}:{ROOT}"
@@ -67,6 +69,17 @@ def test_one_planted_instruction_fails_the_comparison(tmp_path: Path) -> None:
     assert planted.returncode != 0
     assert "Performance has regressed" in planted.stdout + planted.stderr
     assert f"test_instructions[gfx942-{SHAPE}]" in planted.stdout + planted.stderr
+
+
+def test_times_of_the_host_fail_a_comparison_only_when_asked_to(tmp_path: Path) -> None:
+    """Benchmarks that are not collected are not compared: without a filter, counts and device times are."""
+    steady = {"test_clocks", "test_instructions", "test_device_time"}
+    for options, more in (([], set()), (["--host-times"], {"test_host_time", "test_decode_beside_plain_torch"})):
+        fail = "--benchmark-compare-fail=median:5%"
+        found = benchmarks(fail, "--collect-only", *options, where=tmp_path, files="benchmarks", chosen="")
+        names = {line.split("::")[1].split("[")[0] for line in found.stdout.splitlines() if "::" in line}
+        assert names - {"test_layer"} == steady | more, found.stdout[-2000:] + found.stderr
+        assert ("test_layer" in names) == bool(options)
 
 
 def test_the_stored_baseline_has_every_kind_of_kernel() -> None:

@@ -29,8 +29,10 @@ class GpuMemory:
 
 
 @pytest.fixture(scope="module")
-def images():
+def images(archs_left_out):
     """Every kernel of append_kv on gfx942."""
+    if "gfx942" in archs_left_out:
+        pytest.skip("no kernels for gfx942 are built here; run `python -m mla_suite build --arch gfx942`")
     try:
         entries = [e for (arch, _), e in manifest.installed().kernels.items() if arch == "gfx942"]
     except ObjectError as error:

@@ -205,6 +205,19 @@ def test_the_rule_only_picks_points_that_are_built(name):
         assert config.unaligned(record, head_dim_v).instance in wanted
 
 
+@pytest.mark.parametrize("name", ["gfx942", "gfx950", "sm_90"])
+def test_every_declared_combine_is_picked(name):
+    """By the rules, or by a row of the shipped table; a declared kernel that neither picks would never run."""
+    record, picked = archs.get(name), set()
+    rows_and_splits = itertools.product((1, 16, 40, 150, 1000, 20000), (1, 8, 40, 97))
+    for head_dim_v, (rows, splits) in itertools.product(config.HEAD_DIMS_V, list(rows_and_splits)):
+        picked |= {config.rule(record, head_dim_v, rows, splits).instance}
+        picked |= {config.invariant(record, head_dim_v, rows).instance, config.unaligned(record, head_dim_v).instance}
+    table = tuning.load(config.FORMAT, name, tuning.SHIPPED / "combine" / "tuned" / f"{name}.csv")
+    picked |= {config.config_of_row(record, row.values).instance for row in table}
+    assert {instance for instance in built_instances(name) if instance.startswith("combine_")} == picked
+
+
 def test_few_workgroups_merge_what_a_plan_split():
     """Where the arch has a kernel for it; a merge that may not depend on the batch stays what it is."""
     sm_90, most = archs.get("sm_90"), sm_90_combine.PLANNED_GROUPS * 132

@@ -20,3 +20,8 @@ def amd_objects(tmp_path_factory: pytest.TempPathFactory, amd_compiler: compiler
 def stub_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where libcuda.so.1, libamdhip64.so and a decoy copy of each were compiled."""
     return stub_drivers.compile_all(tmp_path_factory.mktemp("stub_drivers"))
+
+
+@pytest.fixture(autouse=True)
+def _no_kernels_to_emulate() -> None:
+    """Launches here go to drivers that record them, and need none of the package's kernels."""

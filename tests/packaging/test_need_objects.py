@@ -29,10 +29,12 @@ def commands(monkeypatch):
 @pytest.fixture
 def one_kernel(monkeypatch):
     """A tree that declares one kernel, whose objects are installed; returns its entry."""
-    installed = manifest.installed()
     item = need_objects.instances("gfx942")[0]
     monkeypatch.setattr(need_objects, "instances", lambda arch: (item,))
-    entry = installed.find("gfx942", item.id)
+    try:
+        entry = manifest.installed().find("gfx942", item.id)
+    except ObjectError as error:
+        pytest.skip(str(error))
     if entry.compiler != compilers.packaged().version:
         pytest.skip(f"the installed objects are of {entry.compiler}")
     return entry

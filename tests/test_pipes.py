@@ -1,0 +1,117 @@
+"""A command whose output is a pipe says by lines how far it is; one that Ctrl-C ends has saved what it measured."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from mla_suite import archs
+from mla_suite.archs.common import combine_config
+from mla_suite.bench import record
+from mla_suite.build import manifest
+from mla_suite.core import tuning
+
+COMMAND = """
+import runpy, signal
+from dataclasses import replace
+from mla_suite.archs.common import combine_search
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has none
+spaces = combine_search.SPACES
+combine_search.SPACES = {"native": replace(spaces["native"], build=lambda arch, progress: 0)}  # nothing is compiled
+runpy.run_module("mla_suite", run_name="__main__", alter_sys=True)
+"""
+
+
+@contextmanager
+def started(*words: str) -> Iterator[subprocess.Popen[str]]:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", COMMAND, *words]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, bufsize=1
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def line_with(words: str, stream: IO[str] | None) -> str:
+    assert stream is not None
+    read = []
+    for line in stream:
+        read.append(line)
+        if words in line:
+            return line
+    raise AssertionError(f"{words!r} is not in {''.join(read)}")
+
+
+def test_an_interrupted_bench_has_saved_what_it_measured(tmp_path: Path) -> None:
+    saved, table = tmp_path / "run.json", tmp_path / "table.csv"
+    options = ["--op", "combine", "--rounds", "1", "--passes", "100000", "--save", str(saved), "--csv", str(table)]
+    with started("bench", "--device", "cpu", "--no-emulator", *options) as process:
+        for _ in range(3):  # the shape that is measured, a line for each pass
+            line_with(" s  combine-b4-r16-s8-v512", process.stderr)
+        process.send_signal(signal.SIGINT)
+        printed, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"what was measured is above, and saved in {saved} and {table}" in said
+    assert "b4-r16-s8-v512" in printed
+    (result,) = record.load(saved).results
+    assert len(result.rounds) >= 2
+    assert table.read_text().startswith("batch,ctx,")
+
+
+def test_an_interrupted_search_by_bounds_has_stored_what_it_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not manifest.is_built("gfx942", combine_config.rule(archs.get("gfx942"), 512, 16, 8).instance):
+        pytest.skip("combine is not built for gfx942; run `python -m mla_suite build`")
+    monkeypatch.setenv("MLA_SUITE_TUNED_DIR", str(tmp_path))
+    options = ["--emulate", "gfx942", "--user", "--write", "--commit", "0123456", "--date", "2026-11-26"]
+    options += ["--shapes", "b64-", "b128-"]  # their lines are fewer than a buffer holds
+    with started("tune", *options) as process:
+        line_with(" clocks (", process.stdout)  # it comes while the search goes on
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        printed, said = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "tune: stopped before the end, at combine-" in said
+    path = tmp_path / "combine" / "gfx942.csv"
+    rows = tuning.load(combine_config.FORMAT, "gfx942", path)
+    assert 1 <= len(rows) < 8
+    assert f"{len(rows)} rows stored in {path}" in printed
+
+
+def test_a_build_says_how_far_it_is(tmp_path: Path) -> None:
+    words = ("build", "--arch", "gfx942", "--kernel", "append_kv", "--out", str(tmp_path))
+    with started(*words) as process:
+        printed, said = process.communicate(timeout=300)
+    if "no compiler" in said:
+        pytest.skip(said)
+    assert process.returncode == 0, said
+    lines = [line.split("  ")[-1] for line in said.splitlines() if "compiling" in line]
+    steps = lines[-1].split()[-1]
+    assert lines[0] == f"compiling 1 of {steps}"
+    assert lines[-1] == f"compiling {steps} of {steps}"
+    assert int(steps) > 1
+    assert f"{tmp_path}: 2 for gfx942" in printed
+
+
+def test_the_demo_says_first_what_it_runs_on() -> None:
+    with started("demo", "--tokens", "2", "--layers", "1") as process:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        assert process.poll() is None
+    assert first.startswith("device: ")
+    assert "it could use " in first
+    assert "--emulate gfx942 or gfx950" in first
