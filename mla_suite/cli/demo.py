@@ -163,7 +163,7 @@ def decode(tokens: int, layers: int, kv_format: str, seed: int, *, quiet: bool) 
         "decode": mla_suite.explain("decode", q, layer, lengths, table, softmax_scale=1.0, kv_format=kv_format),
         "append_kv": mla_suite.explain("append_kv", kv_c, k_pe, layer, step.slot_mapping, kv_format=kv_format),
     }
-    emulated = current_arch(torch.empty(0))
+    emulated = None if layer.is_cuda else current_arch(layer)
     full = 2 * config.num_heads * (config.qk_head_dim + config.v_head_dim)
     bound = MAX_DIFFERENCE.get(kv_format, MAX_BF16_DIFFERENCE) * largest
     return {
