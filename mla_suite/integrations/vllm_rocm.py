@@ -5,15 +5,14 @@
 
     model_code.rocm_sparse_attn_decode = vllm_rocm.rocm_sparse_attn_decode
 
-The signature is that of vLLM 0.32's `vllm.v1.attention.ops.rocm_aiter_mla_sparse`. Rows come back as attention leaves
-them: the caller turns them by the inverse rope, as it does after AITER's kernel.
+The signature is that of vLLM's `vllm.v1.attention.ops.rocm_aiter_mla_sparse`, 0.32's and 0.33's. Rows come back as
+attention leaves them: the caller turns them by the inverse rope, as it does after AITER's kernel.
 """
 
 from __future__ import annotations
 
 import torch
 
-import mla_suite
 from mla_suite.integrations import refuse
 
 NAME = "rocm_sparse_attn_decode"
@@ -48,7 +47,7 @@ def rocm_sparse_attn_decode(
 ) -> int:
     """Attend from each decode token to its window and, unless swa_only, to its selected compressed keys.
 
-    q            [tokens, heads, 512]; attn_sink fp32 [at least heads]; output [tokens, heads, 512], written
+    q            [tokens, heads, 512]; attn_sink fp32 [at least heads]; output of q's shape and dtype, written
     swa_k_cache  uint8 [pages, page, 584], the window's records; kv_cache the compressed ones, of another page size
     *_indices    int32 [tokens, topk] or [tokens, 1, topk] slots, *_lens int32 [tokens]: that many of them count; used
                  where the ragged pair, int32 [n] and [tokens + 1], is None
@@ -58,7 +57,7 @@ def rocm_sparse_attn_decode(
     Returns 0: that many leading rows are turned by the inverse rope, so the caller turns all of them.
     """
     if output is None or output_mxfp8 is not None:
-        refuse(NAME, "output_mxfp8 is given", "results are written in output's dtype: pass output, and None for it")
+        refuse(NAME, "output_mxfp8 is given", "results are written in q's dtype: pass output, and None for it")
     if (head_dim, nope_head_dim, rope_head_dim) != (HEAD_DIM, NOPE, ROPE):
         given = f"head_dim {head_dim} of nope {nope_head_dim} and rope {rope_head_dim}"
         refuse(NAME, given, f"records hold {NOPE} + {ROPE} values")
@@ -70,7 +69,7 @@ def rocm_sparse_attn_decode(
         caches.append(kv_cache)
         formats.append(OCP)
         selections.append(_selection("topk", topk_indices, topk_lens, topk_ragged_indices, topk_ragged_indptr))
-    out, _ = mla_suite.sparse_decode(
+    torch.ops.mla_suite.sparse_decode.out(
         q,
         caches,
         [indices for indices, _, _ in selections],
@@ -79,8 +78,9 @@ def rocm_sparse_attn_decode(
         None if attn_sink is None else attn_sink[: q.shape[1]].float(),
         kv_formats=formats,
         softmax_scale=scale,
+        out=output,
+        lse=q.new_empty(q.shape[:-1], dtype=torch.float32),
     )
-    output.copy_(out)
     return 0
 
 

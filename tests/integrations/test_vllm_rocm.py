@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_suite.integrations import vllm_rocm
 from mla_suite.kv_formats import cache as caches
@@ -79,9 +80,36 @@ def test_results_are_the_definitions(arguments, form, swa_only):
     assert not arguments["output"][3].any(), "a token without keys"
 
 
+class Called(TorchDispatchMode):
+    """Names of the operators that run under it."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("heads", [HEADS, 64], ids=["own heads", "padded heads"])
+def test_results_are_written_into_the_models_buffer(arguments, heads):
+    """vLLM passes the decode tokens of a buffer for all tokens, whose heads may be more than the rank's."""
+    vllm_rocm.rocm_sparse_attn_decode(**arguments)
+    expected = arguments["output"]
+    buffer = torch.full((TOKENS + 3, heads, 512), 7.0).bfloat16()
+    with Called() as called:
+        vllm_rocm.rocm_sparse_attn_decode(**(arguments | dict(output=buffer[:TOKENS, :HEADS])))
+    assert "mla_suite.sparse_decode.out" in called.names
+    assert not any("copy_" in name for name in called.names), "no result is written twice"
+    assert torch.equal(buffer[:TOKENS, :HEADS], expected)
+    assert (buffer[TOKENS:] == 7).all()
+    assert (buffer[:, HEADS:] == 7).all()
+
+
 def test_what_it_cannot_do_is_refused(arguments):
     call = vllm_rocm.rocm_sparse_attn_decode
-    with pytest.raises(ValueError, match="output_mxfp8 is given; results are written in output's dtype"):
+    with pytest.raises(ValueError, match="output_mxfp8 is given; results are written in q's dtype"):
         call(**arguments, output_mxfp8=(torch.empty(0), torch.empty(0)))
     with pytest.raises(ValueError, match="head_dim 576 of nope 512 and rope 64; records hold 448"):
         call(**(arguments | dict(head_dim=576, nope_head_dim=512)))
