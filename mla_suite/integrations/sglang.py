@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import mla_suite
-from mla_suite.integrations import FP8, KV_FORMATS, refuse
+from mla_suite.integrations import FP8, KV_FORMATS, capturing, refuse
 
 try:
     from sglang.srt.layers.attention.triton_backend import (  # type: ignore[import-not-found]  # optional
@@ -132,7 +132,7 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         if self.enable_deterministic:
             return False  # bits would depend on how much of a prompt was cached, or came in the last chunk
         lens = forward_batch.extend_seq_lens_cpu
-        if mode.name not in ("EXTEND", "MIXED") or lens is None or _capturing(forward_batch.seq_lens):
+        if mode.name not in ("EXTEND", "MIXED") or lens is None or capturing(forward_batch.seq_lens):
             return False
         lens = [int(length) for length in lens]
         # Tokens that pad a captured prefill belong to no sequence.
@@ -195,7 +195,7 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         self._lens = lens.int()
         width = self.req_to_token.shape[1]
         host_lens = getattr(forward_batch, "seq_lens_cpu", None)
-        if host_lens is not None and len(host_lens) and not _capturing(self._lens):
+        if host_lens is not None and len(host_lens) and not capturing(self._lens):
             # A captured table must serve every later length.
             width = min(width, int(torch.as_tensor(host_lens).max()) + drafts)
         pages = self.req_to_token[:, : max(width, 1) : self.page_size]
@@ -207,10 +207,6 @@ class MLASuiteAttnBackend(TritonAttnBackend):
             max_seqlen_kv=self._table.shape[1] * self.page_size if self._split_size else 0,
             split_size=self._split_size,
         )
-
-
-def _capturing(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def is_chain(drafts: Any) -> bool:

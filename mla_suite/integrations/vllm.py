@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 import mla_suite
-from mla_suite.integrations import FP8, KV_FORMATS, refuse
+from mla_suite.integrations import FP8, KV_FORMATS, capturing, refuse
 
 try:
     from vllm import envs  # type: ignore[import-not-found]  # optional
@@ -112,6 +112,7 @@ class MLASuiteDecodeMetadata(MLACommonDecodeMetadata):
     """
 
     split_size: int = 0  # keys of a split in batch-invariant mode
+    max_seqlen_kv: int = 0  # bound on the seq_lens of an eager step
     plan: torch.Tensor | None = None
     max_seqlen_q: int = 1
     cu_seqlens_q: torch.Tensor | None = None  # None where every sequence has max_seqlen_q query tokens
@@ -163,6 +164,7 @@ class MLASuiteMetadataBuilder(MLACommonMetadataBuilder):
             seq_lens=seq_lens_device,
             dcp_tot_seq_lens=dcp_tot_seq_lens_device,
             split_size=INVARIANT_SPLIT if envs.VLLM_BATCH_INVARIANT else 0,
+            max_seqlen_kv=max_seq_len,
             max_seqlen_q=q_len,
             cu_seqlens_q=None if uniform else query_start_loc_device,
             cp_interleave=self.cp_kv_cache_interleave_size,
@@ -183,6 +185,15 @@ def _query_lengths(query_start_loc: torch.Tensor, tokens: int, max_query_len: in
         return q_len, True
     starts = torch.arange(batch + 1, dtype=query_start_loc.dtype) * q_len
     return q_len, torch.equal(query_start_loc, starts.clamp(max=last))
+
+
+def _longest(decode: MLASuiteDecodeMetadata, page_size: int) -> int:
+    """Returns the length for which a batch-invariant plan has room, and with it decode's partial results.
+
+    The splits lie at the same keys whatever it is. A captured step serves every length that fits the table.
+    """
+    width = decode.block_table.shape[1] * page_size
+    return width if capturing(decode.seq_lens) else max(1, min(decode.max_seqlen_kv, width))
 
 
 class MLASuiteLayer(MLAAttentionImpl):
@@ -288,7 +299,7 @@ class MLASuiteImpl(MLASuiteLayer, MLACommonImpl):
                 decode.seq_lens,
                 num_heads=queries.shape[-2],
                 max_seqlen_q=decode.max_seqlen_q,
-                max_seqlen_kv=decode.block_table.shape[1] * cache.shape[1] if decode.split_size else 0,
+                max_seqlen_kv=_longest(decode, cache.shape[1]) if decode.split_size else 0,
                 split_size=decode.split_size,
             )
         out, lse = mla_suite.decode(

@@ -145,6 +145,28 @@ def test_vllm_step(vllm, page, q_len, in_two, invariant):
     torch.testing.assert_close(lse, want[1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_vllm_invariant_partials_follow_the_lengths(vllm, monkeypatch, q_len):
+    """A table as wide as the longest context costs no memory in an eager step, and no bits anywhere."""
+    vllm.stand_in_envs.VLLM_BATCH_INVARIANT = True
+    lengths, context = [2100, 9, 1025], 2**17
+    cache, table = paged(lengths, 64)
+    wide = torch.nn.functional.pad(table, (0, context // 64 - table.shape[1]))
+    config = SimpleNamespace(heads=HEADS, drafts=q_len - 1)
+    builder = vllm.MLASuiteBackend.get_builder_cls()(None, ["layer"], config, "cpu")
+    q, impl = torch.randn(3 * q_len, HEADS, WIDTH).bfloat16(), impl_of(vllm.MLASuiteBackend)
+    found = {}
+    for captured in (False, True):
+        monkeypatch.setattr(vllm, "capturing", lambda tensor, captured=captured: captured)
+        metadata = builder.build(torch.tensor(lengths, dtype=torch.int32), wide, q_len)
+        results = impl.forward_mqa(q, cache, metadata, SimpleNamespace(_k_scale=torch.tensor(1.0)))
+        found[captured] = *results, Plan.read(metadata.decode.plan).header[Word.WORK_TILE_CAPACITY]
+    assert found[False][2] == 3 * 3, "splits of 1024 keys that 2100 keys need"
+    assert found[True][2] == 3 * context // 1024, "a captured step serves every later length"
+    assert torch.equal(found[False][0], found[True][0])
+    assert torch.equal(found[False][1], found[True][1])
+
+
 @pytest.mark.parametrize("later", [{}, {"max_query_len": 5}], ids=["before 0.31", "since 0.31"])
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_vllm_query_lengths_that_vary(vllm, adaptive, later):
