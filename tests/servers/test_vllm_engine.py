@@ -151,9 +151,9 @@ def test_fp8_cache(checkpoint, calls, monkeypatch):
     def values(cache, index):
         return cache.view(torch.uint8)[index.long()].view(torch.float8_e4m3fn).float()
 
-    def checked_write(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale):
+    def checked_write(self, kv_c_normed, k_pe, kv_cache, slot_mapping, *others):
         nonlocal rows
-        write(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
+        write(self, kv_c_normed, k_pe, kv_cache, slot_mapping, *others)
         used = slot_mapping.flatten() >= 0
         stored = values(kv_cache.flatten(0, 1), slot_mapping.flatten()[used])
         given = torch.cat((kv_c_normed, k_pe.flatten(1)), dim=-1)[used]
