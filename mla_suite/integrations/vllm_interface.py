@@ -29,6 +29,7 @@ BUILD_DECODE = {
     *("block_table_tensor", "seq_lens_device", "max_seq_len", "query_start_loc_cpu", "query_start_loc_device"),
     *("num_decode_tokens", "dcp_tot_seq_lens_device"),
 }
+REORDER = ("reorder_batch_threshold", "supports_spec_as_decode", "supports_dcp_with_varlen")
 READ = ("scale", "kv_lora_rank", "kv_cache_dtype", "dcp_world_size", "dcp_rank")
 DECODE = {"block_table", "seq_lens", "dcp_tot_seq_lens"}
 SPARSE = {"block_table", "block_size", "req_id_per_token", "cp_kv_cache_interleave_size"}
@@ -62,4 +63,5 @@ def check_sparse_builder(interface: Interface, own: type, base: Any) -> None:
     name = base.__name__
     interface.has(name, base, ("_init_reorder_batch_threshold", "_build_req_id_per_token"))
     interface.takes(name, base.__init__, BUILDER)
+    interface.takes(f"{name}._init_reorder_batch_threshold", base._init_reorder_batch_threshold, REORDER)
     interface.implemented(name, own)

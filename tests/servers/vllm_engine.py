@@ -27,7 +27,7 @@ def engine(folder: Path, *, ours: bool, chunks: int = 0, **settings: Any):
     patches = contextlib.ExitStack()
     if ours:
         register_backend(AttentionBackendEnum.CPU_MLA, OURS)
-    if "kv_cache_dtype" in settings:
+    if ours and "kv_cache_dtype" in settings:
         # vLLM 0.33 refuses an fp8 cache with MLA on a CPU before it asks whose backend it is.
         patches.enter_context(
             mock.patch.object(CpuPlatform, "get_attn_backend_cls", classmethod(lambda *_, **__: OURS))
