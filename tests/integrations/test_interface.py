@@ -1,4 +1,4 @@
-"""What an integration asks of another project's interface, on interfaces of our own."""
+"""The questions that an integration asks of another project, answered by interfaces of our own."""
 
 import warnings
 from abc import ABC, abstractmethod
