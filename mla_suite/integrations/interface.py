@@ -41,9 +41,13 @@ class Interface:
 
         needed  a tuple where the order counts, as for what is given by position
         known   what it may take besides; None: anything
+
+        A wrapper with `*args, **kwargs` that does not name what it wraps, as a hook may be, is taken on trust.
         """
-        kinds = {name: found.kind for name, found in inspect.signature(function).parameters.items()}
-        found = [name for name, kind in kinds.items() if kind.name not in ("VAR_POSITIONAL", "VAR_KEYWORD")]
+        kinds = {name: found.kind.name for name, found in inspect.signature(function).parameters.items()}
+        if {"VAR_POSITIONAL", "VAR_KEYWORD"} <= set(kinds.values()):
+            return
+        found = [name for name, kind in kinds.items() if kind not in ("VAR_POSITIONAL", "VAR_KEYWORD")]
         if missing := [name for name in sorted(needed) if name not in found]:
             self.differs(what, f"takes no {', '.join(missing)}")
         if isinstance(needed, tuple) and (order := [name for name in found if name in needed]) != list(needed):

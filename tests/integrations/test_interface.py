@@ -13,8 +13,12 @@ def installed(version="1.4.2"):
     return interface.Interface("ours", "theirs", version, ("1.2", "1.4"), "leave it")
 
 
-def method(self, a, b, *rest, c=0, **options):
-    return a, b, rest, c, options
+def method(self, a, b, *, c=0, **options):
+    return a, b, c, options
+
+
+def hook(self, a, *args, **kwargs):
+    return method(self, a, *args, **kwargs)
 
 
 @dataclass
@@ -28,6 +32,7 @@ def test_what_fits_is_taken():
     installed().takes("it", method, {"c", "b"}, {"a"})
     installed().takes("it", method, {"a"})
     installed().takes("it", Record, {"a", "b"}, ())
+    installed().takes("it", hook, ("a", "b"), {"c"})
     installed().has("it", Record(0), ("a", "b"))
     installed().implemented("it", Record)
 
