@@ -7,6 +7,7 @@ indexer is not run here: its kernels are for GPUs.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 from types import SimpleNamespace
@@ -58,10 +59,13 @@ def decodes(monkeypatch):
 @pytest.fixture
 def prefills(monkeypatch):
     """The arguments of every call of SGLang's own kernel."""
-    seen = []
-    monkeypatch.setattr(
-        integration.DeepseekSparseAttnBackend, "_forward_flashmla_sparse", lambda self, **given: seen.append(given)
-    )
+    seen, base = [], integration.DeepseekSparseAttnBackend
+
+    @functools.wraps(base._forward_flashmla_sparse)
+    def noted(self, **given):
+        seen.append(given)
+
+    monkeypatch.setattr(base, "_forward_flashmla_sparse", noted)
     return seen
 
 
