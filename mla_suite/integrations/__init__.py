@@ -1,6 +1,6 @@
 """Other projects' models and interfaces on top of ours; each module imports its project, this one none.
 
-Here are facts and errors that several of them share: cache formats by dtype, and one-sentence errors.
+Here is what several of them share: cache formats by dtype, one-sentence errors, and whether a call is captured.
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ from mla_suite.errors import CallError, call_error
 WIDE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 FP8 = {torch.float8_e4m3fn: "fp8", torch.float8_e4m3fnuz: "fp8_fnuz"}
 KV_FORMATS = {**WIDE, **FP8}
+
+
+def capturing(tensor: torch.Tensor) -> bool:
+    """Returns whether calls over this tensor are being captured, so that they must serve every later length."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def refuse(name: str, given: str, possible: str, error: type[Exception] = ValueError) -> NoReturn:

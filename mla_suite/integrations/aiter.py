@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 import mla_suite
 from mla_suite.core import checks
 from mla_suite.errors import CallError
-from mla_suite.integrations import FP8, KV_FORMATS, absent, check_kinds, metadata_convert, restate
+from mla_suite.integrations import FP8, KV_FORMATS, absent, capturing, check_kinds, metadata_convert, restate
 from mla_suite.integrations import refuse as _refuse
 from mla_suite.integrations.aiter_reduce import mla_decode_reduce as mla_decode_reduce
 from mla_suite.integrations.aiter_reduce import mla_reduce_v1 as mla_reduce_v1
@@ -360,7 +360,7 @@ def _topk_of(name: str, work_info_set: torch.Tensor) -> int:
         guess, version = _topk_known.get(work_info_set, (DENSE, None))
         if version is not None and not inference and version == work_info_set._version:
             return guess
-        if not work_info_set.is_meta and not (work_info_set.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if not work_info_set.is_meta and not capturing(work_info_set):
             word = int(mark) if mark.numel() else 0
             topk = word - TOPK_MARK if word & ~MAX_TOPK == TOPK_MARK else DENSE
             if not inference:

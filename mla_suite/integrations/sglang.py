@@ -17,11 +17,18 @@ from typing import Any
 import torch
 
 import mla_suite
-from mla_suite.integrations import FP8, KV_FORMATS, refuse
+from mla_suite.integrations import FP8, KV_FORMATS, capturing, refuse
+from mla_suite.integrations.interface import Interface
 
 try:
+    from sglang import __version__  # type: ignore[import-not-found]  # optional
     from sglang.srt.layers.attention.triton_backend import (  # type: ignore[import-not-found]  # optional
         TritonAttnBackend,
+    )
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool  # type: ignore[import-not-found]  # optional
+    from sglang.srt.model_executor.forward_batch_info import (  # type: ignore[import-not-found]  # optional
+        ForwardBatch,
+        ForwardMode,
     )
 except ImportError as error:
     raise ImportError(
@@ -29,11 +36,19 @@ except ImportError as error:
         "sglang, or call mla_suite.decode from a backend of your own"
     ) from error
 try:
-    from sglang.srt.mem_cache.memory_pool import KVWriteLoc  # type: ignore[import-not-found]  # optional
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 except ImportError:  # versions before it give the pool the bare slots
     KVWriteLoc = None
 
 NAME = "MLASuiteAttnBackend"
+TESTED = ("0.5.20", "0.5.23")
+CALL = ("q", "k", "v", "layer", "forward_batch", "save_kv_cache")
+BATCH = {
+    *("forward_mode", "seq_lens", "seq_lens_cpu", "req_pool_indices", "out_cache_loc", "extend_seq_lens"),
+    *("extend_seq_lens_cpu", "spec_info"),
+}
+MODES = ("is_target_verify", "is_extend")
+READ = ("req_to_token", "token_to_kv_pool", "enable_deterministic", "split_tile_size")
 SHORT_EXTEND = 8  # new tokens per sequence that are decoded absorbed: a choice, not a measurement
 WIDE_PAGE = 64  # smaller pages make page tables so long that reading the lengths on the host is cheaper
 
@@ -73,9 +88,11 @@ class MLASuiteAttnBackend(TritonAttnBackend):
     """
 
     def __init__(self, model_runner: Any, *args: Any, **kwargs: Any) -> None:
+        interface = _check_interface()
         if not model_runner.use_mla_backend:
             refuse(NAME, "the model has no latent attention", "choose another attention backend")
         super().__init__(model_runner, *args, **kwargs)
+        interface.has("TritonAttnBackend", self, READ)
         if getattr(self, "dcp_size", 1) > 1:
             refuse(
                 NAME,
@@ -100,9 +117,9 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         self._cu_seqlens_q: torch.Tensor | None = None
         self._plan: torch.Tensor | None = None
 
-    def shared_read_ends(self, mode: Any) -> Any:
+    def shared_read_ends(self, fm: Any) -> Any:
         """The first layer reads the token table and the lengths, so they may change only after the replay."""
-        ends = super().shared_read_ends(mode)
+        ends = super().shared_read_ends(fm)
         return max(ends, type(ends).POST_REPLAY, key=lambda end: end.value)
 
     def forward_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -132,7 +149,7 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         if self.enable_deterministic:
             return False  # bits would depend on how much of a prompt was cached, or came in the last chunk
         lens = forward_batch.extend_seq_lens_cpu
-        if mode.name not in ("EXTEND", "MIXED") or lens is None or _capturing(forward_batch.seq_lens):
+        if mode.name not in ("EXTEND", "MIXED") or lens is None or capturing(forward_batch.seq_lens):
             return False
         lens = [int(length) for length in lens]
         # Tokens that pad a captured prefill belong to no sequence.
@@ -195,7 +212,7 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         self._lens = lens.int()
         width = self.req_to_token.shape[1]
         host_lens = getattr(forward_batch, "seq_lens_cpu", None)
-        if host_lens is not None and len(host_lens) and not _capturing(self._lens):
+        if host_lens is not None and len(host_lens) and not capturing(self._lens):
             # A captured table must serve every later length.
             width = min(width, int(torch.as_tensor(host_lens).max()) + drafts)
         pages = self.req_to_token[:, : max(width, 1) : self.page_size]
@@ -209,8 +226,20 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         )
 
 
-def _capturing(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+def _check_interface() -> Interface:
+    """The installed SGLang; TypeError where it is not one that the class above was made for. Cheap."""
+    interface = Interface(NAME, "SGLang", __version__, TESTED, "choose another attention backend")
+    base = TritonAttnBackend
+    interface.has("TritonAttnBackend", base, ("forward_decode", "forward_extend", "shared_read_ends"))
+    interface.takes("TritonAttnBackend", base.__init__, ("model_runner",))
+    interface.takes("TritonAttnBackend.forward_decode", base.forward_decode, CALL)
+    interface.takes("TritonAttnBackend.forward_extend", base.forward_extend, CALL)
+    interface.takes("TritonAttnBackend.shared_read_ends", base.shared_read_ends, ("fm",))
+    interface.takes("ForwardBatch", ForwardBatch, BATCH)
+    interface.has("ForwardMode", ForwardMode, MODES)
+    interface.has("MLATokenToKVPool", MLATokenToKVPool, ("get_key_buffer", "set_kv_buffer", "set_mla_kv_buffer"))
+    interface.warn_if_newer(stacklevel=3)
+    return interface
 
 
 def is_chain(drafts: Any) -> bool:

@@ -16,9 +16,11 @@ import torch
 
 import mla_suite
 from mla_suite.integrations import WIDE, refuse
-from mla_suite.integrations.sglang import is_chain
+from mla_suite.integrations.interface import Interface
+from mla_suite.integrations.sglang import CALL, TESTED, is_chain
 
 try:
+    from sglang import __version__  # type: ignore[import-not-found]  # optional
     from sglang.srt.layers.attention.dsa_backend import (  # type: ignore[import-not-found]  # optional
         DeepseekSparseAttnBackend,
     )
@@ -29,7 +31,10 @@ except ImportError as error:
     ) from error
 
 NAME = "MLASuiteSparseAttnBackend"
+READ = ("device", "token_to_kv_pool", "kv_lora_rank", "qk_rope_head_dim", "dsa_kv_cache_store_fp8", "dsa_decode_impl")
 ROUTE = "flashmla_sparse"  # the decode backend of SGLang whose calls reach `_forward_flashmla_sparse`
+KERNEL = {"q_all", "kv_cache", "v_head_dim", "page_table_1", "sm_scale"}
+KERNEL_OPTIONS = {"topk_length", "attn_sink"}
 OTHERWISE = "choose another --dsa-decode-backend"
 
 
@@ -41,7 +46,9 @@ class MLASuiteSparseAttnBackend(DeepseekSparseAttnBackend):
     """
 
     def __init__(self, model_runner: Any, *args: Any, **kwargs: Any) -> None:
+        interface = _check_interface()
         super().__init__(model_runner, *args, **kwargs)
+        interface.has("DeepseekSparseAttnBackend", self, READ)
         self._kv_format = _kv_format(self)
         self._decodes = False
         self.dsa_decode_impl = ROUTE
@@ -103,6 +110,19 @@ class MLASuiteSparseAttnBackend(DeepseekSparseAttnBackend):
             head_dim_v=v_head_dim,
         )
         return out
+
+
+def _check_interface() -> Interface:
+    """The installed SGLang; TypeError where it is not one that the class above was made for. Cheap."""
+    interface = Interface(NAME, "SGLang", __version__, TESTED, OTHERWISE)
+    name, base = "DeepseekSparseAttnBackend", DeepseekSparseAttnBackend
+    interface.has(name, base, ("forward_decode", "forward_extend", "_forward_flashmla_sparse"))
+    interface.takes(name, base.__init__, ("model_runner",))
+    interface.takes(f"{name}.forward_decode", base.forward_decode, CALL)
+    interface.takes(f"{name}.forward_extend", base.forward_extend, CALL)
+    interface.takes(f"{name}._forward_flashmla_sparse", base._forward_flashmla_sparse, KERNEL, KERNEL_OPTIONS)
+    interface.warn_if_newer(stacklevel=3)
+    return interface
 
 
 def _kv_format(backend: Any) -> str:

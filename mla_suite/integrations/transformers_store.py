@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from mla_suite.integrations import WIDE, refuse
+from mla_suite.integrations import WIDE, capturing, refuse
 from mla_suite.models.cache import Step, slots
 from mla_suite.models.config import LATENT, ROPE
 
@@ -213,7 +213,7 @@ class LatentStore:
 
     def _check_mask(self, mask: torch.Tensor, valid: torch.Tensor) -> None:
         """ValueError for a mask that shows or hides other columns than when their tokens came. Waits for the device."""
-        if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        if capturing(mask):
             return
         number = torch.arange(self.kept.shape[1], device=self.kept.device)
         differs = (at_columns(mask, number) != self.kept) & (number < self.seen)

@@ -12,12 +12,13 @@ backend asks for 64. Signatures of vLLM 0.25 to 0.33 are accepted; the offline e
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
 
 import mla_suite
-from mla_suite.integrations import FP8, KV_FORMATS, refuse
+from mla_suite.integrations import FP8, KV_FORMATS, capturing, refuse
 
 try:
     from vllm import envs  # type: ignore[import-not-found]  # optional
@@ -36,6 +37,8 @@ try:
         MLAAttentionImpl,
         MultipleOf,
     )
+
+    from mla_suite.integrations import vllm_interface
 except ImportError as error:
     raise ImportError(
         f"mla_suite.integrations.vllm needs vLLM with its V1 MLA backend interface of 2026 ({error}); install vllm, or "
@@ -96,6 +99,7 @@ class MLASuiteBackend(MLASuiteAnswers, MLACommonBackend):
 
     @staticmethod
     def get_impl_cls() -> type[MLASuiteImpl]:
+        _check_interface()
         return MLASuiteImpl
 
     @staticmethod
@@ -112,6 +116,7 @@ class MLASuiteDecodeMetadata(MLACommonDecodeMetadata):
     """
 
     split_size: int = 0  # keys of a split in batch-invariant mode
+    max_seqlen_kv: int = 0  # bound on the seq_lens of an eager step
     plan: torch.Tensor | None = None
     max_seqlen_q: int = 1
     cu_seqlens_q: torch.Tensor | None = None  # None where every sequence has max_seqlen_q query tokens
@@ -135,6 +140,9 @@ class MLASuiteMetadataBuilder(MLACommonMetadataBuilder):
         # With decode context parallelism vLLM prefills steps of several query tokens unless a builder takes them.
         super().__init__(
             kv_cache_spec, layer_names, vllm_config, device, MLACommonMetadata, supports_dcp_with_varlen=True
+        )
+        vllm_interface.installed(type(self).__name__).has(
+            "MLACommonMetadataBuilder", self, ("cp_kv_cache_interleave_size", "reorder_batch_threshold")
         )
         speculation = getattr(vllm_config, "speculative_config", None)
         self._adaptive = bool(getattr(speculation, "enable_adaptive_verification", False))
@@ -163,6 +171,7 @@ class MLASuiteMetadataBuilder(MLACommonMetadataBuilder):
             seq_lens=seq_lens_device,
             dcp_tot_seq_lens=dcp_tot_seq_lens_device,
             split_size=INVARIANT_SPLIT if envs.VLLM_BATCH_INVARIANT else 0,
+            max_seqlen_kv=max_seq_len,
             max_seqlen_q=q_len,
             cu_seqlens_q=None if uniform else query_start_loc_device,
             cp_interleave=self.cp_kv_cache_interleave_size,
@@ -183,6 +192,15 @@ def _query_lengths(query_start_loc: torch.Tensor, tokens: int, max_query_len: in
         return q_len, True
     starts = torch.arange(batch + 1, dtype=query_start_loc.dtype) * q_len
     return q_len, torch.equal(query_start_loc, starts.clamp(max=last))
+
+
+def _longest(decode: MLASuiteDecodeMetadata, page_size: int) -> int:
+    """Returns the length for which a batch-invariant plan has room, and with it decode's partial results.
+
+    The splits lie at the same keys whatever it is. A captured step serves every length that fits the table.
+    """
+    width = decode.block_table.shape[1] * page_size
+    return width if capturing(decode.seq_lens) else max(1, min(decode.max_seqlen_kv, width))
 
 
 class MLASuiteLayer(MLAAttentionImpl):
@@ -234,6 +252,7 @@ class MLASuiteLayer(MLAAttentionImpl):
             *rest,
             **mla_args,
         )
+        vllm_interface.installed(name).has("MLAAttentionImpl", self, vllm_interface.READ)
         # Queries stay in 16 bits beside an fp8 cache: quantising them costs a launch and accuracy.
         self.supports_quant_query_input = False
 
@@ -245,19 +264,18 @@ class MLASuiteLayer(MLAAttentionImpl):
         slot_mapping: torch.Tensor,
         kv_cache_dtype: str,
         k_scale: torch.Tensor,
-        *others: Any,
+        skip_scale: bool = False,
     ) -> None:
         """Write new latents. On a CPU, where vLLM has no kernel for it, `mla_suite.append_kv` does.
 
-        others  what newer releases pass on to their own method: `skip_scale` from 0.33 on
+        skip_scale  from vLLM 0.33 on: fp8 rows are stored undivided, since the layer's scale is 1; k_scale is not read
         """
         if not kv_cache.is_cpu:
-            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, *others)
-        elif any(others):
-            refuse("vLLM", f"do_kv_cache_update is called with {others}", "a CPU's cache is written with its scale")
+            given = (skip_scale,) if skip_scale else ()  # releases before 0.33 do not take it
+            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, *given)
         elif kv_cache.numel():
             cache, kv_format = self._as_stored(kv_cache)
-            descale = k_scale.reshape(1).float() if kv_format in FP8.values() else None
+            descale = k_scale.reshape(1).float() if kv_format in FP8.values() and not skip_scale else None
             mla_suite.append_kv(
                 kv_c_normed, k_pe.squeeze(1), cache, slot_mapping.flatten(), descale, kv_format=kv_format
             )
@@ -288,7 +306,7 @@ class MLASuiteImpl(MLASuiteLayer, MLACommonImpl):
                 decode.seq_lens,
                 num_heads=queries.shape[-2],
                 max_seqlen_q=decode.max_seqlen_q,
-                max_seqlen_kv=decode.block_table.shape[1] * cache.shape[1] if decode.split_size else 0,
+                max_seqlen_kv=_longest(decode, cache.shape[1]) if decode.split_size else 0,
                 split_size=decode.split_size,
             )
         out, lse = mla_suite.decode(
@@ -312,9 +330,18 @@ class MLASuiteImpl(MLASuiteLayer, MLACommonImpl):
         )
         return (out, lse) if packed else (out.flatten(0, 1), lse.flatten(0, 1))
 
-    _forward_decode = forward_mqa  # its name before 2026
-
     def _as_stored(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, str]:
         # vLLM allocates an fp8 cache as bytes.
         cache = kv_cache.view(current_platform.fp8_dtype()) if self.kv_cache_dtype.startswith("fp8") else kv_cache
         return cache, KV_FORMATS[cache.dtype]
+
+
+@cache
+def _check_interface() -> None:
+    """TypeError where this vLLM is not one that the classes above were made for; cheap, and once in a process."""
+    interface = vllm_interface.installed("MLASuiteBackend")
+    vllm_interface.check_layer(interface, MLASuiteImpl, MLACommonImpl)
+    vllm_interface.check_builder(interface, MLASuiteMetadataBuilder, MLACommonMetadataBuilder)
+    interface.takes("MLACommonDecodeMetadata", MLACommonDecodeMetadata, vllm_interface.DECODE, ())
+    interface.takes("MLACommonMetadata", MLACommonMetadata, {"num_decodes", "decode"})
+    interface.warn_if_newer(stacklevel=3)

@@ -10,6 +10,7 @@ vLLM's own builder makes the metadata. DeepSeek V4 selects its kernels in its mo
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +30,8 @@ try:
         AttentionBackend,
         AttentionCGSupport,
     )
+
+    from mla_suite.integrations import vllm_interface
 except ImportError as error:
     raise ImportError(
         f"mla_suite.integrations.vllm_sparse needs vLLM 0.32 or newer ({error}); install it, or call "
@@ -50,6 +53,7 @@ class MLASuiteSparseBackend(MLASuiteAnswers, AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[MLASuiteSparseImpl]:
+        _check_interface()
         return MLASuiteSparseImpl
 
     @staticmethod
@@ -155,3 +159,13 @@ def selected_slots(
     own = own & (columns < block_table.shape[1])
     pages = block_table[req_ids.long()[:, None], torch.where(own, columns, 0).long()]
     return torch.where(own, pages * page_size + local % page_size, -1).int()
+
+
+@cache
+def _check_interface() -> None:
+    """TypeError where this vLLM is not one that the classes above were made for; cheap, and once in a process."""
+    interface = vllm_interface.installed("MLASuiteSparseBackend")
+    vllm_interface.check_layer(interface, MLASuiteSparseImpl, SparseMLACommonImpl)
+    vllm_interface.check_sparse_builder(interface, MLASuiteSparseMetadataBuilder, SparseMLACommonMetadataBuilder)
+    interface.takes("SparseMLACommonMetadata", SparseMLACommonMetadata, vllm_interface.SPARSE)
+    interface.warn_if_newer(stacklevel=3)

@@ -20,6 +20,7 @@ class _Kept(threading.local):
 
 
 _kept = _Kept()
+BYTE_LIMIT = 8 * 2**30  # a tenth of an H100's memory; 63 splits of 512 sequences with 128 heads
 _GROWTH_BYTES = 1 << 20  # buffers grow in whole MiB, so that slowly rising lengths do not reallocate at every call
 
 
@@ -27,20 +28,24 @@ def take(device: torch.device, elements: int) -> torch.Tensor:
     """fp32 scratch of at least `elements`, uninitialised, valid until this thread's next `take` on device and stream.
 
     While the current stream is captured the memory is a plain allocation, which comes from the graph's own pool.
+    ValueError above BYTE_LIMIT, before anything is allocated.
     """
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
+            _check_size(elements)
             return torch.empty(elements, dtype=torch.float32, device=device)
         index = torch.cuda.current_device() if device.index is None else device.index
         key = index, torch._C._cuda_getCurrentRawStream(index)
         buffer = _kept.gpu.get(key)
         if buffer is None or buffer.numel() < elements:
+            _check_size(elements)
             # The old buffer goes back to torch's allocator, which hands it out again in this stream's order.
             buffer = _kept.gpu[key] = _grown_aside(device, elements)
         return buffer
     if device.type != "cpu":
         raise ValueError(f"scratch: device {device} is neither cpu nor cuda")
     if _kept.cpu is None or _kept.cpu.numel() < elements:
+        _check_size(elements)
         _kept.cpu = _grown(device, elements)
     return _kept.cpu
 
@@ -60,6 +65,14 @@ def release() -> None:
     """Returns this thread's buffers to torch's allocator."""
     _kept.gpu.clear()
     _kept.cpu = None
+
+
+def _check_size(elements: int) -> None:
+    if elements * 4 > BYTE_LIMIT:
+        raise ValueError(
+            f"scratch: partial results of this call would take {elements * 4} bytes; at most {BYTE_LIMIT}: call with "
+            "fewer sequences or query tokens, a smaller max_seqlen_kv or block_table, or fewer or larger splits"
+        )
 
 
 def _grown(device: torch.device, elements: int) -> torch.Tensor:

@@ -140,7 +140,8 @@ def decode(
 
     -> out [..., heads, head_dim_v] in q's dtype (bfloat16 for fp8), lse [..., heads] fp32 natural log.
 
-    A query token that sees no key gives out 0 and lse -inf, whatever the sink.
+    A query token that sees no key gives out 0 and lse -inf, whatever the sink. ValueError where partial results
+    would take more than 8 GiB on a GPU.
     `torch.ops.mla_suite.decode.out(..., out=, lse=)` writes into the caller's tensors. Its lse may have any strides, as
     a view of [batch, heads, q_len] has, and with plus_inf_lse=True a query token that sees no key gives lse +inf.
 

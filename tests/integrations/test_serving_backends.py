@@ -7,6 +7,7 @@ holds together and gives the right numbers; tests/servers runs the servers' own 
 
 import subprocess
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,8 +70,18 @@ def vllm(monkeypatch):
             )
             return self.metadata_cls(batch, tokens, decode)
 
+        def _build_decode(self, block_table_tensor, seq_lens_device, max_seq_len, query_start_loc_cpu,
+                          query_start_loc_device, num_decode_tokens, dcp_tot_seq_lens_device):  # fmt: skip
+            raise AssertionError("ours takes its place")
+
     class MLAAttentionImpl:
         """The base of dense and sparse layers."""
+
+        def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer):
+            raise AssertionError("ours takes its place")
+
+        def do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale):
+            raise AssertionError("it is for GPUs")
 
     class MLACommonImpl(MLAAttentionImpl):
         """Keeps its arguments; calls forward_mqa with the tokens of the decodes."""
@@ -88,7 +99,7 @@ def vllm(monkeypatch):
     support = SimpleNamespace(UNIFORM="uniform", SINGLE_ONLY="single", VARLEN="varlen")
     modules(
         monkeypatch,
-        vllm=dict(envs=envs),
+        vllm=dict(__version__="0.33.0", envs=envs),
         vllm__model_executor__layers__attention__mla_attention={
             **{cls.__name__: cls for cls in names},
             "QueryLenSupport": support,
@@ -143,6 +154,28 @@ def test_vllm_step(vllm, page, q_len, in_two, invariant):
     want = expected(q, cache, table, lengths, 0.05)
     torch.testing.assert_close(out.float(), want[0], rtol=2**-8, atol=2e-5)
     torch.testing.assert_close(lse, want[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_vllm_invariant_partials_follow_the_lengths(vllm, monkeypatch, q_len):
+    """A table as wide as the longest context costs no memory in an eager step, and no bits anywhere."""
+    vllm.stand_in_envs.VLLM_BATCH_INVARIANT = True
+    lengths, context = [2100, 9, 1025], 2**17
+    cache, table = paged(lengths, 64)
+    wide = torch.nn.functional.pad(table, (0, context // 64 - table.shape[1]))
+    config = SimpleNamespace(heads=HEADS, drafts=q_len - 1)
+    builder = vllm.MLASuiteBackend.get_builder_cls()(None, ["layer"], config, "cpu")
+    q, impl = torch.randn(3 * q_len, HEADS, WIDTH).bfloat16(), impl_of(vllm.MLASuiteBackend)
+    found = {}
+    for captured in (False, True):
+        monkeypatch.setattr(vllm, "capturing", lambda tensor, captured=captured: captured)
+        metadata = builder.build(torch.tensor(lengths, dtype=torch.int32), wide, q_len)
+        results = impl.forward_mqa(q, cache, metadata, SimpleNamespace(_k_scale=torch.tensor(1.0)))
+        found[captured] = *results, Plan.read(metadata.decode.plan).header[Word.WORK_TILE_CAPACITY]
+    assert found[False][2] == 3 * 3, "splits of 1024 keys that 2100 keys need"
+    assert found[True][2] == 3 * context // 1024, "a captured step serves every later length"
+    assert torch.equal(found[False][0], found[True][0])
+    assert torch.equal(found[False][1], found[True][1])
 
 
 @pytest.mark.parametrize("later", [{}, {"max_query_len": 5}], ids=["before 0.31", "since 0.31"])
@@ -244,6 +277,29 @@ def test_vllm_fp8_cache(vllm):
     torch.testing.assert_close(out.float(), want, rtol=2**-8, atol=2e-5)
 
 
+def test_vllm_writes_on_a_cpu(vllm):
+    """From 0.33 on vLLM says that a layer's scale is 1, where an fp8 row is stored undivided."""
+    impl, rows = impl_of(vllm.MLASuiteBackend, "fp8"), torch.randn(3, WIDTH)
+    for skip_scale, scale in (((), 0.25), ((False,), 0.25), ((True,), 1.0)):
+        cache = torch.zeros(1, 16, WIDTH, dtype=torch.uint8)
+        given = rows[:, :LATENT], rows[:, None, LATENT:], cache, torch.tensor([2, -1, 5]), "fp8", torch.tensor(0.25)
+        impl.do_kv_cache_update(*given, *skip_scale)
+        stored = cache[0].view(torch.float8_e4m3fn).float()
+        assert torch.equal(stored[[2, 5]], (rows[[0, 2]] / scale).to(torch.float8_e4m3fn).float())
+        assert not stored[[0, 1, 3, 4, *range(6, 16)]].any()
+
+
+def test_vllm_writes_on_a_gpu_are_its_own(vllm, monkeypatch):
+    """A release that knows no skip_scale is not given it."""
+    calls, impl = [], impl_of(vllm.MLASuiteBackend, "fp8")
+    monkeypatch.setattr(vllm.MLAAttentionImpl, "do_kv_cache_update", lambda self, *args: calls.append(args))
+    given = *(torch.empty(1, 1, device="meta") for _ in range(4)), "fp8", torch.ones(1)
+    for skip_scale in ((), (False,), (True,)):
+        impl.do_kv_cache_update(*given, *skip_scale)
+    assert [len(args) for args in calls] == [6, 6, 7]
+    assert calls[2][6] is True
+
+
 def test_vllm_layers_share_the_plan_of_their_step(vllm):
     """The first layer makes it; a step with other lengths has a plan of its own."""
     backend = vllm.MLASuiteBackend
@@ -283,6 +339,67 @@ def test_the_shipped_entry_point_registers_with_vllm(vllm, monkeypatch):
     entry_point("vllm.general_plugins")()
     module, _, name = registered["CUSTOM"].rpartition(".")
     assert getattr(fresh(monkeypatch, module), name).get_name() == "CUSTOM"
+
+
+def _renamed(self, kv_c_normed, k_pe, kv_cache, slots, kv_cache_dtype, k_scale):
+    raise AssertionError
+
+
+def _longer(self, q, kv_c_and_k_pe_cache, attn_metadata, layer, window):
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "changed", "how"),
+    [
+        (
+            "MLACommonImpl",
+            "do_kv_cache_update",
+            _renamed,
+            r"\.do_kv_cache_update of vLLM 0.33.0 takes no slot_mapping;",
+        ),
+        (
+            "MLACommonImpl",
+            "forward_mqa",
+            _longer,
+            r"\.forward_mqa of vLLM 0.33.0 takes window, whose meaning is not known",
+        ),
+        (
+            "MLACommonMetadataBuilder",
+            "_build_decode",
+            None,
+            r" of vLLM 0.33.0 has no _build_decode; install vLLM 0.25 to",
+        ),
+    ],
+)
+def test_a_vllm_with_another_interface_is_refused(vllm, monkeypatch, owner, name, changed, how):
+    """One that names an argument otherwise, one that passes another, one that asks for no decode metadata."""
+    with monkeypatch.context() as other:
+        if changed is None:
+            other.delattr(getattr(vllm, owner), name)
+        else:
+            other.setattr(getattr(vllm, owner), name, changed)
+        with pytest.raises(TypeError, match=f"^MLASuiteBackend: {owner}{how}"):
+            vllm.MLASuiteBackend.get_impl_cls()
+    assert vllm.MLASuiteBackend.get_impl_cls() is vllm.MLASuiteImpl
+
+
+def test_a_vllm_whose_layers_lack_an_attribute_is_refused(vllm, monkeypatch):
+    monkeypatch.delattr(vllm.MLACommonImpl, "dcp_rank")
+    with pytest.raises(
+        TypeError, match=r"^MLASuiteImpl: MLAAttentionImpl of vLLM 0.33.0 has no dcp_rank; install vLLM"
+    ):
+        impl_of(vllm.MLASuiteBackend)
+
+
+def test_a_newer_vllm_with_this_interface_works_with_one_warning(vllm, monkeypatch):
+    monkeypatch.setattr(vllm.vllm_interface, "__version__", "0.41.2")
+    with pytest.warns(UserWarning, match=r"MLASuiteBackend: vLLM 0\.41\.2 is newer than 0\.33"):
+        vllm.MLASuiteBackend.get_impl_cls()
+    vllm._check_interface.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        test_vllm_step(vllm, 64, 1, in_two=False, invariant=False)
 
 
 @pytest.mark.parametrize(("name", "needs"), [("vllm", "vLLM"), ("sglang", "SGLang")])

@@ -43,6 +43,16 @@ def test_other_devices_are_refused():
         scratch.take(torch.device("meta"), 1)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda", "captured"])
+def test_more_than_the_limit_is_refused_before_it_is_allocated(gpu, device):
+    """128 splits of 512 sequences with 128 heads: 128 * 512 * 128 * 513 fp32 values."""
+    gpu["capturing"] = device == "captured"
+    place = CPU if device == "cpu" else torch.device("cuda", 0)
+    with pytest.raises(ValueError, match="would take 17213423616 bytes; at most 8589934592: call with fewer"):
+        scratch.partials(place, 128, 512 * 128, 512)
+    assert not gpu["threads"], "nothing was allocated"
+
+
 @pytest.fixture
 def gpu(monkeypatch):
     """torch.cuda as scratch sees it, on the CPU: a settable stream and capture flag, and who allocated."""

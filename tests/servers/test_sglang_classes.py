@@ -22,7 +22,7 @@ from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
-from mla_suite.integrations import plugins
+from mla_suite.integrations import interface, plugins
 from mla_suite.integrations import sglang as integration
 
 HEADS, LATENT, WIDTH = theirs.HEADS, theirs.LATENT, theirs.WIDTH
@@ -226,6 +226,26 @@ def test_servers_that_are_refused(monkeypatch):
     translator = SimpleNamespace(reads_are_translated=True)
     with pytest.raises(ValueError, match="virtual page ids"):
         integration.MLASuiteAttnBackend(theirs.runner(64, torch.bfloat16, translator=translator))
+
+
+def test_an_sglang_that_names_an_argument_otherwise_is_refused(monkeypatch):
+    def renamed(self, q, k, v, layer, batch, save_kv_cache=True):
+        raise AssertionError
+
+    theirs.settings(monkeypatch)
+    monkeypatch.setattr(integration.TritonAttnBackend, "forward_extend", renamed)
+    with pytest.raises(
+        TypeError, match=r"forward_extend of SGLang 0.5.* takes no forward_batch; install SGLang 0.5.20 to"
+    ):
+        integration.MLASuiteAttnBackend(theirs.runner(64, torch.bfloat16))
+
+
+def test_a_newer_sglang_with_this_interface_works_with_one_warning(monkeypatch):
+    theirs.settings(monkeypatch)
+    monkeypatch.setattr(interface, "_warned", set())
+    monkeypatch.setattr(integration, "__version__", "0.6.0")
+    with pytest.warns(UserWarning, match=r"SGLang 0.6.0 is newer than 0.5.23, the newest that mla_suite was tested"):
+        integration.MLASuiteAttnBackend(theirs.runner(64, torch.bfloat16))
 
 
 def test_what_the_scheduler_is_told(monkeypatch):

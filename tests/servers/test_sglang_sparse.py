@@ -7,6 +7,7 @@ indexer is not run here: its kernels are for GPUs.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
-from mla_suite.integrations import plugins
+from mla_suite.integrations import interface, plugins
 from mla_suite.integrations import sglang_sparse as integration
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format
@@ -58,10 +59,13 @@ def decodes(monkeypatch):
 @pytest.fixture
 def prefills(monkeypatch):
     """The arguments of every call of SGLang's own kernel."""
-    seen = []
-    monkeypatch.setattr(
-        integration.DeepseekSparseAttnBackend, "_forward_flashmla_sparse", lambda self, **given: seen.append(given)
-    )
+    seen, base = [], integration.DeepseekSparseAttnBackend
+
+    @functools.wraps(base._forward_flashmla_sparse)
+    def noted(self, **given):
+        seen.append(given)
+
+    monkeypatch.setattr(base, "_forward_flashmla_sparse", noted)
     return seen
 
 
@@ -259,6 +263,28 @@ def test_servers_that_are_refused(monkeypatch, change, reason):
         if device == "xpu":  # this torch has no such device, on which SGLang's constructor makes a tensor
             monkeypatch.setattr(torch, "arange", lambda *args, **options: None)
         with pytest.raises(ValueError, match=f"MLASuiteSparseAttnBackend: {reason}"):
+            theirs.backend(runner)
+
+
+def test_an_sglang_that_names_an_argument_otherwise_is_refused(monkeypatch):
+    def renamed(self, q_all, kv_cache, v_head_dim, page_table, sm_scale):
+        raise AssertionError
+
+    monkeypatch.setattr(integration.DeepseekSparseAttnBackend, "_forward_flashmla_sparse", renamed)
+    with theirs.server(monkeypatch):
+        runner = theirs.runner(torch.bfloat16, topk=TOPK)
+        with pytest.raises(TypeError, match=r"_forward_flashmla_sparse of SGLang 0.5.* takes no page_table_1; install"):
+            theirs.backend(runner)
+
+
+def test_a_newer_sglang_with_this_interface_works_with_one_warning(monkeypatch):
+    monkeypatch.setattr(interface, "_warned", set())
+    monkeypatch.setattr(integration, "__version__", "0.6.0")
+    with theirs.server(monkeypatch):
+        runner = theirs.runner(torch.bfloat16, topk=TOPK)
+        with pytest.warns(
+            UserWarning, match=r"SGLang 0.6.0 is newer than 0.5.23, the newest that mla_suite was tested"
+        ):
             theirs.backend(runner)
 
 

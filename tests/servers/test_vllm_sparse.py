@@ -6,6 +6,7 @@ vLLM runs no sparse layer on a CPU, so its builder and its registry are called a
 from __future__ import annotations
 
 import json
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -15,11 +16,13 @@ pytest.importorskip("vllm", reason="this needs vLLM for CPUs: tox -e vllm")
 
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.v1.attention.backend import CommonAttentionMetadata, MLAAttentionImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-from mla_suite.integrations import plugins
+from mla_suite.integrations import interface, plugins, vllm_interface
+from mla_suite.integrations import vllm as dense
 from mla_suite.integrations import vllm_sparse as integration
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format
@@ -125,6 +128,17 @@ def exact(q, keys, block_table, owner, indices):
     return torch.stack(outs), torch.stack(lses)
 
 
+def write(impl, rows, cache, cache_dtype):
+    """Write rows from slot 0 on as vLLM's layer does, with the arguments of its release."""
+    layer = SimpleNamespace(
+        impl=impl, hisparse_cache=None, use_pcp=False, pcp_shard_decode_requests=False, _k_scale_float=1.0
+    )
+    slots = torch.arange(len(rows))
+    MLAAttention.update_kv_cache(
+        layer, rows[:, :512], rows[:, None, 512:], cache, slots, None, cache_dtype, torch.full((1,), torch.nan)
+    )
+
+
 STEPS = {"one token each": ([1, 1, 1], [30, 3, 17]), "drafts and a prompt": ([3, 1, 9], [30, 16, 9])}
 
 
@@ -141,9 +155,7 @@ def test_results_are_the_definitions(vllm_config, step, cache_dtype):
     kind = "v32" if cache_dtype == "fp8_ds_mla" else "fp32"
     cache = caches.empty(kv_format(kind), num_pages, PAGE)
     given = torch.randn(num_pages * PAGE, 576)
-    impl.do_kv_cache_update(
-        given[:, :512], given[:, None, 512:], cache, torch.arange(num_pages * PAGE), cache_dtype, torch.ones(1)
-    )
+    write(impl, given, cache, cache_dtype)
     keys = caches.unpack(kv_format(kind), cache).float()
     q = torch.randn(len(owner), HEADS, 576)
     out, lse = impl.forward_mqa(q.split([512, 64], dim=-1), cache, metadata, None)
@@ -229,6 +241,42 @@ def test_what_vllms_selector_is_told():
         (dict(head_size=512), "head_size not supported"),
     ):
         assert reason in backend.validate_configuration(**{**good, **change})
+
+
+BACKENDS = [(dense, dense.MLASuiteBackend), (integration, integration.MLASuiteSparseBackend)]
+
+
+@pytest.fixture(params=BACKENDS, ids=["dense", "sparse"])
+def unchecked(request):
+    """A backend as vLLM finds it in a process of its own: its interface has not been checked."""
+    module, backend = request.param
+    module._check_interface.cache_clear()
+    yield backend
+    module._check_interface.cache_clear()
+
+
+def test_this_vllm_is_one_that_the_backends_were_made_for(unchecked):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert issubclass(unchecked.get_impl_cls(), MLAAttentionImpl)
+
+
+def test_a_vllm_that_names_an_argument_otherwise_is_refused(unchecked, monkeypatch):
+    def renamed(self, kv_c_normed, k_pe, kv_cache, slots, kv_cache_dtype, k_scale):
+        raise AssertionError
+
+    monkeypatch.setattr(MLAAttentionImpl, "do_kv_cache_update", renamed)
+    with pytest.raises(
+        TypeError, match=r"do_kv_cache_update of vLLM .* takes no slot_mapping; install vLLM 0.25 to 0.33"
+    ):
+        unchecked.get_impl_cls()
+
+
+def test_a_newer_vllm_with_this_interface_works_with_one_warning(unchecked, monkeypatch):
+    monkeypatch.setattr(vllm_interface, "__version__", "1.0.0")
+    monkeypatch.setattr(interface, "_warned", set())
+    with pytest.warns(UserWarning, match="is newer than 0.33, the newest that mla_suite was tested with"):
+        unchecked.get_impl_cls()
 
 
 def test_options_that_it_has_not_are_refused(vllm_config, monkeypatch):

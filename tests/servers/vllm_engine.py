@@ -24,8 +24,14 @@ COMPILATION = {"custom_ops": ["all", "-rotary_embedding"]}
 @contextlib.contextmanager
 def engine(folder: Path, *, ours: bool, chunks: int = 0, **settings: Any):
     """An engine on the checkpoint. chunks > 0: prefix caching, and prompts computed `chunks` tokens at a time."""
+    patches = contextlib.ExitStack()
     if ours:
         register_backend(AttentionBackendEnum.CPU_MLA, OURS)
+    if ours and "kv_cache_dtype" in settings:
+        # vLLM 0.33 refuses an fp8 cache with MLA on a CPU before it asks whose backend it is.
+        patches.enter_context(
+            mock.patch.object(CpuPlatform, "get_attn_backend_cls", classmethod(lambda *_, **__: OURS))
+        )
     selector._cached_get_attn_backend.cache_clear()
     check = CpuPlatform.check_and_update_config
 
@@ -36,10 +42,11 @@ def engine(folder: Path, *, ours: bool, chunks: int = 0, **settings: Any):
         config.scheduler_config.max_num_batched_tokens = chunks
         config.cache_config.enable_prefix_caching = True
 
-    patched = mock.patch.object(CpuPlatform, "check_and_update_config", staticmethod(with_chunks))
+    if chunks:
+        patches.enter_context(mock.patch.object(CpuPlatform, "check_and_update_config", staticmethod(with_chunks)))
     llm = None
     try:
-        with patched if chunks else contextlib.nullcontext():
+        with patches:
             llm = LLM(
                 str(folder),
                 skip_tokenizer_init=True,
