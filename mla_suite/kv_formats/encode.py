@@ -75,9 +75,7 @@ def _encode_e2m1(values: torch.Tensor) -> torch.Tensor:
 def tile_scales(values: torch.Tensor, rule: ScaleRule) -> torch.Tensor:
     """fp32 scales `[..., n / tile]` of `values` `[..., n]`; NaN for a tile that holds NaN or inf."""
     amax = values.unflatten(-1, (-1, rule.tile)).abs().amax(dim=-1)
-    divisor = amax.new_tensor(
-        rule.divisor
-    )  # on a GPU torch multiplies by the reciprocal of a number, which rounds twice
+    divisor = amax.new_full((), rule.divisor)  # torch multiplies by the reciprocal of a number on a GPU
     scales = (amax / divisor).clamp(min=rule.smallest)
     if rule.power_of_two:
         scales = _power_of_two_at_least(scales)
