@@ -1,8 +1,8 @@
 """Check AMD machine code for wait states that the ISA leaves to the program.
 
-  python -m mla_suite hazards                                            every AMD object that was built
-  python -m mla_suite hazards --kernel decode_fp8                        those whose id contains this
-  python -m mla_suite hazards --arch gfx950 --disassembly kernel.s ...   any assembly, or a listing of a disassembler
+  python tools/check_hazards.py                                            every AMD object that was built
+  python tools/check_hazards.py --kernel decode_fp8                        those whose id contains this
+  python tools/check_hazards.py --arch gfx950 --disassembly kernel.s ...   any assembly, or a listing of a disassembler
 
 A listing is what `llvm-objdump -d` writes: an instruction per line, its address and code behind `//`. The last line
 says how many texts were checked and how many findings there are; the exit status is 1 if there are any. Each finding
@@ -10,50 +10,59 @@ names both instructions, the wait states found and required, and the section of 
 """
 
 import argparse
+import os
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from mla_suite.build import ObjectError, hazards
-from mla_suite.build.manifest import installed, read
-from mla_suite.errors import UsageError
+from hazards.check import sentences
+from hazards.table import ARCHS
+
+Text = tuple[str, str, str]
+"""Where it is from, the text, and its arch."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--arch", help="only this arch; the arch of the files given with --disassembly")
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", choices=ARCHS, help="only this arch; the arch of the files given with --disassembly")
     parser.add_argument("--kernel", help="only instances whose id contains this")
     parser.add_argument("--objects", type=Path, help="object folder; default: the one that is used")
     parser.add_argument("--disassembly", type=Path, nargs="+", metavar="FILE", help="texts to check instead of objects")
+    arguments = parser.parse_args(argv)
+    if arguments.disassembly and (arguments.kernel or arguments.objects):
+        parser.error("--disassembly names the texts themselves: leave --kernel and --objects out")
+    if arguments.disassembly and arguments.arch is None:
+        parser.error("--disassembly needs --arch, gfx942 or gfx950: the texts do not say for which they are")
+    try:
+        texts = _named(arguments.arch, arguments.disassembly) if arguments.disassembly else _built(arguments)
+    except (OSError, UnicodeDecodeError) as error:
+        parser.error(f"a text cannot be read: {error}")
+    except RuntimeError as error:
+        parser.error(str(error))
+    if not texts:
+        parser.error("no AMD kernel of that arch and name was built")
+    with ProcessPoolExecutor(min(len(texts), os.cpu_count() or 1)) as pool:
+        found = [sentence for each in pool.map(sentences, *zip(*texts, strict=True)) for sentence in each]
+    print(*found, f"{len(texts)} texts checked, {len(found)} findings", sep="\n")
+    return 1 if found else 0
 
 
-def run(arguments: argparse.Namespace) -> int:
-    if arguments.disassembly:
-        if arguments.kernel or arguments.objects:
-            raise UsageError("--disassembly names the texts themselves: leave --kernel and --objects out")
-        if arguments.arch is None:
-            raise UsageError("--disassembly needs --arch, gfx942 or gfx950: the texts do not say for which they are")
-        texts = []
-        for path in arguments.disassembly:
-            try:
-                texts.append((str(path), arguments.arch, path.read_text(encoding="utf-8")))
-            except (OSError, UnicodeDecodeError) as error:
-                raise UsageError(f"{path} cannot be read: {error}") from error
-    else:
-        try:
-            manifest = read(arguments.objects) if arguments.objects else installed()
-            texts = [
-                (f"{arch} {name}", arch, entry.read_text())
-                for (arch, name), entry in sorted(manifest.kernels.items())
-                if entry.text and arguments.arch in (None, arch) and (arguments.kernel or "") in name
-            ]
-        except ObjectError as error:
-            print(error, file=sys.stderr)
-            return 1
-        if not texts:
-            raise UsageError(f"{manifest.root} holds no AMD kernel of that arch and name")
-    count = 0
-    for where, arch, text in texts:
-        for sentence in hazards.sentences(where, text, arch):
-            print(sentence)
-            count += 1
-    print(f"{len(texts)} texts checked, {count} findings")
-    return 1 if count else 0
+def _named(arch: str, files: Sequence[Path]) -> list[Text]:
+    return [(str(path), path.read_text(encoding="utf-8"), arch) for path in files]
+
+
+def _built(arguments: argparse.Namespace) -> list[Text]:
+    """The texts of built objects; ObjectError, a RuntimeError, where they may not be used."""
+    from mla_suite.build.manifest import installed, read  # a build that runs this program has not installed it yet
+
+    manifest = read(arguments.objects) if arguments.objects else installed()
+    return [
+        (f"{arch} {name}", entry.read_text(), arch)
+        for (arch, name), entry in sorted(manifest.kernels.items())
+        if entry.text and arguments.arch in (None, arch) and (arguments.kernel or "") in name
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

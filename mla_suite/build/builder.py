@@ -1,4 +1,4 @@
-"""The build: declared instances -> ninja -> objects checked (budgets, hazards) -> object folder with a manifest."""
+"""The build: declared instances -> ninja -> objects checked (budgets, wait states) -> object folder with a manifest."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from mla_suite.build import (
     budget,
     compilers,
     emulator_library,
-    hazards,
     locations,
     manifest,
     ninja_plan,
     params,
     report,
+    wait_states,
 )
 from mla_suite.build.instances import Instance, instances
 from mla_suite.build.locations import BuildError, ObjectError
@@ -148,7 +148,7 @@ class _Site(NamedTuple):
 def _compiled(
     wanted: Sequence[Instance], site: _Site, jobs: int | None, progress: Callable[[int, int], None] | None
 ) -> list[tuple[KernelEntry, list[str]]]:
-    """Runs ninja; the manifest entry of each instance, with a sentence for each budget it breaks and each hazard."""
+    """Runs ninja; the manifest entry of each instance, with a sentence for each budget it breaks."""
     csrc, _, work, amd, nvidia = site
     ninja_plan.write_plan(work, csrc, wanted, amd, nvidia)
     for item in wanted:
@@ -162,6 +162,9 @@ def _compiled(
             ninja_plan.note_inputs(work, csrc, wanted, compiled)
         if said:
             print(said, file=sys.stderr)
+    if amd is not None and not amd.pinned:
+        for arch in sorted({item.arch.name for item in wanted if item.arch.vendor == "amd"}):
+            wait_states.check(arch, [work / arch / f"{item.id}.s" for item in wanted if item.arch.name == arch])
     made = [_entry(item, site) for item in wanted]
     _need_unchanged(csrc, compiled, [entry for entry, _ in made])
     return made
@@ -191,7 +194,7 @@ def _written(out: Path) -> Iterator[None]:
 
 
 def _entry(item: Instance, site: _Site) -> tuple[KernelEntry, list[str]]:
-    """The manifest entry of one built instance, and a sentence for each budget it breaks and each hazard in it."""
+    """The manifest entry of one built instance, and a sentence for each budget it breaks."""
     csrc, out, work, amd, nvidia = site
     stem = work / item.arch.name / item.id
     is_amd = item.arch.vendor == "amd"
@@ -206,9 +209,6 @@ def _entry(item: Instance, site: _Site) -> tuple[KernelEntry, list[str]]:
     mirror = params.load(item.params, csrc)
     debug = nvidia is not None and nvidia.debug and not is_amd
     broken = [] if debug else budget.broken(item, cost)
-    if is_amd:
-        where = f"{item.arch.name} {item.id}"
-        broken += hazards.sentences_once(where, text.decode(), item.arch.name, stem.with_name(item.id + ".hazards"))
     if cost.params != mirror.size:
         broken.append(f"{item.arch.name} {item.id}: takes {cost.params} bytes, but {mirror.name} has {mirror.size}")
     if cost.threads == 0:

@@ -28,7 +28,6 @@ COMMANDS = {
     "demo": "decode a small DeepSeek-style model through torch.compile and compare it with the eager reference",
     "build": "compile the kernels for AMD and NVIDIA GPUs; needs no GPU",
     "kernels": "show what was built: registers, LDS, spills, occupancy, instruction counts",
-    "hazards": "check AMD machine code for missing wait states: what was built, or any disassembly",
     "formats": "print the byte map of every KV cache format",
     "bench": "measure the operators on named shapes, compare runs, write a page of plots",
     "emulate": "run an operator on an emulated AMD GPU: numbers, sanitizer findings, counters and bounds",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import re
 
+import check_hazards
 import pytest
+from hazards import check as hazards
+from hazards.effects import instructions, operation
+from hazards.table import ARCHS, RULES
 
-from mla_suite.build import BuildError, build, hazards
-from mla_suite.build.effects import instructions, operation
-from mla_suite.build.hazard_table import ARCHS, RULES
 from mla_suite.build.manifest import installed, is_built
 from mla_suite.emulator.program import decode
 
@@ -361,26 +362,6 @@ def test_products_of_other_passes_in_a_shipped_kernel(arch, name):
         assert any("C of an unlike one" in item.rule.what for item in found), f"line {line} of {name}"
 
 
-def test_a_build_fails_with_the_sentence(csrc, tmp_path):
-    close = "v_mov_b32 v8, 0\\n v_mfma_f32_4x4x4_16b_f16 v[0:3], v[8:9], v[10:11], 0"
-    kernel = csrc / "gfx942" / "scale.hip"
-    before = "  for (int64_t base"
-    kernel.write_text(kernel.read_text().replace(before, f'  asm volatile("{close}" ::: "v0", "v8");\n{before}'))
-    with pytest.raises(BuildError, match=r"0 wait states behind line \d+: `v_mov_b32 v8, 0`, 2 are required for v8"):
-        build(["gfx942"], csrc=csrc, out=tmp_path / "out", emulator=False)
-    assert not (tmp_path / "out" / "manifest.json").exists()
-
-
-def test_a_clean_text_is_checked_once(tmp_path, monkeypatch):
-    note = tmp_path / "kernel.hazards"
-    clean, wrong = between(MFMA4, MFMA4, 0), between(MFMA4, "v_mov_b32_e32 v50, v0", 0)
-    assert hazards.sentences_once("kernel", clean, "gfx950", note) == []
-    assert len(hazards.sentences_once("kernel", wrong, "gfx950", note)) == 1
-    assert len(hazards.sentences_once("kernel", wrong, "gfx950", note)) == 1
-    monkeypatch.setattr(hazards, "check", lambda text, arch: pytest.fail("checked again"))
-    assert hazards.sentences_once("kernel", clean, "gfx950", note) == []
-
-
 @pytest.mark.parametrize(("arch", "name"), SHIPPED)
 def test_passes_are_those_of_the_emulator(arch, name):
     text = shipped(arch, name)
@@ -388,3 +369,32 @@ def test_passes_are_those_of_the_emulator(arch, name):
     counted = {line.number: passes for line, passes in zip(program.lines, program.passes, strict=True)}
     ours = {item.line: item.operation.passes for item in instructions(text.splitlines())}
     assert {line: passes for line, passes in ours.items() if passes} == {line: n for line, n in counted.items() if n}
+
+
+def test_the_program_reads_a_listing(tmp_path, capsys):
+    text = tmp_path / "kernel.s"
+    text.write_text(between(MFMA4, "v_mov_b32_e32 v50, v0", 3))
+    assert check_hazards.main(["--arch", "gfx942", "--disassembly", str(text)]) == 1
+    assert re.fullmatch(rf"{text}: line 3: .*\n1 texts checked, 1 findings\n", capsys.readouterr().out)
+    text.write_text(between(MFMA4, "v_mov_b32_e32 v50, v0", 8))
+    assert check_hazards.main(["--arch", "gfx942", "--disassembly", str(text), str(text)]) == 0
+    assert capsys.readouterr().out == "2 texts checked, 0 findings\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--disassembly x.s", "--disassembly needs --arch, gfx942 or gfx950: the texts do not say for which they are"),
+        (
+            "--disassembly x.s --kernel plan",
+            "names the texts themselves: leave --kernel and --objects out",
+        ),
+        ("--arch gfx942 --disassembly nowhere.s", "a text cannot be read: .*'nowhere.s'"),
+        ("--objects nowhere", "no manifest|nowhere"),
+        ("--kernel no_such_kernel", "no AMD kernel of that arch and name was built"),
+    ],
+)
+def test_what_the_program_cannot_check(arguments, sentence, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        check_hazards.main(arguments.split())
+    assert re.search(sentence, capsys.readouterr().err)

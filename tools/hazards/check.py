@@ -9,13 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
-from mla_suite.build import effects, hazard_table
-from mla_suite.build.effects import Effect, Instruction, Operation, UnknownFlow, instructions
-from mla_suite.build.hazard_table import ARCHS, BY_CLASSES, LONGEST, Rule
-from mla_suite.build.locations import sha256
+from hazards.effects import Effect, Instruction, Operation, UnknownFlow, instructions
+from hazards.table import ARCHS, BY_CLASSES, LONGEST, Rule
 
 
 @dataclass(frozen=True)
@@ -197,21 +193,3 @@ def sentences(where: str, text: str, arch: str) -> list[str]:
         return [f"{where}: {finding}" for finding in check(text, arch)]
     except UnknownFlow as error:
         return [f"{where}: {error}, so its hazards cannot be checked"]
-
-
-def sentences_once(where: str, text: str, arch: str, note: Path) -> list[str]:
-    """The same, but a text without findings is not checked again: the file `note` keeps its hash and the checker's."""
-    key = f"{sha256(text.encode())} {_checker()}"
-    if note.is_file() and note.read_text(encoding="utf-8") == key:
-        return []
-    found = sentences(where, text, arch)
-    if not found:
-        note.write_text(key, encoding="utf-8")
-    return found
-
-
-@cache
-def _checker() -> str:
-    """sha256 over the sources of the checker and its table."""
-    sources = (Path(name) for name in (effects.__file__, hazard_table.__file__, __file__))
-    return sha256(b"".join(path.read_bytes() for path in sources))

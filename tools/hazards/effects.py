@@ -2,7 +2,7 @@
 
 Understood are the assembly that clang writes and the listings of LLVM's disassembler (`llvm-objdump -d`). Registers are
 triples (file, first, last) of 32-bit registers; VCC, M0 and EXEC are scalar registers by their operand numbers. What an
-instruction does to a register is named by the classes of `hazard_table.py`.
+instruction does to a register is named by the classes of `table.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mla_suite.build.hazard_table import passes_of
+from hazards.table import passes_of
 
 Register = tuple[str, int, int]
 
@@ -48,7 +48,7 @@ _PARTIAL = re.compile(r"v_cvt_(scalef32_)?(sr_)?(pk_)?(fp8|bf8|fp4)_")
 
 @dataclass(frozen=True)
 class Effect:
-    """One thing that an instruction did to a register, or does with it: see the classes of `hazard_table.py`."""
+    """One thing that an instruction did to a register, or does with it: see the classes of `table.py`."""
 
     kind: str
     register: Register

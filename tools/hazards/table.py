@@ -165,4 +165,4 @@ def passes_of(opcode: str, cbsz: int = 0, blgp: int = 0) -> int:
     for pattern, passes in _SHAPE_PASSES:
         if re.fullmatch(pattern, shape):
             return passes
-    raise ValueError(f"{opcode}: the passes of this matrix instruction are not declared in hazard_table.py")
+    raise ValueError(f"{opcode}: the passes of this matrix instruction are not declared in tools/hazards/table.py")
