@@ -1,6 +1,6 @@
 """The first run on a machine with an AMD GPU; any other machine gets a sentence and exit status 77.
 
-usage: python tests/packaging/amd_gpu.py gfx942|gfx950
+usage: python tools/amd_gpu.py gfx942|gfx950
 
 Each step prints its command and what to expect of it; all run, and the last lines say which failed. torch must be a
 ROCm build: the one of this Python, or the requirement that MLA_SUITE_TORCH names (torch==2.9.1+rocm6.4, with

@@ -1,6 +1,6 @@
 """Check the installed wheel, from a directory without the sources: its objects, its size, and that an operator runs.
 
-usage: python tests/packaging/check_wheel.py
+usage: python tools/check_wheel.py
 """
 
 import json

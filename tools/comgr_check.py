@@ -1,6 +1,6 @@
 """AMD's code-object manager (comgr) reads every code object that this tree ships: run under a user space's loader.
 
-usage: python tests/packaging/comgr_check.py LIBRARY ARCH[,ARCH...]
+usage: python tools/comgr_check.py LIBRARY ARCH[,ARCH...]
 
 Per object: comgr accepts it, names the manifest's arch, its metadata are the manifest's numbers, and the kernel's whole
 text is disassembled into the very mnemonics that the build's assembly has. Objects with a broken byte must be refused.
@@ -16,11 +16,12 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 
+from virtual_hip.code_objects import Image
+
 from mla_suite.build import ObjectError, manifest
 from mla_suite.build.instances import instances
 from mla_suite.build.manifest import KernelEntry
 from mla_suite.emulator import assembly
-from mla_suite.emulator.code_objects import Image
 
 EXECUTABLE = 8  # amd_comgr_data_kind_t
 Handle = c.c_uint64

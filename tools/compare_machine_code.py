@@ -1,6 +1,6 @@
 """Compares the machine code of two folders of built kernels, to distinguish a change of words from one of code.
 
-    python tests/packaging/compare_machine_code.py OLD_OBJECTS NEW_OBJECTS [--arch sm_90] [--renamed OLD=NEW ...]
+    python tools/compare_machine_code.py OLD_OBJECTS NEW_OBJECTS [--arch sm_90] [--renamed OLD=NEW ...]
 
 OLD_OBJECTS and NEW_OBJECTS are folders that `python -m mla_suite build` filled (`<arch>/<instance>.{cubin,hsaco}`).
 Each object is an ELF file. Its code sections, constant banks and kernel descriptors are compared byte for byte; names,

@@ -1,6 +1,6 @@
 """Compile every AMD kernel with Debian's clang of one LLVM, fetched and unpacked; nothing is installed.
 
-usage: python tests/packaging/compile_in_space.py clang21|clang22 FOLDER [--record]
+usage: python tools/compile_in_space.py clang21|clang22 FOLDER [--record]
 
 A warning is as bad as a broken budget. clang21 is the LLVM of Debian's hipcc, which is what the build is given: it asks
 that one's hipconfig for the clang. clang22 is the LLVM of the ziglang wheel, so every kernel must have the wheel's
@@ -18,10 +18,11 @@ import compile_strictly
 import debian_space
 import need_objects
 import rocm_matrix
+from virtual_hip import user_space
 
 from mla_suite.build import manifest
 from mla_suite.build.manifest import KernelEntry
-from mla_suite.emulator import assembly, user_space
+from mla_suite.emulator import assembly
 
 ARCHS = "gfx942,gfx950"
 

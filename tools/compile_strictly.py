@@ -1,6 +1,6 @@
 """Compile kernels with the compiler of this environment; a warning is as bad as a broken budget.
 
-usage: python tests/packaging/compile_strictly.py ARCH[,ARCH] OBJECT_FOLDER [COMPILER]
+usage: python tools/compile_strictly.py ARCH[,ARCH] OBJECT_FOLDER [COMPILER]
 
 COMPILER is the path of a clang to use instead of the ziglang wheel's; the exit status is 77 where it is not installed.
 """

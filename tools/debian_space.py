@@ -1,6 +1,6 @@
 """Fetch Debian packages of another suite and unpack them into a folder; nothing is installed.
 
-usage: python tests/packaging/debian_space.py NAME     prints the folder of that user space, fetched if it is not there
+usage: python tools/debian_space.py NAME     prints the folder of that user space, fetched if it is not there
 
 The mirror is the one that this machine's own apt is configured with, asked for another suite; apt verifies signatures
 as ever. A user space is kept in `$MLA_SUITE_SPACES`, else in this user's cache, by a name that its declaration gives.

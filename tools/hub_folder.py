@@ -1,6 +1,6 @@
 """Build a kernels-hub folder and decode from it: `tox -e hub`.
 
-usage: python tests/packaging/hub_folder.py FOLDER
+usage: python tools/hub_folder.py FOLDER
 
 FOLDER/build/torch-universal becomes the variant that serves every version of torch: the Python package, code objects of
 all archs that were built, a loader, and metadata.json with the digest of every file. `kernels.get_local_kernel` then
@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 VARIANT = "torch-universal"
 SOURCES = ("*.py", "*.csv", "*.toml", "*.hip", "*.cu", "*.hpp", "*.cpp")
 

@@ -1,6 +1,6 @@
 """Build the objects of a checkout unless the ones it has are those that a build would make.
 
-usage: python tests/packaging/need_objects.py ARCH[,ARCH]
+usage: python tools/need_objects.py ARCH[,ARCH]
 
 `python -m mla_suite build` takes the compilers of another environment for others and compiles everything again.
 Here a compiler's version counts and not its path, so several tox environments share one build: the one of an editable

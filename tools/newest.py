@@ -2,7 +2,7 @@
 
 `tox run -e newest` runs it before the tests of integrations, so that a failure there stands beside its likely cause:
 
-    python tests/packaging/newest.py constraints.txt
+    python tools/newest.py constraints.txt
 """
 
 import sys

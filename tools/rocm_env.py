@@ -1,6 +1,6 @@
 """Install the torch build of one ROCm version and this package, or say in a sentence why it cannot be had here.
 
-usage: python tests/packaging/rocm_env.py ROCM_VERSION TORCH_VERSION
+usage: python tools/rocm_env.py ROCM_VERSION TORCH_VERSION
 
 The build is named by its local version (torch==2.9.1+rocm6.4); point pip at an index that carries it, for example with
 PIP_EXTRA_INDEX_URL. The exit status is 77 where none does, which tox shows as SKIP (toxfile.py).

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "rocm.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "rocm.md"
 HEAD = "| tox -e | Debian packages | shown |\n|---|---|---|\n"
 
 

@@ -1,6 +1,6 @@
 """Checks our objects and our driver against one ROCm user space, without a GPU.
 
-usage: python tests/packaging/rocm_space.py NAME [--record]
+usage: python tools/rocm_space.py NAME [--record]
 
 comgr reads every object of the archs it knows; our driver's calls, enums and handles are compiled against its headers;
 the library lies where HipDriver looks for one; our stub's words are the library's; and HipDriver on the real library
@@ -20,12 +20,12 @@ from pathlib import Path
 import debian_space
 import rocm_matrix
 from skip import skip
+from virtual_hip import user_space
 
-from mla_suite.emulator import user_space
 from mla_suite.launch import hip
 
 HERE = Path(__file__).resolve().parent
-STUBS = HERE.parent / "stubs"
+STUBS = HERE.parent / "tests" / "stubs"
 ARCHS = {"hip57": "gfx942", "hip64": "gfx942,gfx950", "hip72": "gfx942,gfx950"}
 CODES = [*range(1110), 4242, -1]  # hipError_t ends at 1055
 

@@ -1,6 +1,6 @@
 """AMD's own HIP runtime with the emulator as its GPU: fetch it, check it, run every operator through it.
 
-usage: python tests/hip/run_hip.py [--quick] [--record] [pytest's arguments]
+usage: python tools/run_hip.py [--quick] [--record] [pytest's arguments]
 
 The whole: comgr reads every code object, then tests/hip on gfx942 and on gfx950. --quick: comgr, every operator's
 samples and a few planted faults. --record writes the row of docs/rocm.md. The exit status is 77, with a sentence, where
@@ -17,9 +17,13 @@ import xml.etree.ElementTree as ElementTree
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from mla_suite.emulator import user_space
+import debian_space
+import rocm_matrix
+from skip import skip
+from virtual_hip import user_space
 
 HERE = Path(__file__).resolve().parent
+TESTS = HERE.parent / "tests" / "hip"
 NAME = "hip72"
 ARCHS = ("gfx942", "gfx950")
 LIMIT_S = 1200
@@ -30,22 +34,18 @@ QUICK = ["-k", "test_operators or corrupted or other_arch"]
 def main(arguments: list[str]) -> int:
     quick, record = "--quick" in arguments, "--record" in arguments
     rest = [argument for argument in arguments if argument not in ("--quick", "--record")]
-    sys.path.insert(0, str(HERE.parent / "packaging"))
-    import debian_space
-    import rocm_matrix
-    from skip import skip
-
     try:
         folder = debian_space.fetch(NAME)
     except debian_space.Unavailable as error:
         return skip(str(error))
-    space = [sys.executable, str(HERE.parent / "packaging" / "rocm_space.py"), NAME, *(["--record"] if record else [])]
+    space = [sys.executable, str(HERE / "rocm_space.py"), NAME, *(["--record"] if record else [])]
     with tempfile.TemporaryDirectory() as results, ThreadPoolExecutor(CONCURRENT) as pool:
         tables = {arch: Path(results, f"{arch}.xml") for arch in ARCHS}
         runs = [pool.submit(_run, space, {})]
         for arch, table in tables.items():
             given = {"MLA_SUITE_HIP_ARCH": arch, "MLA_SUITE_HIP_SPACE": str(folder)}
-            tests = [sys.executable, "-m", "pytest", str(HERE), *(QUICK if quick else []), f"--junitxml={table}", *rest]
+            chosen = [str(TESTS), f"--junitxml={table}", *(QUICK if quick else []), *rest]
+            tests = [sys.executable, "-m", "pytest", *chosen]
             runs.append(pool.submit(_run, user_space.command(folder, tests), given))
         statuses = [run.result() for run in runs]
         failed = int(any(statuses))

@@ -1,6 +1,6 @@
 """Install a server for a CPU into this environment: `tox -e vllm`, `tox -e sglang`.
 
-usage: python tests/packaging/server_env.py SERVER
+usage: python tools/server_env.py SERVER
 
 The packages of a server pin hundreds of others, of which a model on a CPU needs a few. They are named here, and the
 server comes without its own list. Where they cannot be had within 5 minutes the exit status is 77 and a sentence says

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.mark.skipif(amd_gpu.KERNEL_DRIVER.exists(), reason="this machine has an AMD GPU")
 def test_without_a_gpu_it_says_so_and_does_not_pass():
-    command = [sys.executable, str(ROOT / "tests" / "packaging" / "amd_gpu.py"), "gfx942"]
+    command = [sys.executable, str(ROOT / "tools" / "amd_gpu.py"), "gfx942"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 77
     assert done.stdout == "skipped: this machine has no AMD GPU (/dev/kfd is missing); run it on one with a gfx942\n"
@@ -93,4 +93,4 @@ def test_the_notes_list_the_steps(arch):
         assert step.shown in notes
     for page in (notes, (ROOT / "docs" / "ci_owner.md").read_text()):
         assert f"`tox run -e {arch}`" in page
-    assert f"    {arch}: python tests/packaging/amd_gpu.py {arch}\n" in (ROOT / "tox.ini").read_text()
+    assert f"    {arch}: python tools/amd_gpu.py {arch}\n" in (ROOT / "tox.ini").read_text()

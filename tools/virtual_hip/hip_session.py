@@ -16,12 +16,12 @@ from mla_suite.archs import ArchSpec
 from mla_suite.build import params as param_structs
 from mla_suite.build.manifest import KernelEntry
 from mla_suite.emulator.driver import options
-from mla_suite.emulator.hip_runtime import Handle, HipRuntime
 from mla_suite.emulator.machine import Memory, Schedule
 from mla_suite.emulator.report import SanitizerError
-from mla_suite.emulator.virtual_gpu import Declaration, VirtualGpu
 from mla_suite.launch.driver import Buffer, Grid, Kernel, LaunchError, Naming, Start, TorchDevice
 from mla_suite.launch.hip import HipDriver, open_library
+from virtual_hip.hip_runtime import Handle, HipRuntime
+from virtual_hip.virtual_gpu import Declaration, VirtualGpu
 
 if TYPE_CHECKING:
     import torch

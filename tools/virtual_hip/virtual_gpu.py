@@ -26,13 +26,14 @@ import numpy as np
 from mla_suite import archs
 from mla_suite.build import manifest
 from mla_suite.build.manifest import KernelEntry
-from mla_suite.emulator import core, topology
+from mla_suite.emulator import core
 from mla_suite.emulator.assembly import AssemblyError
-from mla_suite.emulator.code_objects import ForeignKernel, KernelIndex
 from mla_suite.emulator.machine import Emulator, Memory, Schedule
 from mla_suite.emulator.program import Program
 from mla_suite.emulator.report import Report, SanitizerError
 from mla_suite.launch.driver import DriverError, LaunchError
+from virtual_hip import topology
+from virtual_hip.code_objects import ForeignKernel, KernelIndex
 
 _VRAM, _GTT = 1, 2  # flags of the kernel driver: memory of the GPU, and of the host for the GPU
 

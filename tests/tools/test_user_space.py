@@ -3,12 +3,14 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from virtual_hip import user_space
 
-from mla_suite.emulator import user_space
 from mla_suite.launch.driver import DriverError
 
+ROOT = Path(__file__).parents[2]
 LIBRARIES = "usr/lib/x86_64-linux-gnu"
 
 
@@ -43,7 +45,7 @@ def test_a_folder_without_a_hip_runtime(tmp_path):
     sentence = f"no libamdhip64.so is in {re.escape(str(tmp_path))} .*; name the root of a ROCm, or a folder that"
     with pytest.raises(DriverError, match=sentence):
         user_space.hip_library(tmp_path)
-    command = [sys.executable, "-m", "mla_suite", "emulate", "--hip", str(tmp_path), "combine"]
+    command = [sys.executable, str(ROOT / "tools" / "emulate_hip.py"), str(tmp_path), "combine"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     assert re.match(sentence, done.stderr)

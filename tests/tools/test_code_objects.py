@@ -3,9 +3,9 @@
 import re
 
 import pytest
+from virtual_hip.code_objects import ForeignKernel, Image, KernelIndex
 
 from mla_suite.build import ObjectError, manifest
-from mla_suite.emulator.code_objects import ForeignKernel, Image, KernelIndex
 
 BASE = 0x7F00_0000_0000
 
