@@ -174,7 +174,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_a_wrong_block_is_noticed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
-        "text\n```python\nprint(1 + 1)  # 3\n```\n```console\n$ python -m mla_suite support\nno such line\n```\n"
+        "text\n```python\nprint(1 + 1)  # 3\n```\n```console\n$ python -m mla_suite formats\nno such line\n```\n"
     )
     first, second = blocks(page)
     with pytest.raises(AssertionError, match="'3' is not what line 2"):

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import bench_flashmla
 import pytest
+import support
 import torch
 
 from mla_suite import archs
 from mla_suite.__main__ import main
-from mla_suite.bench import saving
-from mla_suite.cli import support
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -37,7 +36,7 @@ def test_its_lines_for_a_gpu_run_without_one(monkeypatch: pytest.MonkeyPatch) ->
 def test_support_table_is_current() -> None:
     made, bad = support.table()
     assert bad == []
-    assert saving.section(README, "support") == f"{made}\n", "run `python -m mla_suite support --write README.md`"
+    assert support.section(README, "support") == f"{made}\n", "run `python tools/support.py --write README.md`"
 
 
 def test_a_wrong_record_is_a_sentence_and_the_status_is_1(
@@ -45,7 +44,7 @@ def test_a_wrong_record_is_a_sentence_and_the_status_is_1(
 ) -> None:
     good, _ = archs.specs()
     monkeypatch.setattr(archs, "specs", lambda: (good, {"sm_100": "arch sm_100: wavefront 48; nvidia has (32,)"}))
-    assert main(["support"]) == 1
+    assert support.main([]) == 1
     printed = capsys.readouterr()
     assert printed.err == "support: arch sm_100: wavefront 48; nvidia has (32,)\n"
     assert printed.out.startswith("| operator | gfx942 | gfx950 | sm_90 |")
@@ -54,7 +53,7 @@ def test_a_wrong_record_is_a_sentence_and_the_status_is_1(
 def test_the_headline_is_the_summary_of_the_saved_rows() -> None:
     made = "\n".join(bench_flashmla.summary(SAVED["rows"]))
     command = "python benchmarks/bench_flashmla.py --report benchmarks/results/flashmla/h200.json"
-    assert saving.section(README, "headline") == f"{made}\n", f"put in what `{command}` prints"
+    assert support.section(README, "headline") == f"{made}\n", f"put in what `{command}` prints"
 
 
 def test_the_headline_names_what_it_was_measured_on() -> None:

@@ -79,7 +79,7 @@ def steps(arch: str) -> list[Step]:
     counters = "SQ_INSTS_VALU SQ_INSTS_LDS SQ_LDS_BANK_CONFLICT SQ_LDS_IDX_ACTIVE"
     return [
         Step(f"mla_suite build --arch {arch}", f"one line that counts the kernels for {arch}, and no warning"),
-        Step("mla_suite support", f"`native` for decode in the column of {arch}"),
+        Step("tools/support.py", f"`native` for decode in the column of {arch}", program="python"),
         Step("pytest tests/gpu tests/launch/test_on_gpu.py", "a table in which nothing says FAILED or ERROR"),
         *expected.own_tests,
         Step(

@@ -1,6 +1,6 @@
 """Prints the counted rows of ops/decode/tuned/gfx950.csv: which tile has the lower bound, from emulator counters.
 
-  python benchmarks/count_crossovers.py COMMIT DATE
+  python tools/count_crossovers.py COMMIT DATE
 
 Bound of a call in clocks: the larger of memory, at the chip's rate and with nothing shared between row tiles, and of
 what the busiest compute unit does, at the largest of its matrix, vector and LDS clocks per key. Splits are those that
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -24,7 +25,7 @@ from mla_suite.archs.common.decode import MIN_SPLIT
 from mla_suite.archs.common.decode_table import FORMAT
 from mla_suite.ops.decode.samples import decode_sample
 
-KINDS = {
+KINDS: dict[tuple[str, str], dict[str, Any]] = {
     ("16bit", "16bit"): {},
     ("16bit", "fp8"): {"kv_format": "fp8"},
     ("fp8", "fp8"): {"kv_format": "fp8", "dtype": torch.float8_e4m3fn},

@@ -1,5 +1,11 @@
 """Searches combine's configurations without a GPU, by the emulator's bound in clocks. A bound is never a time.
 
+  python tools/counted_search.py gfx942,gfx950            search, and print the rows
+  python tools/counted_search.py gfx942,gfx950 --write    search, and store them in the tuned tables
+
+Every shape gets a row: the configuration with the lowest bound. Kernels that do not ship are compiled first, into this
+user's cache. Ctrl-C ends a search early and keeps what it found.
+
 The bound of a call is the largest of four. Memory: the bytes of all workgroups at the chip's rate. Of the compute unit
 with the most workgroups: the clocks in which its SIMDs issue the vector instructions, the bank clocks of its LDS at 128
 bytes a clock, and the clocks in which a wave issues its instructions, one in 4 clocks, once for every time that the
@@ -9,17 +15,24 @@ caches are in it.
 
 from __future__ import annotations
 
+import argparse
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 
-from mla_suite import emulator
+from mla_suite import archs, emulator
 from mla_suite.archs import ArchSpec
 from mla_suite.archs.common import combine_config, combine_search
 from mla_suite.archs.common.combine_config import CombineConfig
+from mla_suite.bench import environment, sets, store
 from mla_suite.bench.sets import Case
-from mla_suite.core import register
+from mla_suite.build import BuildError
+from mla_suite.cli import INTERRUPTED, compiling
+from mla_suite.core import dispatch, register
+from mla_suite.core.tuning import SearchSpace
 from mla_suite.launch import emulate
 from mla_suite.ops.combine import CombineArgs
 from mla_suite.ops.combine import Problem as CombineProblem
@@ -116,3 +129,67 @@ def search(case: Case, arch: ArchSpec) -> CountedOutcome:
     return CountedOutcome(
         case, problem, points[best], clocks[best], limiter, ruled, clocks[ruled.instance], len(points)
     )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("archs", metavar="ARCH", help="archs between commas")
+    parser.add_argument("--set", action="append", metavar="NAME", help="a set of `bench --list`; may be repeated")
+    parser.add_argument("--shapes", nargs="+", metavar="PART", help="only shapes whose names contain one of these")
+    parser.add_argument("--write", action="store_true", help="store the rows")
+    parser.add_argument("--user", action="store_true", help="store in the user's directory")
+    parser.add_argument("--commit", help="commit named in the rows, where it cannot be found out")
+    parser.add_argument("--date", metavar="YYYY-MM-DD", help="date named in the rows (default: today)")
+    args = parser.parse_args(argv)
+    facts = environment.describe(torch.device("cpu"))
+    commit, date = args.commit or str(facts["commit"]), args.date or str(facts["date"])
+    if not commit:
+        parser.error("the commit of this package is unknown (no git checkout); name it with --commit")
+    try:
+        found = {case.id: case for name in args.set or ["aiter-3468"] for case in sets.named(name, "combine")}
+        cases, searched = sets.matching(found, args.shapes), [archs.get(name) for name in args.archs.split(",")]
+    except ValueError as error:
+        parser.error(str(error))
+    for arch in searched:
+        if not arch.emulable:
+            parser.error(f"{arch.name} is not emulated; the emulator executes gfx942 and gfx950")
+    space = combine_search.SPACES["native"]
+    for arch in searched:
+        rows: list[dict[str, object]] = []
+        try:
+            _build(space, arch)
+            for case in cases:
+                row = _row(search(case, arch), space, arch)
+                rows.append(row | {"kind": "counted", "date": date, "commit": commit})
+        except KeyboardInterrupt:
+            print(f"stopped before the end, on {arch.name}; what was found is above", file=sys.stderr)
+            if not rows:
+                return INTERRUPTED
+        path = store.path_for(space.form, arch.name, user=args.user)
+        if args.write:
+            store.write(space.form, arch.name, path, rows)
+        print(f"{len(rows)} rows {'stored' if args.write else 'would be stored'} in {path}")
+        if len(rows) < len(cases):
+            return INTERRUPTED
+    return 0
+
+
+def _build(space: SearchSpace, arch: ArchSpec) -> None:
+    try:
+        with compiling() as step:
+            print(f"{arch.name}: {space.build(arch, step)} kernels built for the search")
+    except BuildError as error:
+        print(f"only what is built is searched: {error}", file=sys.stderr)
+    dispatch.clear_caches()
+
+
+def _row(found: CountedOutcome, space: SearchSpace, arch: ArchSpec) -> dict[str, object]:
+    print(
+        f"{found.case.id} on {arch.name}: {found.best.instance} {found.clocks:.0f} clocks ({found.limiter}), the "
+        f"lowest of {found.tried}; the rule's {found.rule.instance} {found.rule_clocks:.0f}"
+    )
+    return {**space.facts(found.problem, arch), **space.cells(found.problem, arch, found.best)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,5 +1,8 @@
 """Print which implementation serves each operator on each arch, as the Markdown table of the README.
 
+  python tools/support.py
+  python tools/support.py --write README.md     replaces the table there
+
 native is a kernel of this repository for that arch, triton is Triton, reference is the fp32 definition in torch. The
 cells are dispatch's own answers, as if every declared kernel were built. An arch whose record is wrong has no column; a
 sentence below the table says what is wrong with it, and the exit status is 1.
@@ -8,28 +11,31 @@ sentence below the table says what is wrong with it, and the exit status is 1.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from mla_suite import archs, launch
 from mla_suite.bench import saving
-from mla_suite.core import dispatch, explain
+from mla_suite.cli.serving import answers
+from mla_suite.core import explain
 from mla_suite.core.register import registry
+from mla_suite.errors import UsageError
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", metavar="FILE", type=Path, help="replace the table between a file's support markers")
-
-
-def run(args: argparse.Namespace) -> int:
+    args = parser.parse_args(argv)
     made, bad = table()
     if args.write is None:
         print(made)
     else:
-        saving.write_section(args.write, "support", made)
+        try:
+            write_section(args.write, "support", made)
+        except UsageError as error:
+            parser.error(str(error))
     if find_spec("triton") is None:
         print(
             "support: triton is not installed here, so no cell says triton; torch's builds for GPUs bring it",
@@ -38,31 +44,6 @@ def run(args: argparse.Namespace) -> int:
     for sentence in bad:
         print(f"support: {sentence}", file=sys.stderr)
     return 1 if bad else 0
-
-
-@contextmanager
-def as_if_built() -> Iterator[None]:
-    """Within the block dispatch answers as if every declared kernel were built."""
-    with launch.declared_kernels():
-        dispatch.clear_caches()
-        try:
-            yield
-        finally:
-            dispatch.clear_caches()
-
-
-def serving(op: str, arch: str) -> str:
-    """The implementation that serves an operator on an arch once its kernels are built: native, triton or reference."""
-    with as_if_built():
-        return explain.serving(op, archs.get(arch), "cuda")
-
-
-def answers() -> tuple[dict[str, dict[str, str]], dict[str, str]]:
-    """(arch -> operator -> backend on its GPU, arch -> sentence for a record that is wrong)."""
-    good, bad = archs.specs()
-    with as_if_built():
-        found = {name: {op: explain.serving(op, spec, "cuda") for op in registry()} for name, spec in good.items()}
-    return found, bad
 
 
 def table() -> tuple[str, list[str]]:
@@ -74,3 +55,31 @@ def table() -> tuple[str, list[str]]:
         cells += [explain.serving(op, None, "cuda"), explain.serving(op, None, "cpu")]
         lines.append(f"| {op} | " + " | ".join(cells) + " |")
     return "\n".join(lines), list(bad.values())
+
+
+def section(text: str, name: str) -> str | None:
+    """Returns the text between `<!-- name:begin ... -->` and `<!-- name:end -->`; None where they are not there."""
+    found = _pattern(name).search(text)
+    return found[2] if found else None
+
+
+def write_section(path: Path, name: str, made: str) -> None:
+    """Replace the section of a file. ValueError when the file cannot be read or written, or has no such section."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} cannot be read: it is no text in UTF-8") from error
+    written, replaced = _pattern(name).subn(lambda found: f"{found[1]}{made}\n{found[3]}", text)
+    if not replaced:
+        raise UsageError(f"{path} has no <!-- {name}:begin --> and <!-- {name}:end --> lines to write between")
+    saving.write_whole(path, written)
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(rf"(<!-- {name}:begin.*?-->\n)(.*?)(<!-- {name}:end -->)", re.S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -33,7 +33,6 @@ COMMANDS = {
     "emulate": "run an operator on an emulated AMD GPU: numbers, sanitizer findings, counters and bounds",
     "tune": "search configurations on this GPU and store the best with their provenance",
     "explain": "say which backend would run a problem, and why",
-    "support": "print which implementation serves each operator on each arch",
 }
 
 

@@ -346,7 +346,6 @@ def test_a_table_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypa
     [
         ([], "name an operator with --op"),
         (["--op", "decode"], "no GPU: configurations are compared by timing them"),
-        (["--emulate", "gfx942,sm_90", "--commit", "x"], "--emulate sm_90: the emulator executes gfx942 and gfx950"),
     ],
 )
 def test_the_command_refuses_in_one_sentence(

@@ -63,14 +63,14 @@ def test_a_requirement_that_cannot_be_had(machine, monkeypatch):
     assert "none of this machine's package indexes" in str(amd_gpu.lacking("gfx942"))
 
 
-@pytest.mark.parametrize("failing", [[], ["support"]])
+@pytest.mark.parametrize("failing", [[], ["tools/support.py"]])
 @pytest.mark.parametrize(("arch", "steps"), [("gfx942", 7), ("gfx950", 6)])
 def test_all_steps_run_and_failures_are_named(machine, capsys, failing, arch, steps):
     ran = machine((0, f"2.9.1+rocm6.4 6.4.43484 {arch}"), failing)
     assert amd_gpu.main(arch) == len(failing)
     last = capsys.readouterr().out.splitlines()[-steps:]
     assert sum(line.startswith("ran: ") for line in last) == steps - 1 - len(failing)
-    assert [line for line in last if line.startswith("FAILED")] == ["FAILED with 1: python -m mla_suite support"] * len(
+    assert [line for line in last if line.startswith("FAILED")] == ["FAILED with 1: python tools/support.py"] * len(
         failing
     )
     assert last[-1].startswith("left out, rocprofv3 is not on PATH")

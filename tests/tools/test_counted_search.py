@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import bench_reduce
+import counted_search
 import pytest
 
 from mla_suite import archs
-from mla_suite.__main__ import main
 from mla_suite.archs.common import combine_config, combine_search
-from mla_suite.bench import counted_search, sets
+from mla_suite.bench import sets
 from mla_suite.build import manifest
 from mla_suite.core import dispatch, tuning
 
@@ -46,12 +46,12 @@ def test_the_command_writes_the_same_counted_rows_every_time(
 ) -> None:
     monkeypatch.setenv("MLA_SUITE_TUNED_DIR", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # kernels that are compiled on demand go there
-    arguments = ["tune", "--emulate", ARCH, "--shapes", "b1-r16-s2-", "b256-r8-s2-", "--user", "--write"]
+    arguments = [ARCH, "--shapes", "b1-r16-s2-", "b256-r8-s2-", "--user", "--write"]
     texts = []
     try:
         for _ in range(2):
             counted_search.group_counts.cache_clear()
-            assert main([*arguments, "--commit", "0123456", "--date", "2026-11-22"]) == 0
+            assert counted_search.main([*arguments, "--commit", "0123456", "--date", "2026-11-22"]) == 0
             texts.append((tmp_path / "combine" / f"{ARCH}.csv").read_text())
         rows = tuning.load(combine_config.FORMAT, ARCH, tmp_path / "combine" / f"{ARCH}.csv")
     finally:
@@ -67,9 +67,37 @@ def test_the_command_writes_the_same_counted_rows_every_time(
     assert "clocks" in capsys.readouterr().out
 
 
-def test_only_combine_is_searched_by_bounds(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tune", "--op", "decode", "--emulate", ARCH]) == 2
-    assert "tells configurations of combine apart by their bounds; decode is searched" in capsys.readouterr().err
+def test_a_search_that_is_interrupted_keeps_what_it_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLA_SUITE_TUNED_DIR", str(tmp_path))
+    honest, left = counted_search.search, [1]
+
+    def search(case: sets.Case, arch: archs.ArchSpec) -> counted_search.CountedOutcome:
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        return honest(case, arch)
+
+    monkeypatch.setattr(counted_search, "search", search)
+    assert counted_search.main([f"{ARCH},gfx950", "--shapes", "b1-r16-s2-", "b256-r8-s2-", "--user", "--write"]) == 130
+    assert capsys.readouterr().err == f"stopped before the end, on {ARCH}; what was found is above\n"
+    assert len(tuning.load(combine_config.FORMAT, ARCH, tmp_path / "combine" / f"{ARCH}.csv")) == 1
+    assert not (tmp_path / "combine" / "gfx950.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (f"{ARCH},sm_90", "sm_90 is not emulated; the emulator executes gfx942 and gfx950"),
+        (f"{ARCH} --set nope", "nope"),
+        (f"{ARCH} --shapes nope", "nope"),
+    ],
+)
+def test_what_cannot_be_searched(arguments: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        counted_search.main(arguments.split())
+    assert sentence in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["gfx942", "gfx950"])
