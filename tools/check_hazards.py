@@ -42,8 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if not texts:
         parser.error("no AMD kernel of that arch and name was built")
-    with ProcessPoolExecutor(min(len(texts), os.cpu_count() or 1)) as pool:
-        found = [sentence for each in pool.map(sentences, *zip(*texts, strict=True)) for sentence in each]
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        each_text = pool.map if len(texts) > 1 else map
+        found = [sentence for each in each_text(sentences, *zip(*texts, strict=True)) for sentence in each]
     print(*found, f"{len(texts)} texts checked, {len(found)} findings", sep="\n")
     return 1 if found else 0
 

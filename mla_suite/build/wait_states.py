@@ -4,13 +4,8 @@ The check is a program of the repository, `tools/check_hazards.py`. CI runs it o
 An installed package does not have the program, and refuses other compilers.
 """
 
-import subprocess
-import sys
-from collections.abc import Sequence
-from pathlib import Path
-
 from mla_suite.archs import CSRC
-from mla_suite.build.locations import BuildError
+from mla_suite.build.locations import BuildError, sha256
 
 CHECKER = CSRC.resolve().parent / "tools" / "check_hazards.py"
 
@@ -24,11 +19,12 @@ def need_checker(compiler: str) -> None:
         )
 
 
-def check(arch: str, texts: Sequence[Path]) -> None:
-    """BuildError with a sentence for each wait state that these texts of assembly lack."""
-    if not texts:
-        return
-    command = [sys.executable, str(CHECKER), "--arch", arch, "--disassembly", *map(str, texts)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise BuildError((done.stderr + done.stdout).strip())
+def arguments(arch: str, text: str) -> list[str]:
+    """Arguments of the Python that checks a text of assembly: a sentence for each finding, and the exit status 1."""
+    return [str(CHECKER), "--arch", arch, "--disassembly", text]
+
+
+def identity() -> str:
+    """sha256 over the sources of the check; a changed one checks again."""
+    sources = [CHECKER, *sorted((CHECKER.parent / "hazards").glob("*.py"))]
+    return sha256(b"".join(path.read_bytes() for path in sources))
