@@ -10,13 +10,13 @@ instructions, line by line. --record writes the row of docs/rocm.md.
 from __future__ import annotations
 
 import stat
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import compile_strictly
 import debian_space
-import need_objects
 import rocm_matrix
 from virtual_hip import user_space
 
@@ -36,8 +36,9 @@ def main(name: str, out: str, *options: str) -> int:
     if "hipcc" in debian_space.SPACES[name].packages:
         shown += "; hipcc was named to the build, its hipconfig named the clang"
     if name == "clang22":
-        if need_objects.main(ARCHS):
+        if subprocess.run([sys.executable, "-m", "mla_suite", "build", "--arch", ARCHS]).returncode:
             return 1
+        manifest.forget()
         if other := differing(theirs, manifest.installed().kernels):
             print(f"{other}: Debian's clang and the ziglang wheel write other instructions", file=sys.stderr)
             return 1
