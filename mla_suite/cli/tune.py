@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--op", help="the operator: combine or decode")
     parser.add_argument("--set", action="append", metavar="NAME", help="a set of `bench --list`; may be repeated")
     parser.add_argument("--shapes", nargs="+", metavar="PART", help="only shapes whose names contain one of these")
-    parser.add_argument("--backend", help="native or triton (default: the first that can be tuned)")
+    parser.add_argument("--backend", help="whose configurations are searched (default: the first that can be)")
     parser.add_argument("--write", action="store_true", help="store the rows that are worth it")
     parser.add_argument("--user", action="store_true", help="store in the user's directory")
     parser.add_argument("--commit", help="commit named in the rows, where it cannot be found out")
