@@ -14,6 +14,7 @@ import ast
 import contextlib
 import importlib
 import io
+import os
 import re
 import shlex
 import subprocess
@@ -113,7 +114,8 @@ def commands(block: Block) -> list[tuple[str, list[str]]]:
 def run_command(command: str, expected: list[str], where: str) -> None:
     words = shlex.split(command)
     if words[1].startswith("tools/"):
-        done = subprocess.run([sys.executable, ROOT / words[1], *words[2:]], stdout=subprocess.PIPE, text=True)
+        program, here = [sys.executable, ROOT / words[1], *words[2:]], os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(program, env=here, stdout=subprocess.PIPE, text=True)
         code, printed = done.returncode, done.stdout
     else:
         assert words[:3] == ["python", "-m", "mla_suite"], f"{where}: {command} is not ours to run: say needs="
