@@ -67,7 +67,7 @@ class Plan:
                 path.unlink(missing_ok=True)
             name = f"{item.arch.name}/{item.id}"
             rule, command = re.sub(r"\W", "_", name), self._command(item).replace("$", "$$")
-            # What need not be made is left out of the plan, so an output can be a name without a file.
+            # The plan holds only what is to be made, so an output can be a name without a file.
             lines += [f"rule {rule}", f"  command = {command}", f"  description = {name}", f"build {name}: {rule}"]
         (self.folder / "build.ninja").write_text("\n".join(lines) + "\n", encoding="utf-8")
         finished: set[str] = set()

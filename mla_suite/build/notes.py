@@ -1,4 +1,4 @@
-"""What is up to date: the note beside a compiler's output holds one hash over its inputs and its own bytes.
+"""Up to date or not: the note beside a compiler's output holds one hash over its inputs and its own bytes.
 
 Times decide nothing: a copy may keep an older one, and a file system may count whole seconds. The bytes count, since a
 crash may leave a file that was named but never reached the disk.
