@@ -164,7 +164,7 @@ def packaged() -> AmdCompiler:
             "no AMD compiler: no ROCm under /opt/rocm or on PATH and no ziglang wheel; "
             "`pip install ziglang` or name a ROCm with --rocm"
         )
-    pinned = metadata.version("ziglang") == PINNED_ZIGLANG
+    pinned = PINNED_ZIGLANG in {wheel.version for wheel in metadata.distributions(name="ziglang")}
     return AmdCompiler((program, "clang"), (program, "ld.lld"), _first_line([program, "clang"]), pinned)
 
 
