@@ -13,7 +13,7 @@ from tox.session.state import State
 from tox.tox_env.api import ToxEnv
 from tox.tox_env.errors import Fail, Skip
 
-SKIPPED: int = run_path(str(Path(__file__).parent / "tests/packaging/skip.py"))["STATUS"]
+SKIPPED: int = run_path(str(Path(__file__).parent / "tools/skip.py"))["STATUS"]
 """Status of a check that cannot run here; its last line of output says what cannot be had."""
 
 

@@ -25,7 +25,7 @@ from mla_suite.bench.clock import Effort
 from mla_suite.bench.inputs import Call
 from mla_suite.core import dispatch, register
 from mla_suite.core.dispatch import Backend, Supported
-from mla_suite.ops.decode.triton_config import Tile
+from mla_suite.ops.decode.triton_blocks import Tile
 
 EFFORT = Effort(rounds=3, passes=1)
 BRIEF = Effort(rounds=1, passes=1, rest_s=0.02)

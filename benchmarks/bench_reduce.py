@@ -21,6 +21,7 @@ and stored. They say how much each moves and never which is faster, which only a
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
@@ -32,12 +33,15 @@ import torch
 import mla_suite
 from mla_suite import archs
 from mla_suite.archs.common import combine_config
-from mla_suite.bench import counted_search, saving, sets
+from mla_suite.bench import saving, sets
 from mla_suite.bench.clock import Effort, device_rounds
 from mla_suite.bench.noise import median
 from mla_suite.integrations import metadata_convert
 from mla_suite.launch import emulate
 from mla_suite.testing import Exact, assert_close
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+import counted_search
 
 if find_spec("triton") is not None:
     import triton

@@ -14,7 +14,7 @@ from mla_suite.archs import spec as specs
 from mla_suite.archs.common.append_kv import MAX_TOKENS, AppendConfig
 from mla_suite.archs.common.plan import FEW, PlanConfig
 from mla_suite.build.instances import instances
-from mla_suite.cli import support
+from mla_suite.cli import serving
 from mla_suite.core import dispatch, explain, register
 from mla_suite.core.dispatch import Unsupported
 from mla_suite.launch import launcher
@@ -89,7 +89,7 @@ def test_another_device_of_an_arch_has_choices_of_its_own():
 
 def test_one_bad_record_is_a_sentence_for_that_arch_alone(scratch):
     copied(scratch, "sm_90", "sm_100", ("wavefront = 32", "wavefront = 48"))
-    table, bad = support.answers()
+    table, bad = serving.answers()
     assert set(table) == {"gfx942", "gfx950", "sm_90"}
     assert bad == {"sm_100": "arch sm_100: wavefront 48; nvidia has (32,)"}
 

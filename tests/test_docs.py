@@ -1,11 +1,11 @@
 """The guides in docs/ do what they say: their code blocks run in order, a page like one program.
 
-A fence is ```python or ```console. A line `print(...)  # text` must print that text. In a console block each line that
-begins with `$ ` is a command, run here when it is `python -m mla_suite`, and the lines below it must be in its output,
-in order, `...` standing for anything. A block that needs what a CPU machine may lack says so in its fence, `needs=gpu`
-and the like. It is compiled, its imports from this package looked up, its commands' options parsed; and run elsewhere:
-Python for a GPU, which stands alone, by tests/gpu/test_guides_on_gpu.py, registration with the servers by
-tests/integrations/test_serving_backends.py.
+A fence is ```python or ```console. A line `print(...) # text` must print that text. In a console block each line that
+begins with `$ ` is a command, run here when it is `python -m mla_suite` or a program of tools/, and the lines below it
+must be in its output, in order, `...` standing for anything. A block that needs what a CPU machine may lack says so in
+its fence, `needs=gpu` and the like. It is compiled, its imports from this package looked up, its commands' options
+parsed; and run elsewhere: Python for a GPU, which stands alone, by tests/gpu/test_guides_on_gpu.py, registration with
+the servers by tests/integrations/test_serving_backends.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ import ast
 import contextlib
 import importlib
 import io
+import os
 import re
 import shlex
+import subprocess
+import sys
 from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -117,15 +120,21 @@ def commands(block: Block) -> list[tuple[str, list[str]]]:
 
 def run_command(command: str, expected: list[str], where: str) -> None:
     words = shlex.split(command)
-    assert words[:3] == ["python", "-m", "mla_suite"], f"{where}: {command} is not ours to run: say needs= in the fence"
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
-        code = main(words[3:])
-    assert code == 0, f"{where}: {command} ended with {code}\n{output.getvalue()}"
-    lines = iter(" ".join(line.split()) for line in output.getvalue().splitlines())
+    if words[1].startswith("tools/"):
+        program, here = [sys.executable, ROOT / words[1], *words[2:]], os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(program, env=here, stdout=subprocess.PIPE, text=True)
+        code, printed = done.returncode, done.stdout
+    else:
+        assert words[:3] == ["python", "-m", "mla_suite"], f"{where}: {command} is not ours to run: say needs="
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
+            code = main(words[3:])
+        printed = output.getvalue()
+    assert code == 0, f"{where}: {command} ended with {code}\n{printed}"
+    lines = iter(" ".join(line.split()) for line in printed.splitlines())
     for text in expected:
         pattern = re.compile(".*".join(re.escape(part.strip()) for part in text.split("...")))
-        assert any(pattern.search(line) for line in lines), f"{where}: {text!r} is not in\n{output.getvalue()}"
+        assert any(pattern.search(line) for line in lines), f"{where}: {text!r} is not in\n{printed}"
 
 
 def look_up_imports(tree: ast.AST) -> None:
@@ -182,7 +191,7 @@ def test_declarations_are_those_of_the_file() -> None:
 def test_a_wrong_block_is_noticed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
-        "text\n```python\nprint(1 + 1)  # 3\n```\n```console\n$ python -m mla_suite support\nno such line\n```\n"
+        "text\n```python\nprint(1 + 1)  # 3\n```\n```console\n$ python -m mla_suite formats\nno such line\n```\n"
     )
     first, second = blocks(page)
     with pytest.raises(AssertionError, match="'3' is not what line 2"):

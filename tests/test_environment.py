@@ -33,7 +33,7 @@ def names_read(*places: str) -> set[str]:
 
 
 READ = names_read("mla_suite", "ops", "benchmarks", "examples", "setup.py", "toxfile.py")
-READ |= {name for name in names_read("tests") if "MLA_SUITE" in name}
+READ |= {name for name in names_read("tests", "tools") if "MLA_SUITE" in name}
 READ |= set(re.findall(r"\{env:(\w+):", (ROOT / "tox.ini").read_text()))
 
 

@@ -113,7 +113,7 @@ import torch
 import mla_suite
 from mla_suite import archs, kv_formats, launch
 from mla_suite.build import instances
-from mla_suite.cli import support
+from mla_suite.cli import serving
 from mla_suite.core import dispatch, register
 from mla_suite.kv_formats import cache as caches
 from mla_suite.launch import launcher
@@ -141,7 +141,7 @@ def reasons(op, arch, args, kwargs):
 
 # Archs: what dispatch answers for a copy of kernels, for a record alone and for lanes that no kernel is written for.
 good, bad = archs.specs()
-table, _ = support.answers()
+table, _ = serving.answers()
 said["bad"], said["table"] = bad, table
 said["needed"] = archs.needed_gpu()
 with launch.declared_kernels():

@@ -137,6 +137,19 @@ def test_no_circles():
         walk(name, ())
 
 
+def test_the_product_imports_nothing_of_the_workshop():
+    """A wheel has neither tools/ nor tests/ nor benchmarks/, so no import of the package names a module there."""
+    workshop = {path.stem for folder in ("tools", "tests", "benchmarks") for path in (ROOT / folder).glob("*.py")}
+    workshop |= {path.parent.name for path in (ROOT / "tools").glob("*/__init__.py")} | {"tools", "tests", "benchmarks"}
+    assert "check_hazards" in workshop
+    for name, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            named = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            named += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            wrong = {module for module in named if module.split(".")[0] in workshop}
+            assert not wrong, f"{name} imports {wrong}, which a wheel does not have"
+
+
 def run(code: str, *flags: str, **environment: str) -> str:
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("MLA_SUITE", "PYTHON"))}
     command = [sys.executable, *flags, "-c", code]

@@ -13,20 +13,12 @@ from typing import IO
 
 import pytest
 
-from mla_suite import archs
-from mla_suite.archs.common import combine_config
 from mla_suite.bench import record
-from mla_suite.build import manifest
-from mla_suite.core import tuning
 
 COMMAND = """
 import runpy, signal
-from dataclasses import replace
-from mla_suite.archs.common import combine_search
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has none
-spaces = combine_search.SPACES
-combine_search.SPACES = {"native": replace(spaces["native"], build=lambda arch, progress: 0)}  # nothing is compiled
 runpy.run_module("mla_suite", run_name="__main__", alter_sys=True)
 """
 
@@ -69,27 +61,6 @@ def test_an_interrupted_bench_has_saved_what_it_measured(tmp_path: Path) -> None
     (result,) = record.load(saved).results
     assert len(result.rounds) >= 2
     assert table.read_text().startswith("batch,ctx,")
-
-
-def test_an_interrupted_search_by_bounds_has_stored_what_it_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not manifest.is_built("gfx942", combine_config.rule(archs.get("gfx942"), 512, 16, 8).instance):
-        pytest.skip("combine is not built for gfx942; run `python -m mla_suite build`")
-    monkeypatch.setenv("MLA_SUITE_TUNED_DIR", str(tmp_path))
-    options = ["--emulate", "gfx942", "--user", "--write", "--commit", "0123456", "--date", "2026-11-26"]
-    options += ["--shapes", "b64-", "b128-"]  # their lines are fewer than a buffer holds
-    with started("tune", *options) as process:
-        line_with(" clocks (", process.stdout)  # it comes while the search goes on
-        assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        printed, said = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert "tune: stopped before the end, at combine-" in said
-    path = tmp_path / "combine" / "gfx942.csv"
-    rows = tuning.load(combine_config.FORMAT, "gfx942", path)
-    assert 1 <= len(rows) < 8
-    assert f"{len(rows)} rows stored in {path}" in printed
 
 
 def test_a_build_says_how_far_it_is(tmp_path: Path) -> None:

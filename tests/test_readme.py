@@ -6,12 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+import support
 import torch
 
 from mla_suite import archs
 from mla_suite.__main__ import main
-from mla_suite.bench import saving
-from mla_suite.cli import support
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -35,7 +34,7 @@ def test_its_lines_for_a_gpu_run_without_one(monkeypatch: pytest.MonkeyPatch) ->
 def test_support_table_is_current() -> None:
     made, bad = support.table()
     assert bad == []
-    assert saving.section(README, "support") == f"{made}\n", "run `python -m mla_suite support --write README.md`"
+    assert support.section(README, "support") == f"{made}\n", "run `python tools/support.py --write README.md`"
 
 
 def test_a_wrong_record_is_a_sentence_and_the_status_is_1(
@@ -43,7 +42,7 @@ def test_a_wrong_record_is_a_sentence_and_the_status_is_1(
 ) -> None:
     good, _ = archs.specs()
     monkeypatch.setattr(archs, "specs", lambda: (good, {"sm_100": "arch sm_100: wavefront 48; nvidia has (32,)"}))
-    assert main(["support"]) == 1
+    assert support.main([]) == 1
     printed = capsys.readouterr()
     assert printed.err == "support: arch sm_100: wavefront 48; nvidia has (32,)\n"
     assert printed.out.startswith("| operator | gfx942 | gfx950 | sm_90 |")

@@ -98,11 +98,6 @@ class ArchSpec:
         return 64 if self.vendor == "nvidia" else 16
 
     @property
-    def async_copies(self) -> bool:
-        """Whether copies from memory to LDS bypass registers, so that pipelines have more stages than buffers."""
-        return self.vendor == "nvidia"
-
-    @property
     def memory_bytes_per_clock(self) -> float:
         """Device memory bytes per clock and compute unit at the highest clock."""
         return self.memory_bytes_per_s / (self.clock_mhz * 1e6) / self.compute_units

@@ -1,9 +1,8 @@
-"""Puts results into files so that nothing can lose what was measured, whole or as a marked section of a document."""
+"""Puts results into files so that nothing can lose what was measured."""
 
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 from mla_suite.build import locations
@@ -25,27 +24,3 @@ def write_whole(path: Path, text: str) -> None:
             locations.write_atomically(target, text.encode())
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror or error}") from error
-
-
-def section(text: str, name: str) -> str | None:
-    """Returns the text between `<!-- name:begin ... -->` and `<!-- name:end -->`; None where they are not there."""
-    found = _pattern(name).search(text)
-    return found[2] if found else None
-
-
-def write_section(path: Path, name: str, made: str) -> None:
-    """Replace the section of a file. ValueError when the file cannot be read or written, or has no such section."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} cannot be read: it is no text in UTF-8") from error
-    written, replaced = _pattern(name).subn(lambda found: f"{found[1]}{made}\n{found[3]}", text)
-    if not replaced:
-        raise UsageError(f"{path} has no <!-- {name}:begin --> and <!-- {name}:end --> lines to write between")
-    write_whole(path, written)
-
-
-def _pattern(name: str) -> re.Pattern[str]:
-    return re.compile(rf"(<!-- {name}:begin.*?-->\n)(.*?)(<!-- {name}:end -->)", re.S)

@@ -31,12 +31,9 @@ Timer = Callable[[Runner, Sequence[Call], Effort], list[float]]
 
 
 def spaces(op: str) -> Mapping[str, SearchSpace]:
-    """Returns the search spaces of an operator by backend: its folder has Triton's, archs have the native ones."""
-    found: dict[str, SearchSpace] = {}
-    for module in (f"mla_suite.ops.{op}.triton_config", f"mla_suite.archs.common.{op}_search"):
-        if find_spec(module) is not None:
-            found |= import_module(module).SPACES
-    return found
+    """Returns the search spaces of an operator by backend."""
+    module = f"mla_suite.archs.common.{op}_search"
+    return import_module(module).SPACES if find_spec(module) is not None else {}
 
 
 @dataclass

@@ -1,10 +1,10 @@
-"""The build: declared instances -> ninja -> objects checked (budgets, hazards) -> object folder with a manifest."""
+"""The build: declared instances -> ninja -> objects checked (budgets, wait states) -> object folder with a manifest."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import fields
@@ -17,7 +17,6 @@ from mla_suite.build import (
     budget,
     compilers,
     emulator_library,
-    hazards,
     locations,
     manifest,
     ninja_plan,
@@ -53,9 +52,9 @@ def build(
     checked. Compilers' warnings, and what is left out, go to stderr. `progress` is called with the number of each
     finished compiler step and their total. Two processes may build at once.
 
-    BuildError: a compiler's own message, a missing compiler, every broken budget with both numbers, every missing wait
-    state, a source edited meanwhile, or a folder that cannot be written; nothing is published then. ValueError: an
-    unknown arch or a declaration in `arch.toml` that cannot be built.
+    BuildError: a compiler's own message, a missing compiler, every broken budget with both numbers, missing wait
+    states, or a folder that cannot be written; nothing is published then. ValueError: an unknown arch or a declaration
+    in `arch.toml` that cannot be built.
     """
     csrc = csrc.resolve()
     arch_records.get.cache_clear()  # sources may have been edited since they were last read
@@ -148,31 +147,15 @@ class _Site(NamedTuple):
 def _compiled(
     wanted: Sequence[Instance], site: _Site, jobs: int | None, progress: Callable[[int, int], None] | None
 ) -> list[tuple[KernelEntry, list[str]]]:
-    """Runs ninja; the manifest entry of each instance, with a sentence for each budget it breaks and each hazard."""
-    csrc, _, work, amd, nvidia = site
-    ninja_plan.write_plan(work, csrc, wanted, amd, nvidia)
-    for item in wanted:
-        (work / item.arch.name).mkdir(parents=True, exist_ok=True)
-    compiled = locations.file_hashes(csrc)
-    if wanted:
-        ninja_plan.drop_outdated(work, csrc, wanted, compiled)
-        try:
-            said = ninja_plan.run(work, ninja_plan.programs(amd, nvidia), jobs, progress)
-        finally:  # what was compiled before another kernel failed is up to date
-            ninja_plan.note_inputs(work, csrc, wanted, compiled)
+    """Runs ninja; the manifest entry of each instance, with a sentence for each budget it breaks."""
+    hashes = locations.file_hashes(site.csrc)  # of before: what is edited while it is compiled is stale at once
+    plan = ninja_plan.Plan(site.work, site.csrc, hashes, site.amd, site.nvidia)
+    outdated = [item for item in wanted if not plan.is_current(item)]
+    if outdated:
+        said = plan.make(outdated, jobs, progress)
         if said:
             print(said, file=sys.stderr)
-    made = [_entry(item, site) for item in wanted]
-    _need_unchanged(csrc, compiled, [entry for entry, _ in made])
-    return made
-
-
-def _need_unchanged(csrc: Path, compiled: Mapping[str, str], made: Sequence[KernelEntry]) -> None:
-    """BuildError when a source was edited while it was compiled: the object would be taken for one of the new text."""
-    now = locations.file_hashes(csrc)
-    edited = sorted({name for entry in made for name in entry.sources if now.get(name) != compiled.get(name)})
-    if edited:
-        raise BuildError(f"{', '.join(edited)} changed while it was compiled; run `python -m mla_suite build` again")
+    return [_entry(item, site, plan) for item in wanted]
 
 
 @contextmanager
@@ -190,8 +173,8 @@ def _written(out: Path) -> Iterator[None]:
         ) from error
 
 
-def _entry(item: Instance, site: _Site) -> tuple[KernelEntry, list[str]]:
-    """The manifest entry of one built instance, and a sentence for each budget it breaks and each hazard in it."""
+def _entry(item: Instance, site: _Site, plan: ninja_plan.Plan) -> tuple[KernelEntry, list[str]]:
+    """The manifest entry of one built instance, and a sentence for each budget it breaks."""
     csrc, out, work, amd, nvidia = site
     stem = work / item.arch.name / item.id
     is_amd = item.arch.vendor == "amd"
@@ -206,16 +189,11 @@ def _entry(item: Instance, site: _Site) -> tuple[KernelEntry, list[str]]:
     mirror = params.load(item.params, csrc)
     debug = nvidia is not None and nvidia.debug and not is_amd
     broken = [] if debug else budget.broken(item, cost)
-    if is_amd:
-        where = f"{item.arch.name} {item.id}"
-        broken += hazards.sentences_once(where, text.decode(), item.arch.name, stem.with_name(item.id + ".hazards"))
     if cost.params != mirror.size:
         broken.append(f"{item.arch.name} {item.id}: takes {cost.params} bytes, but {mirror.name} has {mirror.size}")
     if cost.threads == 0:
         broken.append(f"{item.arch.name} {item.id}: has no launch bound; declare the entry with MLA_KERNEL")
-    depfile = stem.with_name(item.id + ".d")
-    sources = ninja_plan.dependencies(depfile, csrc)
-    ninja_plan.keep_dependencies(depfile, csrc, sources)
+    sources = plan.note(item).sources()
     compiler = amd if is_amd else nvidia
     assert compiler is not None
     entry = KernelEntry(
@@ -226,7 +204,7 @@ def _entry(item: Instance, site: _Site) -> tuple[KernelEntry, list[str]]:
         constants=dict(item.constants),
         source=item.source,
         sources=sources,
-        source_hash=locations.hash_sources(csrc, sources),
+        source_hash=locations.hash_sources(csrc, sources, plan.hashes),
         compiler=compiler.version,
         object=f"{item.arch.name}/{object_path.name}",
         object_sha256=locations.sha256(data),

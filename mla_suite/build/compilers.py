@@ -16,13 +16,18 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
+from mla_suite.build import wait_states
 from mla_suite.build.locations import BuildError
 
 MAX_TRIES = 10_000_000
 """Tries of a wait of a debug build. One takes a microsecond or less, so the trap comes after some seconds. In a sound
 program a wait takes so long only where the previous kernel of the stream does."""
+
+PINNED_ZIGLANG = "0.17.0"
+"""The ziglang wheel whose objects CI checks for missing wait states. Those of other compilers are checked when made."""
 
 _SDK = Path("/opt/rocm")
 
@@ -44,6 +49,7 @@ class AmdCompiler:
     clang: tuple[str, ...]
     lld: tuple[str, ...]
     version: str
+    pinned: bool = False
 
     def to_assembly(self, arch: str) -> list[str]:
         """Command that compiles HIP to assembly; source, output, include and -D flags follow it."""
@@ -100,8 +106,16 @@ def find_amd(rocm: Path | None = None, archs: Sequence[str] = ()) -> AmdCompiler
     """The AMD compiler: `rocm` when named, else an installed ROCm, else the ziglang wheel.
 
     `rocm` is a ROCm root, or the path of one clang program. An installed ROCm that is too old for one of `archs`, or
-    cannot be run, is passed over with a sentence on stderr. BuildError says what is missing.
+    cannot be run, or whose objects cannot be checked here (`wait_states`), is passed over with a sentence on stderr.
+    BuildError says what is missing.
     """
+    found = _found_amd(rocm, archs)
+    if not found.pinned:
+        wait_states.need_checker(found.version)
+    return found
+
+
+def _found_amd(rocm: Path | None, archs: Sequence[str]) -> AmdCompiler:
     if rocm is not None:
         try:
             found = _clang_of(rocm)
@@ -123,7 +137,11 @@ def find_amd(rocm: Path | None = None, archs: Sequence[str] = ()) -> AmdCompiler
         return _instead(str(error))
     if installed is None:
         return packaged()
-    return _instead(f"{installed.version} does not know {', '.join(too_new)}") if too_new else installed
+    if too_new:
+        return _instead(f"{installed.version} does not know {', '.join(too_new)}")
+    if not wait_states.CHECKER.is_file():
+        return _instead(f"objects of {installed.version} cannot be checked for missing wait states here")
+    return installed
 
 
 def _instead(why: str) -> AmdCompiler:
@@ -146,7 +164,8 @@ def packaged() -> AmdCompiler:
             "no AMD compiler: no ROCm under /opt/rocm or on PATH and no ziglang wheel; "
             "`pip install ziglang` or name a ROCm with --rocm"
         )
-    return AmdCompiler((program, "clang"), (program, "ld.lld"), _first_line([program, "clang"]))
+    pinned = PINNED_ZIGLANG in {wheel.version for wheel in metadata.distributions(name="ziglang")}
+    return AmdCompiler((program, "clang"), (program, "ld.lld"), _first_line([program, "clang"]), pinned)
 
 
 def zig() -> str | None:

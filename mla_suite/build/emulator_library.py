@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from mla_suite.archs import CSRC
 from mla_suite.build.compilers import zig
 from mla_suite.build.locations import BuildError, locked, sha256
+from mla_suite.build.notes import Note
 
 SOURCES = CSRC / "emulator"
 
@@ -54,10 +55,10 @@ def build_library(folder: Path, sources: Path = SOURCES) -> Path:
     if why is not None:
         raise BuildError(f"the emulator's library cannot be compiled: {why}")
     library = folder / "emulator.so"
-    stamp = folder / "emulator.sha256"
-    wanted = source_hash(sources)
+    note = Note(folder / "emulator.note", (library,))
+    inputs = [source_hash(sources)]
     with locked(folder):
-        if library.is_file() and stamp.is_file() and stamp.read_text() == _stamp(wanted, library):
+        if note.holds(inputs):
             return library
         temporary = folder / f".emulator.{os.getpid()}.so"
         command = library_command(temporary, sources)
@@ -71,7 +72,7 @@ def build_library(folder: Path, sources: Path = SOURCES) -> Path:
             temporary.unlink(missing_ok=True)
             raise BuildError(f"{done.stderr.strip()}\nthe emulator's library could not be compiled from {sources}")
         os.replace(temporary, library)
-        stamp.write_text(_stamp(wanted, library))
+        note.write(inputs)
     return library
 
 
@@ -88,8 +89,3 @@ def _has_cache() -> bool:
     except OSError:
         return False
     return os.access(cache, os.W_OK | os.X_OK)
-
-
-def _stamp(wanted: str, library: Path) -> str:
-    """The bytes count as well: a crash may leave a library that was named but never reached the disk."""
-    return f"{wanted} {sha256(library.read_bytes())}"

@@ -9,7 +9,7 @@ import os
 import stat
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,9 +39,13 @@ def file_hashes(csrc: Path = CSRC) -> dict[str, str]:
     return {path.relative_to(csrc).as_posix(): sha256(path.read_bytes()) for path in files}
 
 
-def hash_sources(csrc: Path, sources: Sequence[str]) -> str:
-    """sha256 over names and contents of these files of `csrc`; a file that is gone changes it too."""
-    hashes = {name: sha256((csrc / name).read_bytes()) for name in sources if (csrc / name).is_file()}
+def hash_sources(csrc: Path, sources: Sequence[str], hashes: Mapping[str, str] | None = None) -> str:
+    """sha256 over names and contents of these files of `csrc`; a file that is gone changes it too.
+
+    hashes  those of `file_hashes` at another time, instead of now
+    """
+    if hashes is None:
+        hashes = {name: sha256((csrc / name).read_bytes()) for name in sources if (csrc / name).is_file()}
     return sha256("\n".join(f"{name} {hashes.get(name, 'absent')}" for name in sources).encode())
 
 

@@ -6,6 +6,7 @@ launch bounds in the cubin. Counts of the main loop are static: both sides of a 
 
 from __future__ import annotations
 
+import itertools
 import re
 import struct
 from collections import Counter
@@ -113,9 +114,10 @@ def loop_of(lines: list[str]) -> Loop | None:
             head = labels[operands[-1]]
             ends[head] = max(ends.get(head, 0), index + 1)
 
+    matrix = [0, *itertools.accumulate(text.startswith(("v_mfma", "v_smfma")) for text in code)]  # before each line
+
     def weight(span: tuple[int, int]) -> tuple[int, int]:
-        body = code[span[0] : span[1]]
-        return sum(text.startswith(("v_mfma", "v_smfma")) for text in body), len(body)
+        return matrix[span[1]] - matrix[span[0]], span[1] - span[0]
 
     def wraps(outer: tuple[int, int], inner: tuple[int, int]) -> bool:
         inside = outer != inner and outer[0] <= inner[0] and inner[1] <= outer[1]

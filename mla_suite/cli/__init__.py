@@ -29,14 +29,12 @@ COMMANDS = {
     "demo": "decode a small DeepSeek-style model through torch.compile and compare it with the eager reference",
     "build": "compile the kernels for AMD and NVIDIA GPUs; needs no GPU",
     "kernels": "show what was built: registers, LDS, spills, occupancy, instruction counts",
-    "hazards": "check AMD machine code for missing wait states: what was built, or any disassembly",
     "formats": "print the byte map of every KV cache format",
     "bench": "measure the operators on named shapes, compare runs, write a page of plots",
     "emulate": "run an operator on an emulated AMD GPU: numbers, sanitizer findings, counters and bounds",
     "replay": "run a call again that check mode found wrong, and compare it with the reference",
     "tune": "search configurations on this GPU and store the best with their provenance",
     "explain": "say which backend would run a problem, and why",
-    "support": "print which implementation serves each operator on each arch",
 }
 
 

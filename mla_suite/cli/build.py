@@ -8,8 +8,9 @@
   python -m mla_suite build --arch sm_90 --debug              waits end in a trap that names them; again without, after
 
 What is up to date is not compiled again. A kernel that spills, uses scratch memory or exceeds its budget of registers
-or LDS (csrc/<arch>/arch.toml) fails the build, with both numbers, and so does AMD code without the wait states that the
-ISA asks for (`python -m mla_suite hazards`). `python -m mla_suite kernels` shows what came out.
+or LDS (csrc/<arch>/arch.toml) fails the build, with both numbers. So does AMD code without the wait states that the ISA
+asks for: this repository's CI checks the objects of the pinned compiler, and a build in a clone those of any other.
+`python -m mla_suite kernels` shows what came out.
 """
 
 import argparse

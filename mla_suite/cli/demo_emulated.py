@@ -19,7 +19,7 @@ from mla_suite.archs import ArchSpec
 from mla_suite.cli import bar
 from mla_suite.cli.demo_layers import Part, parts
 from mla_suite.cli.emulate import launch_record
-from mla_suite.cli.support import serving
+from mla_suite.cli.serving import serving
 from mla_suite.core import register
 from mla_suite.core.explain import Explanation
 from mla_suite.errors import UsageError

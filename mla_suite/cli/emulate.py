@@ -6,7 +6,6 @@
   python -m mla_suite emulate decode --heads 128 --kv 1024    a problem of your own
   python -m mla_suite emulate decode --on gfx950 --heads 128 --kv 1024 --num-splits 1 --kv-format fp8
   python -m mla_suite emulate combine --json
-  python -m mla_suite emulate --hip DIR decode --on gfx950    the same through AMD's own HIP runtime in DIR
 
 Prints the distance to the reference, what the sanitizer found (with source lines), the instruction counts of every
 launch and, per resource, the clocks that one compute unit needs at least. A bound is a bound, never a time.
@@ -17,10 +16,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_suite.cli import problem
@@ -40,12 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sample", nargs="?", help="a sample's name (default: the operator's first)")
     parser.add_argument("--on", metavar="ARCH", default="gfx942", help="gfx942 or gfx950 (default gfx942)")
     problem.add_arguments(parser, "of decode, with --heads and --kv; then any of the rest", OWN)
-    parser.add_argument(
-        "--hip",
-        metavar="DIR",
-        type=Path,
-        help="launch through the libamdhip64 of this ROCm 7.2 (a root, or unpacked packages); the emulator is its GPU",
-    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -60,13 +51,6 @@ def run(args: argparse.Namespace) -> int:
         return 0
     try:
         op = register.get(args.op)
-        if args.hip is not None:
-            from mla_suite.emulator import user_space
-
-            if not user_space.entered(args.hip):
-                program = [sys.executable, "-m", "mla_suite", *sys.argv[1:]]
-                return subprocess.run(user_space.command(args.hip, program)).returncode
-            _through_hip(args.hip, args.on)
         record = measure(op, _sample(op, args), args.on)
     except (ValueError, LaunchError, DriverError, ObjectError) as error:
         print(error, file=sys.stderr)
@@ -81,19 +65,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"emulate: {record['wrong']}", file=sys.stderr)
     found = any(launch["findings"] for launch in record["launches"])
     return 1 if found or record["wrong"] or not record["launches"] else 0
-
-
-def _through_hip(folder: Path, arch: str) -> None:
-    """Has this process launch the kernels of `arch` through the HIP runtime in `folder`."""
-    from mla_suite import archs
-    from mla_suite.emulator import user_space
-    from mla_suite.emulator.hip_session import HipSession
-    from mla_suite.launch import launcher
-
-    record = archs.get(arch)
-    if not record.emulable:
-        raise UsageError(f"emulate --hip: {arch} is not emulated; the emulator executes gfx942 and gfx950")
-    launcher.install(HipSession(record, user_space.hip_library(folder)))
 
 
 def _sample(op: Op, args: argparse.Namespace) -> Sample:

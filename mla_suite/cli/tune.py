@@ -4,13 +4,12 @@
   python -m mla_suite tune --op combine --set aiter-3468 --write   search, and store the rows
   python -m mla_suite tune --op decode --shapes b8-h32 kv512       only shapes whose names contain one of these
   python -m mla_suite tune --op decode --backend native --set aiter-3003 --write     crossovers: our tiles, or Triton
-  python -m mla_suite tune --op combine --emulate gfx942,gfx950    without a GPU: by the emulator's bounds in clocks
   python -m mla_suite tune --build                                 compile what tables name and is not built
   python -m mla_suite tune --lint                                  check every table there is
 
 Each configuration is compared with the reference, then timed as `bench` does. A row is stored only if it beats the
 present choice by more than the noise of both, and no other backend is faster. Where Triton is faster, a row of decode's
-table leaves the shape to Triton. With --emulate every shape gets a row: the configuration with the lowest bound.
+table leaves the shape to Triton.
 
 A search of combine first compiles, into this user's cache, the kernels that it tries and that do not ship. Rows go to
 the package's tables; with --user, or if the package is read-only, they go to the user's directory. A user's rows come
@@ -40,14 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--op", help="the operator: combine or decode")
     parser.add_argument("--set", action="append", metavar="NAME", help="a set of `bench --list`; may be repeated")
     parser.add_argument("--shapes", nargs="+", metavar="PART", help="only shapes whose names contain one of these")
-    parser.add_argument("--backend", help="native or triton (default: the first that can be tuned)")
+    parser.add_argument("--backend", help="whose configurations are searched (default: the first that can be)")
     parser.add_argument("--write", action="store_true", help="store the rows that are worth it")
     parser.add_argument("--user", action="store_true", help="store in the user's directory")
     parser.add_argument("--commit", help="commit named in the rows, where it cannot be found out")
-    parser.add_argument("--date", metavar="YYYY-MM-DD", help="date named in counted rows (default: today)")
-    parser.add_argument(
-        "--emulate", metavar="ARCH", help="archs between commas: search combine by bounds, for counted rows"
-    )
     parser.add_argument("--build", action="store_true", help="compile the kernels that combine's tables name, and stop")
     parser.add_argument("--lint", action="store_true", help="check every table and stop")
 
@@ -57,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         return lint()
     if args.build:
         return build_named()
-    return _count(args) if args.emulate else _tune(args)
+    return _tune(args)
 
 
 def build_named() -> int:
@@ -75,59 +70,6 @@ def build_named() -> int:
             failed = 1
             print(f"{name}: {error}", file=sys.stderr)
     return failed
-
-
-def _count(args: argparse.Namespace) -> int:
-    """Search by the emulator's bounds, print what was found and store the rows."""
-    import torch
-
-    from mla_suite import archs as arch_records
-    from mla_suite.bench import counted_search, environment, store
-    from mla_suite.build import BuildError
-    from mla_suite.core import dispatch
-
-    op = args.op or "combine"
-    if op != "combine":
-        raise UsageError(f"--emulate tells configurations of combine apart by their bounds; {op} is searched on a GPU")
-    _, space = _space(op, "native")
-    facts = environment.describe(torch.device("cpu"))
-    commit, date = args.commit or str(facts["commit"]), args.date or str(facts["date"])
-    if not commit:
-        raise UsageError("the commit of this package is unknown (no git checkout); name it with --commit")
-    cases = _cases(argparse.Namespace(op=op, set=args.set, shapes=args.shapes))
-    searched = [arch_records.get(name) for name in args.emulate.split(",")]
-    for arch in searched:
-        if not arch.emulable:
-            raise UsageError(f"--emulate {arch.name}: the emulator executes gfx942 and gfx950")
-    for arch in searched:
-        name = arch.name
-        try:
-            with compiling() as step:
-                built = space.build(arch, step)
-            print(f"{name}: {built} kernels built for the search")
-        except BuildError as error:
-            print(f"only what is built is searched: {error}", file=sys.stderr)
-        dispatch.clear_caches()
-        rows, stopped = [], False
-        try:
-            for case in cases:
-                found = counted_search.search(case, arch)
-                key = {**space.facts(found.problem, arch), **space.cells(found.problem, arch, found.best)}
-                rows.append(key | {"kind": "counted", "date": date, "commit": commit})
-                print(
-                    f"{case.id} on {name}: {found.best.instance} {found.clocks:.0f} clocks ({found.limiter}), the "
-                    f"lowest of {found.tried}; the rule's {found.rule.instance} {found.rule_clocks:.0f}"
-                )
-        except KeyboardInterrupt:
-            stopped = True
-        path = store.path_for(space.form, name, user=args.user)
-        if args.write and rows:
-            store.write(space.form, name, path, rows)
-        print(f"{len(rows)} rows {'stored' if args.write else 'would be stored'} in {path}")
-        if stopped:
-            print(f"tune: stopped before the end, at {case.id} on {name}; what was found is above", file=sys.stderr)
-            return INTERRUPTED
-    return 0
 
 
 def lint() -> int:

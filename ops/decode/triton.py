@@ -21,9 +21,7 @@ from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.launch.launcher import compute_units
 from mla_suite.launch.scratch import partials
 from mla_suite.ops.combine.triton import lse_numbers, lse_offset, merge
-from mla_suite.ops.decode import triton_config as tuned
-from mla_suite.ops.decode.triton_blocks import natural_lse, rope_queries, rope_scores, softmax_step
-from mla_suite.ops.decode.triton_config import Tile
+from mla_suite.ops.decode.triton_blocks import Tile, natural_lse, rope_queries, rope_scores, softmax_step
 from mla_suite.ops.plan.metadata import HEADER_WORDS, WORK_TILE_WORDS, Word, most_work_tiles, splits_of
 from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT
 
@@ -234,10 +232,6 @@ def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
         return Unsupported(f"rope_cos_sin rotates {problem.rope} values; it rotates all {rope} that are no part of V")
     if problem.q_dtype == torch.float8_e4m3fnuz:
         return Unsupported("q is float8_e4m3fnuz; it takes bfloat16, float16, float32 or float8_e4m3fn")
-    match = tuned.find(problem, arch)
-    if match is not None:
-        tile = Tile(*(int(match.row.values[column.name]) for column in tuned.FORMAT.config))
-        return Supported(tile, f"Triton with tiles of {tile.rows} rows x {tile.keys} keys, {match.reason}")
     rows = problem.heads * problem.q_len
     if arch is not None and not problem.planned and problem.split_size == 0 and _leaves_idle(problem.batch, rows, arch):
         rows = 16

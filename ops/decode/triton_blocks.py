@@ -1,11 +1,22 @@
-"""Triton functions for one block of keys: the rope part of the scores, and the state of the softmax.
+"""Triton functions for one block of keys: the rope part of the scores, and the state of the softmax; their tiles.
 
 Keys are cached rotated, or un-rotated and then rotated as they are read."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class Tile(NamedTuple):
+    """How much one program holds. Its warps share a [rows, 512] fp32 accumulator: rows x 16 / warps registers each."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
 
 
 @triton.jit

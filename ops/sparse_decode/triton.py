@@ -19,8 +19,7 @@ from mla_suite.kv_formats import kv_format as declared
 from mla_suite.launch.launcher import compute_units
 from mla_suite.launch.scratch import partials
 from mla_suite.ops.combine.triton import lse_numbers, lse_offset, merge
-from mla_suite.ops.decode.triton_blocks import natural_lse, softmax_step
-from mla_suite.ops.decode.triton_config import Tile
+from mla_suite.ops.decode.triton_blocks import Tile, natural_lse, softmax_step
 from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT
 from mla_suite.ops.sparse_decode import splits_by_size
 from mla_suite.ops.sparse_decode.triton_rows import ENCODINGS, record, row_columns

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 import runs
+import support
 import torch
 
 from mla_suite.__main__ import main
@@ -50,8 +51,8 @@ def test_a_full_disk_leaves_pages_and_readmes_as_they_were(
     monkeypatch.setattr(locations.os, "fsync", full_disk)
     monkeypatch.setattr(page, "html", lambda *arguments: "new")
     with pytest.raises(ValueError, match="file cannot be written: No space left on device"):
-        page.write(path, runs.report(0)) if what == "page" else saving.write_section(path, "support", "new")
-    assert saving.section(path.read_text(), "support") == "old\n"
+        page.write(path, runs.report(0)) if what == "page" else support.write_section(path, "support", "new")
+    assert support.section(path.read_text(), "support") == "old\n"
 
 
 def test_links_stay_links_and_pipes_are_written(tmp_path: Path) -> None:

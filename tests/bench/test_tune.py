@@ -24,7 +24,6 @@ from mla_suite.core import dispatch, register, tuning
 from mla_suite.core.dispatch import Backend, Supported
 from mla_suite.core.tuning import Format, Integer, SearchSpace
 from mla_suite.launch import declared_kernels
-from mla_suite.ops.decode import triton_config
 
 CASE = sets.combine(2, 4, 3)
 ARCH = arch.get("sm_90")
@@ -207,23 +206,6 @@ def test_a_row_without_a_commit_is_refused() -> None:
         search.cells(searched({2: 30.0}), SPACE, ARCH, runs.GPU | {"commit": ""})
 
 
-def test_tiles_of_decode_in_triton_are_legal_and_not_mostly_padding() -> None:
-    pytest.importorskip("triton", reason="its tiles are Triton's: triton is not installed")
-    problem = sets.decode(8, 16, 4096).sample.make(torch.device("cpu"))
-    from mla_suite.ops.decode import DECODE
-
-    facts = DECODE.problem(*problem[0], **problem[1])
-    from mla_suite.ops.decode import triton as triton_kernel
-
-    tiles = list(triton_config.candidates(facts, ARCH))
-    assert len(tiles) >= 8
-    assert {tile.rows for tile in tiles} == {16}
-    assert triton_kernel.tile_for(16, torch.bfloat16, False, ARCH) in tiles, "a search can find what the rule says"
-    for tile in tiles:
-        assert (tile.rows + min(tile.stages, 2) * tile.keys) * 576 * 2 <= ARCH.lds_bytes
-        assert triton_config.refuse("triton-sm_90", triton_config.cells(facts, ARCH, tile)) is None
-
-
 def test_tiles_of_decodes_own_kernels_become_crossover_rows(tmp_path: Path) -> None:
     """Each kernel is tried once, its row is a limit on batch and context, and the row decides up to there."""
     from mla_suite.archs.common import decode_search as native_search
@@ -346,7 +328,6 @@ def test_a_table_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypa
     [
         ([], "name an operator with --op"),
         (["--op", "decode"], "no GPU: configurations are compared by timing them"),
-        (["--emulate", "gfx942,sm_90", "--commit", "x"], "--emulate sm_90: the emulator executes gfx942 and gfx950"),
     ],
 )
 def test_the_command_refuses_in_one_sentence(
@@ -367,29 +348,3 @@ def test_the_linter_names_file_and_line(tmp_path: Path, capsys: pytest.CaptureFi
     table.write_text("rows,batch\n")
     assert main(["tune", "--lint"]) == 1
     assert f"{table}:1: the header is 'rows,batch'" in capsys.readouterr().out
-
-
-def test_a_users_row_decides_the_tile_and_explain_names_its_file(tmp_path: Path) -> None:
-    pytest.importorskip("triton", reason="the tiles are Triton's: triton is not installed")
-    from mla_suite.ops.decode import DECODE
-    from mla_suite.ops.decode import triton as triton_kernel
-    from mla_suite.ops.decode import triton_config as tiles
-
-    args, kwargs = sets.decode(8, 16, 4096).sample.make(torch.device("cpu"))
-    problem = DECODE.problem(*args, **kwargs)
-    space = triton_config.SPACES["triton"]
-    path = store.path_for(tiles.FORMAT, space.table("sm_90"), user=True)
-    row = search.cells(searched({2: 30.0}), SPACE, ARCH, runs.GPU)
-    tile = triton_kernel.Tile(16, 64, 8, 1)
-    assert triton_kernel.supports(problem, ARCH) != tile
-    cells = dict(space.facts(problem, ARCH)) | dict(space.cells(problem, ARCH, tile))
-    store.write(tiles.FORMAT, "triton-sm_90", path, [row | cells])
-    answer = triton_kernel.supports(problem, ARCH)
-    assert isinstance(answer, Supported)
-    assert answer.config == tile
-    assert f"measured row {path}:2" in answer.reason
-    for other in (problem._replace(batch=17), problem._replace(context=1024), problem._replace(split_size=64)):
-        changed = triton_kernel.supports(other, ARCH)
-        assert isinstance(changed, Supported)
-        assert "row" not in changed.reason.split("keys")[1]
-    assert triton_kernel.supports(problem._replace(batch=16), ARCH).config == tile

@@ -8,8 +8,9 @@ import struct
 import time
 from pathlib import Path
 
+from virtual_hip.virtual_gpu import DispatchPacket
+
 from mla_suite.emulator import core
-from mla_suite.emulator.virtual_gpu import DispatchPacket
 
 MEMORY_BYTES = 1 << 20
 RING, RING_BYTES = 0x10000, 0x1000

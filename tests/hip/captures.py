@@ -6,9 +6,10 @@ import ctypes as c
 import threading
 from contextlib import contextmanager
 
+from virtual_hip.hip_runtime import HipRuntime
+from virtual_hip.hip_session import HipSession, Mirror
+
 from mla_suite.emulator.driver import options
-from mla_suite.emulator.hip_runtime import HipRuntime
-from mla_suite.emulator.hip_session import HipSession, Mirror
 
 CAPTURE_GLOBAL, CAPTURE_THREAD_LOCAL = 0, 1
 

@@ -1,4 +1,4 @@
-"""Everything here runs in a process whose HIP runtime is AMD's own: `tox -e hip`, or run_hip.py beside this file."""
+"""Everything here runs in a process whose HIP runtime is AMD's own: `tox -e hip`, or tools/run_hip.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(TESTS / "kernels"), str(TESTS / "stubs"), str(TESTS / "packaging")]
+sys.path[:0] = [str(TESTS / "kernels"), str(TESTS / "stubs"), str(TESTS.parent / "tools")]
 
 ARCH = os.environ.get("MLA_SUITE_HIP_ARCH", "")
 SPACE = os.environ.get("MLA_SUITE_HIP_SPACE", "")
@@ -53,10 +53,10 @@ class Chosen:
 def drivers():
     """The HIP runtime's and the emulator's driver, behind every launch of this process."""
     from captures import CapturingSession
+    from virtual_hip.user_space import hip_library
 
     from mla_suite import archs
     from mla_suite.emulator import EmulatorDriver
-    from mla_suite.emulator.user_space import hip_library
     from mla_suite.launch import launcher
 
     record = archs.get(ARCH)

@@ -7,12 +7,12 @@ import ctypes
 import torch
 from captures import RepeatedMirror
 from conftest import ARCH
+from virtual_hip.code_objects import Image
 
 import mla_suite
 from mla_suite import emulator
 from mla_suite.build import params
 from mla_suite.core import register
-from mla_suite.emulator.code_objects import Image
 from mla_suite.ops.decode.samples import decode_sample
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from conftest import ARCH
 from launches import Placed, loaded_at, one_decode, overwrite, recorded
+from virtual_hip.virtual_gpu import VirtualGpuError
 
 from mla_suite.build import compilers, manifest
 from mla_suite.emulator.report import SanitizerError
-from mla_suite.emulator.virtual_gpu import VirtualGpuError
 from mla_suite.launch.driver import DriverError, LaunchError
 
 OTHER = {"gfx942": "gfx950", "gfx950": "gfx942"}

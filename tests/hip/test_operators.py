@@ -7,7 +7,7 @@ from conftest import ARCH
 import mla_suite
 from mla_suite import emulator
 from mla_suite.cli.emulate import measure
-from mla_suite.cli.support import serving
+from mla_suite.cli.serving import serving
 from mla_suite.core import register
 
 SAMPLES = [(op, sample) for op in register.registry().values() for sample in op.samples()]

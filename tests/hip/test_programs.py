@@ -9,21 +9,21 @@ from pathlib import Path
 
 import pytest
 from conftest import ARCH, SPACE
-
-from mla_suite.emulator import user_space
+from virtual_hip import user_space
 
 LIMIT_S = 240
 HERE = Path(__file__).parent
+TOOLS = HERE.parents[1] / "tools"
 
 LAUNCHES = f"""
 import sys
-sys.path.insert(0, {str(HERE)!r})
+sys.path[:0] = [{str(HERE)!r}, {str(TOOLS)!r}]
 from conftest import Chosen
 from launches import Placed, recorded
 from mla_suite import archs
 from mla_suite.emulator import EmulatorDriver
-from mla_suite.emulator.hip_session import HipSession
-from mla_suite.emulator.user_space import hip_library
+from virtual_hip.hip_session import HipSession
+from virtual_hip.user_space import hip_library
 from mla_suite.launch import launcher
 from pathlib import Path
 record = archs.get({ARCH!r})
@@ -63,9 +63,9 @@ def test_what_no_program_checked_is_said_at_its_end():
     assert "bytes of LDS; the kernel takes" in done.stderr
 
 
-def test_the_command_line_runs_a_problem_through_hip():
+def test_the_program_runs_a_problem_through_hip():
     """In a process of its own, which starts itself again with the user space's libraries."""
-    command = [sys.executable, "-m", "mla_suite", "emulate", "--hip", SPACE, "decode", "--on", ARCH, "--json"]
+    command = [sys.executable, str(TOOLS / "emulate_hip.py"), SPACE, "decode", "--on", ARCH, "--json"]
     command += ["--heads", "8", "--kv", "20"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr

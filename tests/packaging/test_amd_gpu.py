@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.mark.skipif(amd_gpu.KERNEL_DRIVER.exists(), reason="this machine has an AMD GPU")
 def test_without_a_gpu_it_says_so_and_does_not_pass():
-    command = [sys.executable, str(ROOT / "tests" / "packaging" / "amd_gpu.py"), "gfx942"]
+    command = [sys.executable, str(ROOT / "tools" / "amd_gpu.py"), "gfx942"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 77
     assert done.stdout == "skipped: this machine has no AMD GPU (/dev/kfd is missing); run it on one with a gfx942\n"
@@ -63,14 +63,14 @@ def test_a_requirement_that_cannot_be_had(machine, monkeypatch):
     assert "none of this machine's package indexes" in str(amd_gpu.lacking("gfx942"))
 
 
-@pytest.mark.parametrize("failing", [[], ["support"]])
+@pytest.mark.parametrize("failing", [[], ["tools/support.py"]])
 @pytest.mark.parametrize(("arch", "steps"), [("gfx942", 7), ("gfx950", 6)])
 def test_all_steps_run_and_failures_are_named(machine, capsys, failing, arch, steps):
     ran = machine((0, f"2.9.1+rocm6.4 6.4.43484 {arch}"), failing)
     assert amd_gpu.main(arch) == len(failing)
     last = capsys.readouterr().out.splitlines()[-steps:]
     assert sum(line.startswith("ran: ") for line in last) == steps - 1 - len(failing)
-    assert [line for line in last if line.startswith("FAILED")] == ["FAILED with 1: python -m mla_suite support"] * len(
+    assert [line for line in last if line.startswith("FAILED")] == ["FAILED with 1: python tools/support.py"] * len(
         failing
     )
     assert last[-1].startswith("left out, rocprofv3 is not on PATH")
@@ -93,4 +93,4 @@ def test_the_notes_list_the_steps(arch):
         assert step.shown in notes
     for page in (notes, (ROOT / "docs" / "ci_owner.md").read_text()):
         assert f"`tox run -e {arch}`" in page
-    assert f"    {arch}: python tests/packaging/amd_gpu.py {arch}\n" in (ROOT / "tox.ini").read_text()
+    assert f"    {arch}: python tools/amd_gpu.py {arch}\n" in (ROOT / "tox.ini").read_text()

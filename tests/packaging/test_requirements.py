@@ -4,6 +4,8 @@ import re
 import sys
 from pathlib import Path
 
+from mla_suite.build.compilers import PINNED_ZIGLANG
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -32,6 +34,7 @@ def test_the_compilers_are_the_same_wherever_they_are_named():
     extra = requirements(PROJECT["project"]["optional-dependencies"]["build"])
     for name in COMPILERS[:-1]:
         assert extra[name] == isolated[name]
+    assert isolated["ziglang"].split(";")[0] == f"=={PINNED_ZIGLANG}"
     environments = (ROOT / "tox.ini").read_text()
     for name in COMPILERS[:-1]:
         pin = isolated[name].split(";")[0]

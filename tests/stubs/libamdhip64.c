@@ -34,7 +34,7 @@ hipError_t hipModuleLaunchKernel(hipFunction_t function, unsigned int gx, unsign
                 bz, shared, (void *)stream, 0, extra != NULL, hex(params[0]));
 }
 // The words of the real libraries: 5.7.1, 6.4.3 and 7.2.4 agree but for two of 7. Every other code is "unknown" to
-// them, never NULL. tests/packaging/rocm_space.py asks each library for the words of every code.
+// them, never NULL. tools/rocm_space.py asks each library for the words of every code.
 #define WORDS(code, text) {code, #code, text}
 static const struct words {
   int code;

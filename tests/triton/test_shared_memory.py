@@ -11,11 +11,10 @@ import torch
 
 from mla_suite import archs as arch
 from mla_suite.archs import ArchSpec
-from mla_suite.core import register, tuning
+from mla_suite.core import register
 from mla_suite.core.dispatch import Supported
 from mla_suite.core.op import Sample
 from mla_suite.ops.decode import triton as decode
-from mla_suite.ops.decode import triton_config as tiles
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.sparse_decode import triton as sparse_decode
 from mla_suite.ops.sparse_decode.samples import PoolShape
@@ -77,13 +76,3 @@ def test_a_tile_that_does_not_fit_is_seen() -> None:
     """64 keys, turned as they are read: what an H200 refused with 233472 bytes of 232448."""
     sample = decode_sample([96, 40], q_len=2, page=1, rotate=True, causal=False, split_size=64)
     assert shared_of("decode", sample, 90, decode.Tile(64, 64, 8, 2)) == 233472 > SM_90.lds_bytes
-
-
-def test_the_tile_of_a_measured_row_fits() -> None:
-    """Each tile once; the largest operands that its row's shapes can have."""
-    types = {word: dtype for dtype, word in tiles.DTYPES.items()}
-    rows = tuning.rows(tiles.FORMAT, tiles.table("sm_90"))
-    kinds = {tuple(row.values[column.name] for column in (*tiles.FORMAT.exact, *tiles.FORMAT.config)) for row in rows}
-    for q_dtype, kv_format, _, *tile in kinds:
-        sample = decode_sample([130], kv_format=str(kv_format), dtype=types[str(q_dtype)], page=1)
-        assert shared_of("decode", sample, 90, decode.Tile(*map(int, tile))) <= SM_90.lds_bytes

@@ -3,7 +3,7 @@
 A row of `ops/decode/tuned/<arch>.csv` decides problems of its kind up to its rows, batch and context. With kv_indices
 the context is the mean: as many pages as they list over the batch. A caller who knows the total shortens a larger
 buffer to it, `kv_indices[:total_pages]`; the whole buffer is taken for as long as its capacity. Rows belong to a
-policy. `default` follows counts of these kernels (benchmarks/count_crossovers.py) and measurements; `aiter-pr3003` is
+policy. `default` follows counts of these kernels (tools/count_crossovers.py) and measurements; `aiter-pr3003` is
 the rule that AITER's pull request 3003 published for 32 heads x 4 query tokens in fp8. It compares two kernels of
 others, so it is taken only where it is asked for:
 

@@ -1,0 +1,147 @@
+"""Build a kernels-hub folder and decode from it: `tox -e hub`.
+
+usage: python tools/hub_folder.py FOLDER
+
+FOLDER/build/torch-universal becomes the variant that serves every version of torch: the Python package, code objects of
+all archs that were built, a loader, and metadata.json with the digest of every file. `kernels.get_local_kernel` then
+loads it in a fresh process, which decodes with the reference and with a code object in the emulator.
+"""
+
+import base64
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+VARIANT = "torch-universal"
+SOURCES = ("*.py", "*.csv", "*.toml", "*.hip", "*.cu", "*.hpp", "*.cpp")
+
+LOADER = '''"""mla_suite from a kernels-hub folder: `kernels.get_kernel` imports this file."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+_folder = Path(__file__).parent / "mla_suite"
+if "mla_suite" not in sys.modules:
+    _spec = importlib.util.spec_from_file_location(
+        "mla_suite", _folder / "__init__.py", submodule_search_locations=[str(_folder)]
+    )
+    sys.modules["mla_suite"] = importlib.util.module_from_spec(_spec)
+    try:
+        _spec.loader.exec_module(sys.modules["mla_suite"])
+    except BaseException:
+        del sys.modules["mla_suite"]
+        raise
+elif Path(sys.modules["mla_suite"].__file__).parent != _folder:
+    raise ImportError(
+        f"mla_suite is imported already, from {sys.modules['mla_suite'].__file__}; its operators are registered once a "
+        "process: use that one, or load this folder first"
+    )
+
+from mla_suite import append_kv, combine, debug, decode, emulate, explain, kv_formats, plan, sparse_decode
+
+__version__ = sys.modules["mla_suite"].__version__
+__all__ = ["append_kv", "combine", "debug", "decode", "emulate", "explain", "kv_formats", "plan", "sparse_decode"]
+'''
+
+PROGRAM = """
+import sys
+from pathlib import Path
+import torch
+from kernels import get_local_kernel
+
+mla = get_local_kernel(Path(sys.argv[1]))
+assert sys.modules["mla_suite"].__file__.startswith(sys.argv[1]), "another copy was imported"
+torch.manual_seed(0)
+kv_cache = torch.randn(8, 16, 576).bfloat16()
+block_table = torch.randperm(8).int().view(2, 4)
+seq_lens = torch.tensor([50, 7], dtype=torch.int32)
+q = torch.randn(2, 1, 16, 576).bfloat16()
+for b, length in enumerate(seq_lens.tolist()):
+    keys = kv_cache[block_table[b].long()].flatten(0, 1)[:length].double()
+    expected = (q[b, 0].double() @ keys.T * 192**-0.5).softmax(-1) @ keys[:, :512]
+    for arch in (None, *sys.argv[2:]):
+        call = (q, kv_cache, seq_lens, block_table)
+        if arch is None:
+            out, _ = mla.decode(*call, softmax_scale=192**-0.5)
+        else:
+            with mla.emulate(arch):
+                out, _ = mla.decode(*call, softmax_scale=192**-0.5)
+        torch.testing.assert_close(out[b, 0].double(), expected, rtol=2e-2, atol=2e-2)
+        print(f"sequence {b} decoded from the hub folder", "by the reference" if arch is None else f"on {arch}")
+compiled = torch.compile(mla.decode, fullgraph=True)
+assert torch.equal(compiled(*call, softmax_scale=192**-0.5)[0], mla.decode(*call, softmax_scale=192**-0.5)[0])
+"""
+
+
+def assemble(folder: Path) -> Path:
+    """Write the variant from the sources and from the objects that `python -m mla_suite build` left; returns it."""
+    sys.path.insert(0, str(ROOT))
+    from mla_suite import __version__
+    from mla_suite.build import manifest
+
+    objects = ROOT / "mla_suite" / "objects"
+    variant = folder / "build" / VARIANT
+    shutil.rmtree(variant, ignore_errors=True)
+    package = variant / "mla_suite"
+    for pattern in SOURCES:
+        for part in ("mla_suite", "ops", "csrc"):
+            for path in sorted((ROOT / part).rglob(pattern)):
+                inner = path.relative_to(ROOT / "mla_suite") if part == "mla_suite" else path.relative_to(ROOT)
+                if inner.parts[0] != "objects":
+                    copy(path, package / inner)
+    for name in manifest.read(objects).files():
+        copy(objects / name, package / "objects" / name)
+    (variant / "__init__.py").write_text(LOADER)
+    files = {str(path.relative_to(variant)): digest(path) for path in sorted(variant.rglob("*")) if path.is_file()}
+    metadata = {
+        "id": f"_mla_suite_{hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]}",
+        "name": "mla-suite",
+        "version": int(__version__.split(".")[0]),
+        "license": "MIT",
+        "python-depends": [],
+        "backend": {"type": "cpu"},
+        "digest": {"algorithm": "sha256", "files": files},
+    }
+    (variant / "metadata.json").write_text(json.dumps(metadata, indent=1) + "\n")
+    return variant
+
+
+def copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+
+
+def digest(path: Path) -> str:
+    return base64.b64encode(hashlib.sha256(path.read_bytes()).digest()).decode()
+
+
+def decode_from(folder: Path, archs: list[str]) -> None:
+    """Load the folder in a process that finds no other mla_suite, and decode on the CPU and on these archs."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    with tempfile.TemporaryDirectory() as elsewhere:
+        command = [sys.executable, "-c", PROGRAM, str(folder.resolve()), *archs]
+        subprocess.run(command, cwd=elsewhere, env=environment | {"HF_HUB_OFFLINE": "1"}, check=True)
+
+
+def main(folder: Path) -> None:
+    from kernels._rust import Digest, DigestAlgorithm, Metadata
+
+    variant = assemble(folder)
+    written = Metadata.read_from_file(variant / "metadata.json").digest
+    assert written is not None
+    written.validate(Digest.hash_variant(written.algorithm, variant))
+    assert written.algorithm == DigestAlgorithm.SHA256
+    decode_from(folder, ["gfx942", "gfx950"])
+    size = sum(path.stat().st_size for path in variant.rglob("*") if path.is_file())
+    print(f"{variant}: {len(written.files)} files, {size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
