@@ -1,6 +1,6 @@
 """The cost of check mode: host time of a decode call with check mode off, and with every n-th call checked.
 
-    python benchmarks/bench_check.py [--emulate gfx942]
+    python benchmarks/bench_check.py [--emulate gfx942] [--save FILE]
 
 On a GPU the times are of queued calls and the wait for them; on a CPU of an emulated GPU's, whose kernel takes far
 longer than a GPU's own, so that a check is a smaller part of it. Each line: n (0 is off), ms per call, ratio to off.
@@ -11,13 +11,16 @@ torch's dispatcher. A merge of no sequences, whose fp32 reference has nothing to
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 
 import mla_suite
+from mla_suite.bench import environment
 from mla_suite.ops.decode.samples import decode_sample
 
 ROUNDS = 5
@@ -44,23 +47,28 @@ def main() -> None:
     for name, default in (("batch", 1), ("heads", 16), ("kv", 1024)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--every", type=int, nargs="+", default=(1, 100), metavar="N")
+    parser.add_argument("--save", type=Path, help="write the times to this JSON file")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tensors, options = decode_sample([args.kv] * args.batch, heads=args.heads).make(device)
     torch.set_num_threads(1)
     with mla_suite.emulate(args.emulate) if device.type == "cpu" else nullcontext():
-        off = 0.0
+        ms: dict[int, float] = {}
         for n in (0, *args.every):
             with mla_suite.check(n, on_difference="raise"):
                 took = seconds(lambda: mla_suite.decode(*tensors, **options), max(n, 5))
-            off = off or took
-            print(f"n {n:4}  {took * 1e3:9.3f} ms  {took / off:6.3f}", flush=True)
+            ms[n] = took * 1e3
+            print(f"n {n:4}  {ms[n]:9.3f} ms  {ms[n] / ms[0]:6.3f}", flush=True)
     nothing = torch.empty(0, 4, 512), torch.empty(0, 4), torch.zeros(1, dtype=torch.int32)
     times = []
     for n in (0, 1 << 40):
         with mla_suite.check(n):
             times.append(seconds(lambda: mla_suite.combine(*nothing), 2000))
-    print(f"a call that is not checked: {(times[1] - times[0]) * 1e6:.1f} us more")
+    unchecked_us = (times[1] - times[0]) * 1e6
+    print(f"a call that is not checked: {unchecked_us:.1f} us more")
+    if args.save is not None:
+        facts = dict(environment=environment.describe(device), heads=args.heads, kv=args.kv, batch=args.batch)
+        args.save.write_text(json.dumps(facts | dict(ms_per_call=ms, unchecked_us=unchecked_us), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -355,6 +355,15 @@ def batch_invariant() -> Iterator[Sourced]:
     )
 
 
+def check_mode() -> Iterator[Sourced]:
+    """The cost of check mode to one call of decode."""
+    source = "benchmarks/results/check/h100.json"
+    ms = saved(source)["ms_per_call"]
+    each, hundredth = (ms[n] / ms["0"] for n in ("1", "100"))
+    phrase = f"took {each:.1f} times its {ms['0']:.3f} ms with n = 1 and {hundredth:.2f} times with n = 100"
+    yield Sourced(SERVING, source, [phrase])
+
+
 SOURCES: tuple[Callable[[], Iterator[Sourced]], ...] = (
     headline,
     reduction,
@@ -365,4 +374,5 @@ SOURCES: tuple[Callable[[], Iterator[Sourced]], ...] = (
     e4m3_caches,
     unrotated_caches,
     batch_invariant,
+    check_mode,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 
@@ -12,7 +13,7 @@ from mla_suite.core import check_mode
 from mla_suite.launch import has_kernel
 
 
-def test_it_prints_a_line_for_each_n(monkeypatch, capsys):
+def test_it_prints_a_line_for_each_n(monkeypatch, capsys, tmp_path):
     if not has_kernel("gfx942", "decode_dtype-bf16_rows-16_width-576_rotate-0"):
         pytest.skip("decode is not built for gfx942; run `python -m mla_suite build`")
     checked = []
@@ -20,9 +21,11 @@ def test_it_prints_a_line_for_each_n(monkeypatch, capsys):
     monkeypatch.setattr(check_mode, "difference", lambda call, config: checked.append(call) or usual(call, config))
     monkeypatch.setattr(bench_check, "ROUNDS", 1)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["bench_check.py", "--kv", "20", "--every", "1", "3"])
+    saved = tmp_path / "times.json"
+    monkeypatch.setattr(sys, "argv", ["bench_check.py", "--kv", "20", "--every", "1", "3", "--save", str(saved)])
     bench_check.main()
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in printed[:3]] == ["0", "1", "3"]
     assert re.fullmatch(r"a call that is not checked: -?\d+\.\d us more", printed[3])
     assert len(checked) == 5 + 2  # of 5 calls each
+    assert list(json.loads(saved.read_text())["ms_per_call"]) == ["0", "1", "3"]
