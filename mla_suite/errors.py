@@ -35,6 +35,9 @@ class CallError(Exception):
         function, given, possible = self.args
         return f"{function}: {given}; {possible}"
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"  # Dynamo reports an error of an operator by it
+
     def said_by(self, function: str, words: Mapping[str, str]) -> CallError:
         """The error of an operator as a function that calls it says it.
 
@@ -47,8 +50,13 @@ class CallError(Exception):
 
 
 def call_error(kind: type[Exception], function: str, given: str, possible: str) -> CallError:
-    """The CallError that is a ValueError, a TypeError or a RuntimeError, as `kind` says."""
-    kinds = {ValueError: CallValueError, TypeError: CallTypeError, RuntimeError: CallRuntimeError}
+    """The CallError that is also a `kind`: ValueError, TypeError, RuntimeError or NotImplementedError."""
+    kinds: dict[type[Exception], type[CallError]] = {
+        ValueError: CallValueError,
+        TypeError: CallTypeError,
+        RuntimeError: CallRuntimeError,
+        NotImplementedError: CallNotImplementedError,
+    }
     return kinds[kind](function, given, possible)
 
 
@@ -62,3 +70,7 @@ class CallTypeError(CallError, TypeError):
 
 class CallRuntimeError(CallError, RuntimeError):
     """Nothing runs the call here, though its arguments are what they may be."""
+
+
+class CallNotImplementedError(CallError, NotImplementedError):
+    """A server asks for something that its backend here does not do."""

@@ -145,10 +145,15 @@ def call(op: Called, tensors: tuple[Any, ...], options: tuple[Any, ...], otherwi
                         if addresses not in last.apart:
                             if overlap.first_overlap(addresses, last.sizes, last.written):
                                 overlap.refuse(op.name, op.arguments, tensors, op.mutated)
-                            if any(address & 15 for address in addresses):
+                            low_bits = 0  # a generator would enter a frame for each address
+                            for address in addresses:
+                                low_bits |= address
+                            if low_bits & 15:
                                 prepared = None
                             else:
-                                dispatch.bounded(last.apart).add(addresses)
+                                if len(last.apart) >= dispatch.MAX_CACHED:  # `bounded`, written out
+                                    last.apart.clear()
+                                last.apart.add(addresses)
                     else:
                         for tensor in given:
                             if tensor.data_ptr() & 15:

@@ -74,7 +74,7 @@ def current_arch(tensor: torch.Tensor) -> ArchSpec | None:
 
 @cache
 def _gpu_arch(index: int) -> ArchSpec | None:
-    """The record with the compute units, and on NVIDIA the memory's rate, of the GPU with this index."""
+    """The record with the compute units of the GPU with this index and, where the driver says it, its memory's rate."""
     record = archs.specs()[0].get(_gpu_name(index))
     if record is None:
         return None

@@ -24,18 +24,30 @@ def make(monkeypatch):
         """Sends decodes, and prompts as well, to its method for FlashMLA's sparse kernel."""
 
         device, dsa_index_kpool, kv_lora_rank, qk_rope_head_dim = "cpu", 1, LATENT, WIDTH - LATENT
+        dsa_decode_impl = "flashmla_sparse"
 
-        def __init__(self, pool):
-            self.token_to_kv_pool, self.dsa_kv_cache_store_fp8 = pool, pool.dtype == torch.float8_e4m3fn
+        def __init__(self, model_runner):
+            self.token_to_kv_pool = model_runner
+            self.dsa_kv_cache_store_fp8 = model_runner.dtype == torch.float8_e4m3fn
 
-        def forward_decode(self, q, cache, slots, lengths):
+        def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True):
+            cache, slots, lengths = k, *forward_batch
             call = dict(q_all=q, kv_cache=cache, v_head_dim=LATENT, page_table_1=slots, sm_scale=0.07)
             return self._forward_flashmla_sparse(**call, topk_length=lengths, attn_sink=None)
+
+        def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):
+            """Not called."""
+
+        def _forward_flashmla_sparse(self, q_all, kv_cache, v_head_dim, page_table_1, sm_scale):
+            """Overridden."""
 
     attention = "sglang__srt__layers__attention__"
     modules(
         monkeypatch,
         **{
+            "sglang": dict(__version__="0.5.23"),
+            "sglang__srt__mem_cache__memory_pool": dict(MLATokenToKVPool=None),
+            "sglang__srt__model_executor__forward_batch_info": dict(ForwardBatch=None, ForwardMode=None),
             f"{attention}triton_backend": dict(TritonAttnBackend=TritonAttnBackend),
             f"{attention}dsa_backend": dict(DeepseekSparseAttnBackend=DeepseekSparseAttnBackend),
         },
@@ -53,7 +65,7 @@ def test_nothing_crosses_between_host_and_device(make, dtype, width):
     backend = make(dtype)
     q = on_device(3, HEADS, WIDTH, dtype=torch.bfloat16 if dtype.itemsize == 1 else dtype)
     cache = on_device(4 * PAGE, 1, width, dtype=dtype)
-    assert crossings(lambda: backend.forward_decode(q, cache, on_device(3, TOPK), on_device(3))) == []
+    assert crossings(lambda: backend.forward_decode(q, cache, None, None, (on_device(3, TOPK), on_device(3)))) == []
 
 
 def test_a_token_attends_to_its_slots(make):
@@ -62,7 +74,7 @@ def test_a_token_attends_to_its_slots(make):
     slots = torch.stack([torch.randperm(4 * PAGE)[:TOPK] for _ in range(3)]).int()
     slots[1, 5:] = -1
     lengths = torch.tensor([TOPK, 5, 20], dtype=torch.int32)
-    out = backend.forward_decode(q, cache, slots, lengths)
+    out = backend.forward_decode(q, cache, None, None, (slots, lengths))
     for token, length in enumerate(lengths):
         want, _ = attend(q[token], cache[slots[token, :length].long(), 0], 0.07)
         torch.testing.assert_close(out[token].float(), want, rtol=2**-8, atol=2e-5)
