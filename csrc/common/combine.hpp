@@ -113,23 +113,24 @@ struct Combine : CombinedRow<Wave> {
   // of the lane's first splits.
   template <bool marked = false>
   MLA_DEVICE static LseAccum merge_own_lse(const CombineParams& p, RowAssignment& at, float (&share)[owned]) {
-    LseAccum lane{0, 0.0f}, all{largest_own<false>(p, at), 0.0f};
+    LseAccum all{largest_own<false>(p, at), 0.0f};
     if (marked && all.largest == INFINITY_BITS) [[unlikely]] {  // one comparison for a row, where each lse would cost one
       for (int i = 0; i < owned; ++i) at.own[i] = without_mark(p, at, own_split(at, i), at.own[i]);
       all.largest = largest_own<true>(p, at);
     }
     const float base = all.base();
     const int next = own_split(at, owned);
+    float sum = 0.0f;
     for (int i = 0; i < owned; ++i) {
       share[i] = 0.0f;
       if (i != 0 && i * team >= at.splits) continue;  // most rows have no more than a lane's first
       share[i] = exp_of<Wave>(at.own[i] - base);
-      lane.sum = i == 0 ? share[i] : lane.sum + share[i];
+      sum = i == 0 ? share[i] : sum + share[i];
     }
 #pragma unroll 1
     for (int split = next; split < at.splits; split += own_step)
-      lane.sum += exp_of<Wave>(lse_of<marked>(p, at, split) - base);
-    all.sum = Wave::template sum_over<team>(lane.sum, at.lane);
+      sum += exp_of<Wave>(lse_of<marked>(p, at, split) - base);
+    all.sum = Wave::template sum_over<team>(sum, at.lane);
     return all;
   }
 

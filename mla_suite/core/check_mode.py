@@ -85,12 +85,6 @@ class Call(NamedTuple):
     def record(self) -> Any:
         return self.op.bind(self.tensors, self.options)
 
-    def choice(self) -> Choice:
-        """The backend that served the call."""
-        first = self.tensors[0]
-        problem, arch = self.op.describe(self.record), dispatch.arch_of(first)
-        return dispatch.choose(self.op.name, self.op.backends, problem, arch, first.device.type)
-
 
 def run(call: Call, on_difference: str) -> None:
     """Check a call that has returned. WrongResult where a difference is to raise."""
@@ -98,7 +92,7 @@ def run(call: Call, on_difference: str) -> None:
     if call.tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
         _skipped(op, "a CUDA graph captures it", "run the model without graphs to check what they replay")
         return
-    choice = call.choice()
+    choice = op.choose(call.record)
     if choice.backend.name == "reference":
         return
     try:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mla_suite.core.dispatch import Backend
+from mla_suite.core import dispatch
+from mla_suite.core.dispatch import Backend, Choice
 
 NAMESPACE = "mla_suite"
 
@@ -113,6 +114,18 @@ class Op:
     def bind(self, tensors: Sequence[Any], options: Sequence[Any]) -> Any:
         """`Args` from all positional and all keyword arguments, those of the `.out` overload too, in schema order."""
         return self.Args(*tensors, **dict(zip(self.out_options, options, strict=False)))
+
+    def first(self, record: Any) -> torch.Tensor:
+        """The tensor of an `Args` on whose device the call runs."""
+        first: torch.Tensor = getattr(record, record.__match_args__[0])
+        return first
+
+    def choose(self, record: Any) -> Choice:
+        """The backend that serves the call of an `Args`."""
+        first = self.first(record)
+        return dispatch.choose(
+            self.name, self.backends, self.describe(record), dispatch.arch_of(first), first.device.type
+        )
 
     @cached_property
     def schema(self) -> str:

@@ -170,31 +170,20 @@ def _check(op: Op, outputs: tuple[torch.Tensor, ...], args: tuple[Any, ...], opt
             check_mode.run(check_mode.Call(op, outputs, args, options), check.on_difference)
 
 
-def _choose(op: Op, record: Any) -> dispatch.Choice:
-    first = _first(record)
-    return dispatch.choose(op.name, op.backends, op.describe(record), dispatch.arch_of(first), first.device.type)
-
-
-def _first(record: Any) -> torch.Tensor:
-    """The tensor on whose device a call runs."""
-    first: torch.Tensor = getattr(record, record.__match_args__[0])
-    return first
-
-
 def _count(op: Op, args: tuple[Any, ...], options: tuple[Any, ...]) -> None:
     """Note the call where `count_calls` counts."""
     calls = dispatch.counting()
     if calls is not None:
-        choice = _choose(op, op.bind(args, options))
+        choice = op.choose(op.bind(args, options))
         config = choice.supported.config
         calls[op.name, choice.backend.name, str(getattr(config, "instance", config))] += 1
 
 
 def _prepare(op: Op, outputs: tuple[torch.Tensor, ...], record: Any) -> dispatch.Launch:
     """The launch of the backend that is chosen for a call."""
-    choice = _choose(op, record)
+    choice = op.choose(record)
     launch = choice.backend.prepare(choice.supported.config, outputs, record)
-    on_gpu = _first(record).is_cuda and choice.backend.name == "reference" and choice.refused
+    on_gpu = op.first(record).is_cuda and choice.backend.name == "reference" and choice.refused
     return _if_allowed(op.name, choice, launch) if on_gpu else launch
 
 

@@ -11,9 +11,7 @@ import mla_suite
 from mla_suite.errors import CallError
 from mla_suite.integrations import check_kinds, refuse, restate
 
-_WORDS = {
-    **{"partial_out": "partial_output", "split_indptr": "reduce_indptr", "out_dtype": "the dtype of final_output"},
-}
+_WORDS = {"partial_out": "partial_output", "split_indptr": "reduce_indptr", "out_dtype": "the dtype of final_output"}
 """Arguments of combine -> those of `mla_reduce_v1`."""
 REDUCE_BATCHES = (0, 1, 2, 4, 8)
 REDUCE_VECS = (0, 1, 2, 4)
