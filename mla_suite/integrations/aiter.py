@@ -429,7 +429,7 @@ _INSTEAD = {
     "mla_prefill_ps_fwd": "prefill attends un-absorbed: see mla_suite.models.MLA.prefill",
     "decode_update_mla_metadata_v1": "call get_mla_metadata_v1 again: it runs on the device, into the same buffers",
 }
-__getattr__ = absent(__name__, {n: f"it is not part of this face of AITER; {do}" for n, do in _INSTEAD.items()})
+__getattr__ = absent(__name__, {n: f"it is not in mla_suite's AITER interface; {do}" for n, do in _INSTEAD.items()})
 
 
 def _seq_lens(name: str, kv_indptr: torch.Tensor, kv_last_page_lens: torch.Tensor, page_size: int) -> torch.Tensor:

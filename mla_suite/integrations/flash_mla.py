@@ -35,7 +35,7 @@ _WORDS = {
 }
 """Arguments of the operators -> those of `flash_mla_with_kvcache`."""
 _METADATA_WORDS = {"seq_lens": "cache_seqlens", "num_heads x max_seqlen_q": "num_q_tokens_per_head_k"}
-_DECODING_WORDS = {"cache_seqlens": "seqlens_k", "num_heads_k": "h_k"}  # of get_mla_metadata's second face
+_DECODING_WORDS = {"cache_seqlens": "seqlens_k", "num_heads_k": "h_k"}
 _SLOT = "flash_mla_with_kvcache"  # of the eager fast path
 FORMAT_NAMES = {"V32": "v32", "V4": "dsv4"}
 """FlashMLA's names of the records that are read here -> kv_formats."""
@@ -311,7 +311,7 @@ def _rows(cache: torch.Tensor) -> torch.Tensor:
 
 _PREFILL = ("flash_attn_varlen_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_varlen_kvpacked_func")
 _NO_PREFILL = (
-    "un-absorbed prefill is not part of this face; see mla_suite.models.MLA.prefill, or call torch's "
+    "this interface has no un-absorbed prefill; see mla_suite.models.MLA.prefill, or call torch's "
     "scaled_dot_product_attention"
 )
 __getattr__ = absent(__name__, dict.fromkeys(_PREFILL, _NO_PREFILL))

@@ -346,7 +346,7 @@ class MLA(nn.Module):
 _HEAD_ROWS = ("q_proj.weight", "q_b_proj.weight", "kv_b_proj.weight")
 
 
-# Inputs of a product from which on zeros gain; with 8192 and 2048 they cost 0.2 to 0.6 us.
+# The smallest in_features for which a zero bias, and so cuBLASLt, is faster; with 8192 and 2048 it costs 0.2 to 0.6 us.
 _LONG = 16384
 
 

@@ -95,14 +95,9 @@ def _balanced(
     if not dealing.candidates(costs, batch, num_sm_parts):
         return in_order
     dealt, dealt_cost = dealing.deal(kv_lens, costs, num_sm_parts)
-    work_indptr, split_indptr, work_tiles = dealt
-    first, second, third = in_order
     cheaper = dealt_cost < cost
-    return (
-        torch.where(cheaper, work_indptr, first),
-        torch.where(cheaper, split_indptr, second),
-        torch.where(cheaper, work_tiles, third),
-    )
+    split_indptr, work_indptr, work_tiles = (torch.where(cheaper, *each) for each in zip(dealt, in_order, strict=True))
+    return split_indptr, work_indptr, work_tiles
 
 
 def work_tiles_between(points: Splits, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
