@@ -4,7 +4,7 @@ A command module has `add_arguments(parser)` and `run(args) -> int`, and its doc
 as a ValueError is a sentence about its arguments: it is printed, and the exit status is 2; after Ctrl-C it is 130.
 `torch_device`, `positive` and `sizes` are types of arguments that several commands take; each refuses in a sentence.
 `bar` and `compiling` are the progress bars of those that take long, on stderr; where that is no terminal, lines.
-Modules are imported only when their command is asked for, so `build` works where torch is not installed.
+A command is imported when it is asked for: `build` works without torch, and none waits for what others need.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
 if TYPE_CHECKING:
     import torch
-    from rich.console import Console
-    from rich.progress import Progress
 
 INTERRUPTED = 130
 LINE_EVERY_S = 10.0  # of a build of hundreds of steps, whose output is no terminal
@@ -39,7 +40,7 @@ COMMANDS = {
 
 
 def torch_device(text: str) -> torch.device:
-    import torch
+    import torch  # `build` and `kernels` work where it is not installed
 
     try:
         device = torch.device(text)
@@ -68,8 +69,6 @@ def bar(first: str, total: int, *, quiet: bool = False) -> Iterator[Callable[...
 
     Where the output is no terminal, each new description is a line of its own, with the seconds since the first.
     """
-    from rich.console import Console
-
     console = Console(stderr=True, quiet=quiet)
     if not console.is_terminal:
         yield _lines(first, quiet=quiet)
@@ -95,8 +94,6 @@ def compiling() -> Iterator[Callable[[int, int], None]]:
 
     Where the output is no terminal, the first step, the last, and one after every ten seconds are a line each.
     """
-    from rich.console import Console
-
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _compiling_lines()
@@ -130,7 +127,5 @@ def _compiling_lines() -> Callable[[int, int], None]:
 
 
 def _progress(label: str, console: Console) -> Progress:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console)

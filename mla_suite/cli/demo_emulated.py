@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from rich import box
+from rich.console import Console
+from rich.table import Column, Table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_suite
@@ -24,9 +27,6 @@ from mla_suite.core import register
 from mla_suite.core.explain import Explanation
 from mla_suite.errors import UsageError
 from mla_suite.launch import current_arch
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 RTOL, ATOL = 2e-2, 8e-3
 """Tolerances of GPU MODE's amd-mla-decode task, which compares the output and the whole cache."""
@@ -150,9 +150,6 @@ def _compared(name: str, expected: torch.Tensor, got: torch.Tensor) -> tuple[flo
 
 def show(record: dict[str, Any], console: Console) -> None:
     """Print a report for people."""
-    from rich import box
-    from rich.table import Column, Table
-
     for part in record["parts"]:
         console.rule(part["title"], align="left")
         for op, found in part["backends"].items():

@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+import mla_suite
+from mla_suite import kv_formats
+from mla_suite.archs import ArchSpec
 from mla_suite.cli import positive
 from mla_suite.errors import UsageError
-
-if TYPE_CHECKING:
-    from mla_suite.archs import ArchSpec
+from mla_suite.kv_formats import cache as caches
+from mla_suite.ops.plan import parts_on, scheduler
 
 LENGTHS, KV_FORMATS = {"decode": "kv", "sparse_decode": "topk"}, {"decode": "bf16", "sparse_decode": "v32"}
 Q_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e4m3fnuz")
@@ -59,11 +63,6 @@ def without_values(op: str, options: dict[str, Any], arch: ArchSpec | None) -> t
     foreign = {"kv": "topk", "topk": "kv"}[length]
     if foreign in options:
         raise UsageError(f"--{foreign} is not an option of {op}; it takes --{length}")
-    import torch
-
-    from mla_suite import kv_formats
-    from mla_suite.kv_formats import cache as caches
-
     batch, q_len, page = (options.get(name, default) for name, default in (("batch", 1), ("q_len", 1), ("page", 64)))
     keys, kind = options[length], kv_formats.kv_format(options.get("kv_format", KV_FORMATS[op]))
     pages, index = -(-keys // page), partial(torch.empty, dtype=torch.int32, device="meta")
@@ -85,11 +84,6 @@ def without_values(op: str, options: dict[str, Any], arch: ArchSpec | None) -> t
 
 def _splits(options: dict[str, Any], sequences: int, q_len: int, keys: int, arch: ArchSpec | None) -> dict[str, Any]:
     """Returns the arguments that say how keys are split; a plan is as `mla_suite.plan` makes it on the arch."""
-    import torch
-
-    import mla_suite
-    from mla_suite.ops.plan import parts_on, scheduler
-
     found: dict[str, Any] = {name: options[name] for name in ("num_splits", "split_size") if name in options}
     if "plan" in options:
         units = 1 if arch is None else arch.compute_units
