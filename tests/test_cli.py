@@ -101,7 +101,7 @@ def test_support_says_that_triton_is_missing(
     [
         ("demo --tokens 0", "argument --tokens: '0'; it takes a whole number of 1 or more"),
         ("demo --layers two", "argument --layers: 'two'; it takes a whole number of 1 or more"),
-        ("formats --page -1", "argument --page: '-1'; it takes a whole number of 1 or more"),
+        ("formats --page-size -1", "argument --page-size: '-1'; it takes a whole number of 1 or more"),
         ("explain --device gpu", "argument --device: 'gpu' is not a torch device; examples are cpu, cuda and cuda:1"),
         ("bench --device gpu", "argument --device: 'gpu' is not a torch device; examples are cpu, cuda and cuda:1"),
         ("explain --device cuda:99", "GPUs that torch can use"),

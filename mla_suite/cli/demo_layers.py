@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 import mla_suite
+from mla_suite import kv_formats
 from mla_suite.archs import ArchSpec
-from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format as declared
 from mla_suite.models import MLA, MLAConfig, PagedLatentCache, cos_sin_table
 from mla_suite.models.rope import rotate
 
@@ -75,9 +74,9 @@ def _dense(layer: MLA, name: str, prefills: tuple[int, ...], *, page_size: int =
     sequences = [cache.allocate() for _ in prefills]
     cache.append(sequences, list(prefills))
     rows = torch.empty(pages, page_size, 576).normal_(generator=draw)
-    fmt = declared(layer.kv_format)
-    descale = rows.abs().max() / FP8_LARGEST if fmt.per_tensor_descale else None
-    filled = caches.pack(fmt, rows, descale=descale)
+    scaled = kv_formats.kv_format(layer.kv_format).per_tensor_descale
+    descale = rows.abs().max() / FP8_LARGEST if scaled else None
+    filled = kv_formats.pack(layer.kv_format, rows, descale=descale)
     x = torch.empty(len(prefills), q_len, config.hidden_size, dtype=torch.bfloat16).normal_(generator=draw)
     angles = cos_sin_table(config, dtype=torch.float32 if config.cache_rotated else torch.bfloat16)  # as the task's
     where = cache.append(sequences, [q_len] * len(prefills))
@@ -109,10 +108,9 @@ def sparse_layer() -> Part:
     q_down, q_up, kv_down = weight(q_lora, hidden), weight(heads * head_dim, q_lora), weight(head_dim, hidden)
     o_proj = weight(hidden, heads * head_dim)
     sink = torch.empty(heads).normal_(generator=draw)
-    fmt = declared("dsv4")
     pages = [-(-(n + 1) // page) for n in lengths]
-    filled = caches.pack(fmt, torch.empty(sum(pages), page, head_dim).normal_(generator=draw))
-    compressed = caches.pack(fmt, torch.empty(20, 64, head_dim).normal_(generator=draw))
+    filled = kv_formats.pack("dsv4", torch.empty(sum(pages), page, head_dim).normal_(generator=draw))
+    compressed = kv_formats.pack("dsv4", torch.empty(20, 64, head_dim).normal_(generator=draw))
     x = torch.empty(len(lengths), 1, hidden, dtype=torch.bfloat16).normal_(generator=draw)
     first = [sum(pages[:b]) * page for b in range(len(lengths))]  # slot of each sequence's token 0: pages in order
     slots = torch.tensor([start + n for start, n in zip(first, lengths, strict=True)])

@@ -83,7 +83,9 @@ def _sample(op: Op, args: argparse.Namespace) -> Sample:
             )
         lens = given.pop("batch", 1) * [given.pop("kv")]
         dtype = getattr(torch, given.pop("q_dtype", "bfloat16"))
-        return decode_sample(lens, dtype=dtype, planned=given.pop("plan", False), **given)
+        return decode_sample(
+            lens, dtype=dtype, planned=given.pop("plan", False), page=given.pop("page_size", 64), **given
+        )
     samples = {sample.name: sample for sample in op.samples()}
     name = args.sample or next(iter(samples))
     if name not in samples:

@@ -390,7 +390,7 @@ def test_command_prints_every_kv_format(capsys):
     facts = json.loads(capsys.readouterr().out)
     assert list(facts) == list(NAMES)
     assert facts["dsv4"]["block_bytes"] == 37440
-    assert main(["formats", "dsv4", "--page", "2", "--constants"]) == 0
+    assert main(["formats", "dsv4", "--page-size", "2", "--constants"]) == 0
     text = capsys.readouterr().out
     assert "1728 bytes, of which 560 are padding" in text
     assert "P*576 + t*8" in text
