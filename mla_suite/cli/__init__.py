@@ -13,7 +13,7 @@ import sys
 import time
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -73,7 +73,8 @@ def bar(first: str, total: int, *, quiet: bool = False) -> Iterator[Callable[...
     if not console.is_terminal:
         yield _lines(first, quiet=quiet)
         return
-    with _progress("{task.description:60}", console) as shown:
+    columns = TextColumn("{task.description:60}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console) as shown:
         yield partial(shown.update, shown.add_task(first, total=total))
 
 
@@ -92,40 +93,20 @@ def _lines(first: str, *, quiet: bool) -> Callable[..., None]:
 def compiling() -> Iterator[Callable[[int, int], None]]:
     """Yields a function of (finished compiler steps, their total). The bar appears with the first step.
 
-    Where the output is no terminal, the first step, the last, and one after every ten seconds are a line each.
+    Its description, which is a line where the output is no terminal, changes every ten seconds and at the end.
     """
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield _compiling_lines()
-        return
-    shown = _progress("compiling", console)
-    task = shown.add_task("", total=None)
-
-    def step(number: int, of: int) -> None:
-        shown.start()
-        shown.update(task, completed=number, total=of)
-
-    try:
-        yield step
-    finally:
-        shown.stop()
-
-
-def _compiling_lines() -> Callable[[int, int], None]:
-    update, last = None, 0.0
+    update: Callable[..., None] | None = None
+    last = 0.0
 
     def step(number: int, of: int) -> None:
         nonlocal update, last
         said = f"compiling {number} of {of}"
         if update is None:
-            update, last = _lines(said, quiet=False), time.perf_counter()
+            update, last = stack.enter_context(bar(said, of)), time.perf_counter()
         elif number == of or time.perf_counter() - last >= LINE_EVERY_S:
             update(description=said)
             last = time.perf_counter()
+        update(completed=number, total=of)
 
-    return step
-
-
-def _progress(label: str, console: Console) -> Progress:
-    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console)
+    with ExitStack() as stack:
+        yield step

@@ -48,11 +48,11 @@ class Config(NamedTuple):
     batch: int
     q_len: int
     heads: int
-    page: int
+    page_size: int
     causal: bool
     is_fp8_kvcache: bool
     topk: int | None
-    extra_page: int | None
+    extra_page_size: int | None
     extra_topk: int | None
     enable_batch_invariant: bool
 
@@ -236,11 +236,11 @@ def flash_mla_with_kvcache(
         batch=q.shape[0],
         q_len=q.shape[1],
         heads=q.shape[2],
-        page=k_cache.shape[1],
+        page_size=k_cache.shape[1],
         causal=causal,
         is_fp8_kvcache=k_cache.dtype.itemsize == 1,
         topk=None if indices is None else indices.shape[-1],
-        extra_page=None if extra_k_cache is None else extra_k_cache.shape[1],
+        extra_page_size=None if extra_k_cache is None else extra_k_cache.shape[1],
         extra_topk=None if extra_indices_in_kvcache is None else extra_indices_in_kvcache.shape[-1],
         enable_batch_invariant=enable_batch_invariant,
     )

@@ -14,6 +14,7 @@ from flash_mla_calls import paged
 
 from mla_suite.core import register
 from mla_suite.integrations import aiter, flash_mla, vllm_rocm
+from mla_suite.integrations.aiter_metadata import TOPK_MARK
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format
 
@@ -103,7 +104,7 @@ def aiter_fp8():
 def aiter_selected():
     given, made = step()
     given |= dict(kv_indices=chosen(2 * 7), **made.metadata())
-    given["work_info_set"][:, 7] = aiter.TOPK_MARK + 7
+    given["work_info_set"][:, 7] = TOPK_MARK + 7
     return given
 
 
