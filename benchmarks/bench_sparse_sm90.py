@@ -26,7 +26,7 @@ from mla_suite.bench.clock import cold_bytes
 from mla_suite.bench.inputs import Call
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format
+from mla_suite.kv_formats import get_kv_format
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
 from mla_suite.testing import attention
 
@@ -63,14 +63,14 @@ class Row(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        width = kv_format(self.kv_format).head_dim
+        width = get_kv_format(self.kv_format).head_dim
         return self.batch * (
-            self.keys * (kv_format(self.kv_format).token_bytes + 4) + self.heads * ((width + 512) * 2 + 4)
+            self.keys * (get_kv_format(self.kv_format).token_bytes + 4) + self.heads * ((width + 512) * 2 + 4)
         )
 
     @property
     def flops(self) -> int:
-        return 2 * self.batch * self.keys * self.heads * (kv_format(self.kv_format).head_dim + 512)
+        return 2 * self.batch * self.keys * self.heads * (get_kv_format(self.kv_format).head_dim + 512)
 
 
 def v32(batch: int, heads: int, peer_us: float, peer_over_floor: float) -> Row:
@@ -106,7 +106,7 @@ SHAPES = (
 
 def filled(name: str, tokens: int, page: int) -> torch.Tensor:
     """A pool of at least `tokens`: random rows, the same ones again every MADE_PAGES pages."""
-    kind = kv_format(name)
+    kind = get_kv_format(name)
     made = caches.pack(kind, torch.randn(MADE_PAGES, page, kind.head_dim, device=CUDA))
     times = -(-tokens // (MADE_PAGES * page))
     stride = made.stride(0)
@@ -116,7 +116,7 @@ def filled(name: str, tokens: int, page: int) -> torch.Tensor:
 
 def turns_of(row: Row, count: int) -> list[Call]:
     """Calls with queries and selections of their own; request b of turn i selects from its own stretch of each pool."""
-    width = kv_format(row.kv_format).head_dim
+    width = get_kv_format(row.kv_format).head_dim
     kv_caches, stretches = [], []
     for pool in row.pools:
         stretch = max(row.batch, -(-(1 << 19) // pool.tokens))
@@ -144,7 +144,7 @@ def check(turn: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
     sinks = torch.full((heads,), -torch.inf) if sink is None else sink.cpu()
     for b in sorted({0, q.shape[0] - 1}):
         pools = zip(turn.kwargs["kv_formats"], kv_caches, indices, strict=True)
-        rows = [caches.gather(kv_format(name), cache, index[b, 0].long()) for name, cache, index in pools]
+        rows = [caches.gather(get_kv_format(name), cache, index[b, 0].long()) for name, cache, index in pools]
         keys = torch.cat(rows).bfloat16().cpu()
         seen = torch.full((heads,), len(keys))
         exact = attention(q[b, 0].cpu(), keys, seen, turn.kwargs["softmax_scale"], 512, sinks)

@@ -76,8 +76,8 @@ def _sequences(args: Any) -> Iterator[_Sequence]:
         else:
             pages = args.kv_indices[args.kv_indptr[b] : args.kv_indptr[b + 1]]
         used = pages[: -(-length // page)].long()
-        kind = kv_formats.kv_format(args.kv_format)
-        keys = caches.as_keys(kind, caches.unpack(kind, args.kv_cache[used])).flatten(0, 1)[:length].double()
+        fmt = kv_formats.get_kv_format(args.kv_format)
+        keys = caches.as_keys(fmt, caches.unpack(fmt, args.kv_cache[used])).flatten(0, 1)[:length].double()
         keys = keys if args.kv_descale is None else keys * args.kv_descale.double()
         keys = keys if args.rope_cos_sin is None else _rotated(keys, args.rope_cos_sin[:length].double())
         queries = flat[tokens[b] : tokens[b + 1]]

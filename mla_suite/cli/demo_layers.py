@@ -74,7 +74,7 @@ def _dense(layer: MLA, name: str, prefills: tuple[int, ...], *, page_size: int =
     sequences = [cache.allocate() for _ in prefills]
     cache.append(sequences, list(prefills))
     rows = torch.empty(pages, page_size, 576).normal_(generator=draw)
-    scaled = kv_formats.kv_format(layer.kv_format).per_tensor_descale
+    scaled = kv_formats.get_kv_format(layer.kv_format).per_tensor_descale
     descale = rows.abs().max() / FP8_LARGEST if scaled else None
     filled = kv_formats.pack(layer.kv_format, rows, descale=descale)
     x = torch.empty(len(prefills), q_len, config.hidden_size, dtype=torch.bfloat16).normal_(generator=draw)

@@ -9,7 +9,7 @@ its scales, and where each field of token t lies in a block of P tokens:
     python -m mla_suite formats --json                  the same facts for a program
 
 Offsets count bytes from the start of a block. The next block begins `block` bytes later, and a cache may leave more
-room than that. In Python: mla_suite.kv_formats.kv_format(name); pack, unpack, validate and empty are there too.
+room than that. In Python: mla_suite.kv_formats.get_kv_format(name); pack, unpack, validate and empty are there too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mla_suite.cli import positive
-from mla_suite.kv_formats import KV_FORMATS, Field, KVFormat, kv_format
+from mla_suite.kv_formats import KV_FORMATS, Field, KVFormat, get_kv_format
 
 NOTES = {
     "e4m3fn": "OCP fp8: largest 448; 0x7f and 0xff are NaN",
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     console = Console(highlight=False)
-    facts = {fmt.name: describe(fmt, args.page_size) for fmt in map(kv_format, args.names or KV_FORMATS)}
+    facts = {fmt.name: describe(fmt, args.page_size) for fmt in map(get_kv_format, args.names or KV_FORMATS)}
     if args.json:
         print(json.dumps(facts, indent=2))
         return 0
@@ -86,7 +86,7 @@ def describe(fmt: KVFormat, page_size: int) -> dict[str, Any]:
 def show(name: str, facts: dict[str, Any], constants: bool, console: Console) -> None:
     """Prints what `describe` found: a line for each fact, then a table of the fields."""
     _, page_size, width = facts["shape"]
-    dense = kv_format(name).dense
+    dense = get_kv_format(name).dense
     padding = facts["block_bytes"] - facts["block_bytes_unpadded"]
     lines = {
         "cache": f"[pages, {page_size}, {width}{'*' if dense else ''}] {' or '.join(facts['dtypes'])}; "

@@ -64,7 +64,7 @@ def without_values(op: str, options: dict[str, Any], arch: ArchSpec | None) -> t
         raise UsageError(f"--{foreign} is not an option of {op}; it takes --{length}")
     defaults = {"batch": 1, "q_len": 1, "page_size": 64}
     batch, q_len, page_size = (options.get(name, default) for name, default in defaults.items())
-    keys, fmt = options[length], kv_formats.kv_format(options.get("kv_format", KV_FORMATS[op]))
+    keys, fmt = options[length], kv_formats.get_kv_format(options.get("kv_format", KV_FORMATS[op]))
     pages, index = -(-keys // page_size), partial(torch.empty, dtype=torch.int32, device="meta")
     q_dtype = getattr(torch, options.get("q_dtype", "bfloat16"))
     q = torch.empty(batch, q_len, options["heads"], fmt.head_dim, dtype=q_dtype, device="meta")

@@ -1,7 +1,7 @@
 """The KV cache formats, each declared once; kernels, packers, checks and the printed byte map derive from them.
 
-`kv_format(name)` finds one and needs no torch. Where torch is installed `empty`, `pack`, `unpack` and `validate` make
-caches and move values in and out of them: `pack("dsv4", rows)`.
+`get_kv_format(name)` finds one and needs no torch. Where torch is installed, `empty`, `pack`, `unpack` and `validate`
+make caches and move values in and out of them: `pack("dsv4", rows)`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import MappingProxyType
 from mla_suite.errors import UsageError
 from mla_suite.kv_formats.declare import FP8_LARGEST, Field, KVFormat, ScaleRule, dense_fields
 
-__all__ = ["FP8_LARGEST", "KV_FORMATS", "Field", "KVFormat", "ScaleRule", "kv_format"]
+__all__ = ["FP8_LARGEST", "KV_FORMATS", "Field", "KVFormat", "ScaleRule", "get_kv_format"]
 
 LATENT = 512
 ROPE = 64
@@ -75,7 +75,7 @@ KV_FORMATS: MappingProxyType[str, KVFormat] = MappingProxyType({declared.name: d
 """Every declared kv_format by name."""
 
 
-def kv_format(name: str | KVFormat) -> KVFormat:
+def get_kv_format(name: str | KVFormat) -> KVFormat:
     """The declared kv_format called `name`, or the record itself; ValueError lists the names where there is none."""
     found = name if isinstance(name, KVFormat) else KV_FORMATS.get(name)
     if found is None:

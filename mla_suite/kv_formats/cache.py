@@ -12,8 +12,7 @@ import math
 import torch
 
 from mla_suite.core import checks
-from mla_suite.kv_formats import KV_FORMATS
-from mla_suite.kv_formats import kv_format as declared
+from mla_suite.kv_formats import KV_FORMATS, get_kv_format
 from mla_suite.kv_formats.declare import Field, KVFormat
 from mla_suite.kv_formats.encode import decode, decode_rows, encode_rows
 
@@ -35,7 +34,7 @@ def empty(
 
     Raises ValueError for an unknown name.
     """
-    fmt = declared(kv_format)
+    fmt = get_kv_format(kv_format)
     stride = fmt.block_bytes(page_size, padded) // fmt.element_bytes
     blocks = torch.empty((num_pages, stride), dtype=dtypes(fmt)[0], device=device)
     return blocks.as_strided((num_pages, page_size, fmt.width), (stride, fmt.width, 1))
@@ -116,7 +115,7 @@ def pack(
     Bytes between blocks are zero. Raises ValueError for an unknown name, for rows of another width than the format's,
     and for a descale that the format has no use for.
     """
-    kv_format = declared(kv_format)
+    kv_format = get_kv_format(kv_format)
     if rows.dim() != 3 or not (kv_format.dense or rows.shape[-1] == kv_format.head_dim):
         width = "head_dim" if kv_format.dense else kv_format.head_dim
         checks.fail(
@@ -142,7 +141,7 @@ def unpack(kv_format: str | KVFormat, cache: torch.Tensor, *, descale: torch.Ten
     Raises ValueError or TypeError for an unknown name, for a tensor that is no cache in that format, and for a descale
     that it has no use for.
     """
-    kv_format = declared(kv_format)
+    kv_format = get_kv_format(kv_format)
     checks.tensor("unpack", "cache", cache, rank=3, dtypes=dtypes(kv_format))
     check(kv_format, cache, cache.shape[2] if kv_format.dense else kv_format.head_dim, op="unpack", argument="cache")
     check_descale(kv_format, descale, cache, op="unpack", argument="descale")
@@ -193,7 +192,7 @@ def validate(kv_format: str | KVFormat, cache: torch.Tensor) -> tuple[str, ...]:
     Looks at every token, so write or clear the whole cache first. Reports NaN and inf among the values, and scales that
     are not positive and finite or, where the rule says so, not a power of two.
     """
-    sized = _sized_to(declared(kv_format), cache.shape[2])
+    sized = _sized_to(get_kv_format(kv_format), cache.shape[2])
     found: list[str] = []
     for field in sized.value_fields:
         _report(found, f"{field.name} is not finite", ~_decoded(sized, cache, field).isfinite().all(dim=-1))

@@ -45,7 +45,7 @@ class MLA(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if kv_formats.kv_format(kv_format).head_dim != LATENT + ROPE:
+        if kv_formats.get_kv_format(kv_format).head_dim != LATENT + ROPE:
             raise ValueError(
                 f"MLA: kv_format {kv_format!r}; this layer caches rows of {LATENT + ROPE} values, as bf16 and v32 do"
             )

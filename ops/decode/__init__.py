@@ -11,7 +11,7 @@ from mla_suite.core import checks, dispatch, eager
 from mla_suite.core.op import Op, Output
 from mla_suite.core.register import register
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format as declared
+from mla_suite.kv_formats import get_kv_format
 from mla_suite.ops.decode import compare, reference, samples, validate_data
 from mla_suite.ops.plan import check_splits, check_words
 from mla_suite.ops.plan.metadata import OPEN
@@ -165,7 +165,7 @@ def decode(
 
 
 def check(args: DecodeArgs) -> tuple[Output, ...]:
-    kind = declared(args.kv_format)
+    kind = get_kv_format(args.kv_format)
     checks.tensor("decode", "q", args.q, rank=3 if args.cu_seqlens_q is not None else 4, dtypes=Q_DTYPES)
     heads, head_dim = args.q.shape[-2:]
     caches.check(kind, args.kv_cache, head_dim, op="decode", argument="kv_cache", like=args.q)

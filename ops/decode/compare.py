@@ -11,7 +11,7 @@ import torch
 from mla_suite import testing
 from mla_suite.core.op import Compared
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format as declared
+from mla_suite.kv_formats import get_kv_format
 from mla_suite.ops.decode import reference
 
 
@@ -36,7 +36,7 @@ def _scores_off(args: Any) -> torch.Tensor | float:
     if args.rope_cos_sin is None:
         return 0.0
     rounded = slice(-args.rope_cos_sin.shape[1], None)
-    kind, longest = declared(args.kv_format), torch.zeros(1, dtype=torch.float64, device=args.q.device)
+    kind, longest = get_kv_format(args.kv_format), torch.zeros(1, dtype=torch.float64, device=args.q.device)
     page = torch.arange(args.kv_cache.shape[1], device=args.q.device)
     for ids in pages(args)["kv_cache"][0].split(max(1, reference.BLOCK // len(page))):
         slots = (ids[:, None] * len(page) + page).flatten()

@@ -34,7 +34,7 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     dtype = magnitude[0].dtype if magnitude else torch.float32
     width = args.head_dim_v * (1 + len(magnitude))
     heads, page = args.q.shape[-2], args.kv_cache.shape[1]
-    kv_format = kv_formats.kv_format(args.kv_format)
+    kv_format = kv_formats.get_kv_format(args.kv_format)
     lens = args.seq_lens.tolist()
     splits = (
         Plan.read(args.plan).splits()

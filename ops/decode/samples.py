@@ -44,7 +44,7 @@ def decode_sample(
     """
     batch, head_dim = len(lens), latent + rope
     totals, lens = lens, [int(n) for n in keys_of_rank(torch.tensor(list(lens)), *ranks)]
-    kind = kv_formats.kv_format(kv_format)
+    fmt = kv_formats.get_kv_format(kv_format)
     counts = [-(-length // page) for length in lens]
     pages = pages or sum(counts) + 1
     q_lens = [1 + b % q_len for b in range(batch)] if varlen else [q_len] * batch
@@ -54,9 +54,9 @@ def decode_sample(
         draw: dict[str, Any] = dict(generator=generator, device=device)
         shape = (sum(q_lens), heads, head_dim) if varlen else (batch, q_len, heads, head_dim)
         q = torch.randn(shape, **draw).to(dtype)
-        descale = torch.tensor(0.02, device=device) if kind.per_tensor_descale else None
-        kv_cache = caches.pack(kind, torch.randn(pages, page, head_dim, **draw), descale=descale)
-        if kind.per_tensor_descale:
+        descale = torch.tensor(0.02, device=device) if fmt.per_tensor_descale else None
+        kv_cache = caches.pack(fmt, torch.randn(pages, page, head_dim, **draw), descale=descale)
+        if fmt.per_tensor_descale:
             kv_cache = kv_cache.view(torch.uint8)  # as serving engines hold it; opcheck cannot compare float8 tensors
         order = torch.randperm(pages, **draw).to(torch.int32).cpu()
         indptr = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
@@ -94,7 +94,7 @@ def decode_sample(
             options["max_seqlen_q"] = max(q_lens)
         return moved, dict(softmax_scale=head_dim**-0.5, head_dim_v=latent, causal=causal, **options)
 
-    token_bytes = kind.token_bytes if (latent, rope) == (kind.latent, kind.rope) else head_dim * kind.element_bytes
+    token_bytes = fmt.token_bytes if (latent, rope) == (fmt.latent, fmt.rope) else head_dim * fmt.element_bytes
     rows = sum(q_lens) * heads
     moved_bytes = sum(lens) * token_bytes + rows * (head_dim * dtype.itemsize + latent * dtype.itemsize + 4)
     flops = sum(2 * heads * n * length * (head_dim + latent) for n, length in zip(q_lens, lens, strict=True))

@@ -10,13 +10,13 @@ import torch
 
 from mla_suite.core import checks
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format as declared
+from mla_suite.kv_formats import get_kv_format
 from mla_suite.ops.decode.reference import keys_of_rank
 from mla_suite.ops.plan import check_lengths, check_plan
 
 
 def validate(args: Any) -> None:
-    caches.check_base(declared(args.kv_format), args.kv_cache, op="decode", argument="kv_cache")
+    caches.check_base(get_kv_format(args.kv_format), args.kv_cache, op="decode", argument="kv_cache")
     check_lengths("decode", args.seq_lens, args.max_seqlen_kv)
     _check_descale("q_descale", args.q_descale)
     _check_descale("kv_descale", args.kv_descale)

@@ -23,7 +23,6 @@ from mla_suite.core import register
 from mla_suite.core.dispatch import Supported
 from mla_suite.core.op import Sample
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format
 from mla_suite.ops.append_kv.samples import sample as append_sample
 from mla_suite.ops.combine.samples import sample as combine_sample
 from mla_suite.ops.decode.samples import decode_sample
@@ -142,7 +141,7 @@ def exact_sparse(
         ):
             chosen = index[indptr[t] : indptr[t + 1]] if indptr is not None else index.flatten(0, 1)[t]
             chosen = chosen if lengths is None else chosen[: lengths[t // q.shape[1]]]
-            rows = caches.unpack(kv_format(name), cache).flatten(0, 1)
+            rows = caches.unpack(name, cache).flatten(0, 1)
             keys.append(rows[chosen[(chosen >= 0) & (chosen < len(rows))].long()])
         every = torch.cat(keys)
         visible = torch.full((query.shape[0],), len(every))

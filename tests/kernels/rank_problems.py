@@ -67,7 +67,7 @@ def _calls(
     num_splits: int = 0,
 ) -> list[tuple[list[Any], dict[str, Any]]]:
     generator = torch.Generator().manual_seed(sum(lens) + q_len)
-    kind, batch = kv_formats.kv_format(kv_format), len(lens)
+    kind, batch = kv_formats.get_kv_format(kv_format), len(lens)
     q_lens = [1 + b % q_len for b in range(batch)] if varlen else [q_len] * batch
     shape = (sum(q_lens), heads, 576) if varlen else (batch, q_len, heads, 576)
     q = torch.randn(shape, generator=generator).to(dtype)

@@ -12,7 +12,7 @@ from mla_suite.archs.gfx942 import SparseConfig as Gfx942
 from mla_suite.archs.gfx950 import SparseConfig as Gfx950
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format
+from mla_suite.kv_formats import get_kv_format
 from mla_suite.launch import current_arch, has_kernel
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
 from mla_suite.testing import Exact, attention
@@ -32,7 +32,7 @@ ABSURD = (-1, 2**31 - 1, -(2**31), -7)
 
 
 def kind_of(name, width):
-    kind = kv_format(name)
+    kind = get_kv_format(name)
     return kind.sized(width, 0) if kind.dense else kind
 
 

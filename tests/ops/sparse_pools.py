@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format
+from mla_suite.kv_formats import get_kv_format
 
 ABSURD = (-1, 2**31 - 1, -(2**31), -7)
 
 
 def poisoned(name, pages, page, used, seed, head_dim=None):
     """A cache of random rows at the slots `used`; every other byte is 0xff, which reads as NaN in every kv_format."""
-    one = kv_format(name) if head_dim is None else kv_format(name).sized(head_dim, 0)
+    one = get_kv_format(name) if head_dim is None else get_kv_format(name).sized(head_dim, 0)
     cache = caches.empty(one, pages, page)
     torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage()).fill_(0xFF)
     slots = torch.tensor(sorted(used), dtype=torch.int64)
@@ -40,7 +40,7 @@ POOLS = {
 
 def problem(shape, tokens, heads, seed, dtype=torch.bfloat16):
     """q, caches whose unselected slots are NaN, and dense indices per pool."""
-    head_dim = kv_format(shape[0][0]).head_dim if len(shape) == 1 else 512
+    head_dim = get_kv_format(shape[0][0]).head_dim if len(shape) == 1 else 512
     q = torch.randn(tokens, heads, head_dim, generator=torch.Generator().manual_seed(seed)).to(dtype)
     kv_caches, indices = [], []
     for i, (name, pages, page, topk) in enumerate(shape):

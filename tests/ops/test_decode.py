@@ -148,7 +148,7 @@ def test_value_may_include_the_rope_part():
 
 @pytest.mark.parametrize("name", ["v32", "dsv4"])
 def test_records_of_sparse_models_are_read_too(name):
-    kind = kv_formats.kv_format(name)
+    kind = kv_formats.get_kv_format(name)
     generator = torch.Generator().manual_seed(0)
     cache = caches.pack(kind, torch.randn(4, 64, kind.head_dim, generator=generator))
     q = torch.randn(2, 2, 16, kind.head_dim, generator=generator).bfloat16()
@@ -294,7 +294,7 @@ def test_append_then_decode_equals_decode_over_the_concatenation(length, new, kv
     row = BASE | {"heads": 4, "q_len": new, "kv_format": kv_format, "page": 16}
     args, kwargs = problem(row, lens=(length + new,), latent=16, rope=8)
     cache, descale = args[1], args[8]
-    rows = caches.unpack(kv_formats.kv_format(kv_format).sized(24, 0), cache, descale=descale).flatten(0, 1)
+    rows = caches.unpack(kv_formats.get_kv_format(kv_format).sized(24, 0), cache, descale=descale).flatten(0, 1)
     positions = torch.arange(length, length + new)
     slots = args[3][0][positions // 16].long() * 16 + positions % 16
     grown = cache.clone()

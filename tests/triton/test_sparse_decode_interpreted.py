@@ -14,7 +14,7 @@ from backend import check_layouts, run
 
 from mla_suite.core import register
 from mla_suite.core.dispatch import Unsupported
-from mla_suite.kv_formats import KV_FORMATS, kv_format
+from mla_suite.kv_formats import KV_FORMATS, get_kv_format
 from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.sparse_decode import SparseDecodeArgs
 from mla_suite.ops.sparse_decode import triton as sparse
@@ -25,7 +25,7 @@ Shape = tuple[str, int, int, int]  # kv_format, pages, page, topk
 
 def poisoned(name: str, pages: int, page: int, used: set[int], head_dim: int, seed: int) -> torch.Tensor:
     """A cache of random rows at the slots `used`; every other byte is 0xff, which reads as NaN in every kv_format."""
-    kind = kv_format(name)
+    kind = get_kv_format(name)
     kind = kind.sized(head_dim, 0) if kind.dense else kind
     cache = caches.empty(kind, pages, page)
     torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage()).fill_(0xFF)  # type: ignore[call-overload]
@@ -39,7 +39,7 @@ def problem(
     shapes: Sequence[Shape], tokens: int, heads: int, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> tuple[Any, ...]:
     """q [tokens, heads, D], caches whose unselected slots are NaN, and dense indices, some repeated, some absurd."""
-    head_dim = kv_format(shapes[0][0]).head_dim if len(shapes) == 1 else 512
+    head_dim = get_kv_format(shapes[0][0]).head_dim if len(shapes) == 1 else 512
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(tokens, heads, head_dim, generator=generator).to(dtype)
     kv_caches, indices = [], []
@@ -125,7 +125,7 @@ def test_a_token_without_keys(sink: float | None, num_splits: int) -> None:
 
 def test_no_pages_and_no_topk() -> None:
     q, _, indices, names = problem([("dsv4", 1, 4, 6)], 2, 4)
-    empty = caches.empty(kv_format("dsv4"), 0, 4)
+    empty = caches.empty("dsv4", 0, 4)
     compare(q, [empty], indices, names)
     compare(q, [empty], [indices[0][:, :0]], names)
     compare(q[:0], [empty], [indices[0][:0]], names)
@@ -162,7 +162,7 @@ def test_every_fp8_code_is_read_as_the_kv_format_says() -> None:
         cache = torch.zeros(1, 1, 576, dtype=torch.uint8)
         cache[0, 0, :512] = codes
         out, _ = compare(torch.zeros(1, 1, 576), [cache], [torch.zeros(1, 1, dtype=torch.int32)], [name])
-        torch.testing.assert_close(out[0, 0], caches.unpack(kv_format(name), cache)[0, 0, :512], atol=0, rtol=0)
+        torch.testing.assert_close(out[0, 0], caches.unpack(name, cache)[0, 0, :512], atol=0, rtol=0)
 
 
 def test_half_precision() -> None:
