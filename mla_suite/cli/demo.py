@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> dict[str, Any] | None:
-    """What was run and found; `problems` has a sentence for each fault. None where it failed, and said why."""
+    """The report of a run, whose `problems` has a sentence for each fault. None where it failed, and said why."""
     if args.emulate:
         try:
             return demo_emulated.report(args.emulate, quiet=args.json)

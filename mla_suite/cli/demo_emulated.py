@@ -109,16 +109,12 @@ def _shown(part: Part, arch: ArchSpec, update: Callable[..., None]) -> dict[str,
 
 def _backends(answers: Sequence[Explanation], launches: Sequence[dict[str, Any]]) -> dict[str, dict[str, str]]:
     """Per operator the backend and why. `combine` is no call of the layer: the attention operator launches it."""
-    found = {answer.op: {"backend": answer.backend, "why": _why(answer)} for answer in answers}
+    found = {answer.op: {"backend": answer.backend, "why": str(answer)} for answer in answers}
     if "combine" not in found and any(_operator(launch["kernel"]) == "combine" for launch in launches):
-        why = f"combine on {answers[0].arch} -> native: launched by the attention operator to combine what plan split"
+        arch = answers[0].arch
+        why = f"combine on {arch} -> native ({arch}): launched by the attention operator to combine what plan split"
         found["combine"] = {"backend": "native", "why": why}
     return found
-
-
-def _why(answer: Explanation) -> str:
-    lines = [f"{answer.op} on {answer.arch} -> {answer.backend}: {answer.reason}"]
-    return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in answer.refused])
 
 
 def _not_native(

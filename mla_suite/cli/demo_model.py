@@ -177,7 +177,7 @@ def _cache(layers: int, pages: int, kv_format: str, parallel: Parallel | None) -
 
 
 def _backends(heads: int, layer: torch.Tensor, step: Step, kv_format: str, dtype: torch.dtype) -> dict[str, str]:
-    """What serves the operators of a step."""
+    """The answers of `explain` to the operators of a step."""
     batch = len(PROMPTS)
     q = torch.zeros(batch, 1, heads, LATENT + ROPE, dtype=dtype)
     kv_c, k_pe = torch.zeros(batch, LATENT, dtype=dtype), torch.zeros(batch, ROPE, dtype=dtype)

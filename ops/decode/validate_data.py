@@ -54,7 +54,7 @@ def _check_descale(name: str, factor: torch.Tensor | None) -> None:
     """Kernels look for the largest score before they multiply, and mask scores with -inf."""
     value = 0.0 if factor is None else float(factor)
     if not 0.0 <= value < math.inf:
-        checks.fail("decode", name, f"is {value:g}", "it must be finite and 0 or more")
+        checks.fail("decode", name, f"is {value:g}", "it takes a finite number, 0 or more")
 
 
 def _check_queries(cu_seqlens_q: torch.Tensor, tokens: int, max_seqlen_q: int) -> None:
