@@ -69,7 +69,7 @@ def translated(folder: Path) -> Path:
     for headers in (HOST / "sm_90", HOST / "gather" / "sm_90"):
         shutil.copytree(headers, sources / "sm_90", dirs_exist_ok=True)
     # beside them, because block.hpp includes tma.hpp
-    for name in ("cuda.hpp", "arguments.hpp", "block.hpp", "sparse_gather.cpp"):
+    for name in ("cuda.hpp", "arguments.hpp", "block.hpp", "decode_case.hpp", "sparse_gather.cpp"):
         shutil.copy(HOST / name, sources)
     return sources
 

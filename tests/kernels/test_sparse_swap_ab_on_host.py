@@ -68,7 +68,7 @@ def sources(tmp_path_factory):
     shutil.copytree(CSRC / SPARSE, sources / SPARSE)
     shutil.copytree(HOST / "gather" / "sm_90", sources / "sm_90", dirs_exist_ok=True)
     # beside them, because block.hpp includes tma.hpp
-    for name in ("cuda.hpp", "arguments.hpp", "block.hpp", "sparse_swap_ab.cpp"):
+    for name in ("cuda.hpp", "arguments.hpp", "block.hpp", "decode_case.hpp", "sparse_swap_ab.cpp"):
         shutil.copy(HOST / name, sources)
     for name, changes in INSTRUCTIONS.items():
         path = sources / SPARSE / name
