@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from backend_calls import BackendCalls
+from built import require_built
 
 import mla_suite
 from mla_suite import archs, emulator
@@ -13,7 +14,6 @@ from mla_suite.archs.common.append_kv import MAX_TOKENS, AppendConfig
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import KV_FORMATS, kv_format
 from mla_suite.kv_formats import cache as caches
-from mla_suite.launch import has_kernel
 from mla_suite.ops.append_kv import APPEND_KV
 
 NATIVE = BackendCalls(APPEND_KV, "native")
@@ -27,8 +27,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def arch(request):
     for tokens in (1, MAX_TOKENS):
         needed = AppendConfig(archs.get(request.param), tokens).instance
-        if not has_kernel(request.param, needed):
-            pytest.skip(f"{needed} is not built for {request.param}; run `python -m mla_suite build`")
+        require_built(request.param, needed)
     with mla_suite.emulate(request.param) as record:
         yield record
 
