@@ -189,7 +189,7 @@ FAULTS = {
 }
 
 
-@each_of(FAULTS, "no barrier before turns", "an exchange of one lane", "the next lane but one", "a part too few")
+@each_of(FAULTS, "no barrier before turns")
 def test_a_planted_fault_is_found(tmp_path, program, name):
     file, right, broken, expected = FAULTS[name]
     sources = tmp_path / "csrc"

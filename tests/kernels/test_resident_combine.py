@@ -190,7 +190,7 @@ FAULTS = {
 }
 
 
-@each_of(FAULTS, "no wait", "parts")
+@each_of(FAULTS, "no wait")
 def test_a_broken_kernel_is_found(tmp_path, name):
     right, broken, case = FAULTS[name]
     sources = translated(tmp_path)
