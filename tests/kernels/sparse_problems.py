@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from built import require_built
 
 import mla_suite
 from mla_suite import archs
@@ -13,7 +13,7 @@ from mla_suite.archs.gfx950 import SparseConfig as Gfx950
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
-from mla_suite.launch import current_arch, has_kernel
+from mla_suite.launch import current_arch
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
 from mla_suite.testing import Exact, attention
 
@@ -24,8 +24,7 @@ CONFIGS: dict[str, type[CdnaSparseConfig]] = {config.arch_name: config for confi
 def require_kernels(arch):
     """Skips the test where the kernels of an arch are not built."""
     config = CONFIGS[arch](archs.get(arch), "dsv4", 16)
-    if not has_kernel(arch, config.instance):
-        pytest.skip(f"{config.instance} is not built for {arch}; run `python -m mla_suite build --arch {arch}`")
+    require_built(arch, config.instance)
 
 
 ABSURD = (-1, 2**31 - 1, -(2**31), -7)

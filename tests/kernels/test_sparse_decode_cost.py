@@ -87,7 +87,18 @@ def test_fnuz_records_are_native_where_the_arch_converts_them(arch):
 
 REFUSED = {
     "five pools": (lambda: problem([("dsv4", 1, 16, 3)] * 5, 1, 8), "5 pools; it takes 1 to 4"),
-    "mixed records": (lambda: problem([("dsv4", 1, 16, 3), ("bf16", 1, 16, 3)], 1, 8), "pools in dsv4, bf16"),
+    "mixed records": (
+        lambda: problem([("dsv4", 1, 16, 3), ("bf16", 1, 16, 3)], 1, 8),
+        "pools in dsv4, bf16 with rows of 512 values; it takes dsv4",
+    ),
+    "mixed scales": (
+        lambda: problem([("v32", 1, 16, 3), ("bf16", 1, 16, 3)], 1, 8),
+        "pools in v32, bf16 with rows of 576 values; it takes dsv4",
+    ),
+    "a pool of fp16": (
+        lambda: problem([("fp16", 1, 16, 3)], 1, 8),
+        "pools in fp16 with rows of 576 values; it takes dsv4",
+    ),
     "odd pages": (lambda: problem([("dsv4", 2, 3, 3)], 1, 8, padded=False), "aligned to 8 bytes"),
     "fp16": (lambda: _with_q(lambda q: q.half()), "q is torch.float16; it takes bfloat16"),
 }

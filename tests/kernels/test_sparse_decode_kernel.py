@@ -169,22 +169,6 @@ def test_decode_and_sparse_decode_agree_on_one_cache(name):
     torch.testing.assert_close(dense[0], chosen[0], atol=2e-2, rtol=2**-7)
 
 
-@pytest.mark.parametrize(
-    ("formats", "dtype", "sentence"),
-    [
-        (("dsv4", "bf16"), torch.bfloat16, "pools in dsv4, bf16 with rows of 512 values; it takes dsv4"),
-        (("v32", "bf16"), torch.bfloat16, "pools in v32, bf16 with rows of 576 values; it takes dsv4"),
-        (("fp16",), torch.bfloat16, "pools in fp16 with rows of 576 values; it takes dsv4"),
-        (("bf16",), torch.float16, "q is torch.float16; it takes bfloat16"),
-        (("bf16",) * 5, torch.bfloat16, "5 pools; it takes 1 to 4"),
-    ],
-)
-def test_pools_that_no_kernel_reads_together_are_refused(formats, dtype, sentence):
-    args, kwargs = problem([(name, 2, 16, 5) for name in formats], 1, 16)
-    args[0] = args[0].to(dtype)
-    assert sentence in str(mla_suite.explain("sparse_decode", *args, **kwargs))
-
-
 @pytest.mark.parametrize("heads", [16, 64, 128])
 @pytest.mark.parametrize("name", ["dsv4", "v32"])
 def test_every_length(name, heads):
