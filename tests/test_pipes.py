@@ -63,6 +63,7 @@ def test_an_interrupted_bench_has_saved_what_it_measured(tmp_path: Path) -> None
     assert table.read_text().startswith("batch,ctx,")
 
 
+@pytest.mark.full
 def test_a_build_says_how_far_it_is(tmp_path: Path) -> None:
     words = ("build", "--arch", "gfx942", "--kernel", "append_kv", "--out", str(tmp_path))
     with started(*words) as process:

@@ -14,7 +14,7 @@ from mla_suite import archs, emulator
 from mla_suite.archs.common import combine
 from mla_suite.archs.common.append_kv import MAX_TOKENS, AppendConfig
 from mla_suite.core import dispatch
-from mla_suite.kv_formats import KV_FORMATS, get_get_kv_format
+from mla_suite.kv_formats import KV_FORMATS, get_kv_format
 from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.append_kv import APPEND_KV
 

@@ -7,6 +7,7 @@ import struct
 
 import pytest
 import torch
+from hostile_inputs import raw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,11 +22,6 @@ from mla_suite.ops.append_kv.samples import sample
 
 NAMES = tuple(KV_FORMATS)
 few = settings(max_examples=40, deadline=None, derandomize=True)
-
-
-def raw(cache):
-    """All bytes of the storage, padding included."""
-    return torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
 
 
 def filled(one, pages, page, byte=0xAA, padded=True):

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from hostile_inputs import hostile, pairwise_cover
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,11 +14,10 @@ import mla_suite
 from mla_suite import kv_formats
 from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.decode.samples import decode_sample
-from mla_suite.testing import assert_close, exact_decode, poison
+from mla_suite.testing import assert_close, exact_decode
 
 CPU = torch.device("cpu")
 few = settings(max_examples=25, deadline=None, derandomize=True)
-ABSURD = (2**31 - 1, -(2**31), -1, 10**6)
 
 AXES = {
     "heads": (1, 8, 12, 16, 24, 32, 40, 64, 96, 128),
@@ -32,28 +32,6 @@ AXES = {
     "rotate": (False, True),
 }
 LENS = (0, 1, 61, 130, 7)
-
-
-def pairwise_cover(axes):
-    """A few rows in which every pair of values of two axes meets at least once; greedy and deterministic."""
-    names = list(axes)
-    missing = {
-        frozenset(((one, a), (other, b)))
-        for one, other in itertools.combinations(names, 2)
-        for a, b in itertools.product(axes[one], axes[other])
-    }
-    rows = []
-    while missing:
-        row = dict(sorted(min(missing, key=lambda pair: sorted(map(repr, pair)))))
-        for name in names:
-            if name not in row:
-                row[name] = max(
-                    axes[name],
-                    key=lambda value: sum(frozenset(((name, value), pair)) in missing for pair in row.items()),
-                )
-        missing -= {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}
-        rows.append(row)
-    return rows
 
 
 def label(row):
@@ -85,29 +63,6 @@ def problem(row, lens=LENS, latent=64, rope=16, seed=0):
     if row["sink"] is not None:
         args[9].fill_(row["sink"])
     return args, kwargs
-
-
-def hostile(args):
-    """The same problem with every token no sequence owns turned to NaN and every unused table entry to an absurd id."""
-    args = list(args)
-    cache, seq_lens, table, indptr, indices = args[1].clone(), args[2], args[3], args[4], args[5]
-    page, clean = cache.shape[1], args[1]
-    poison(cache)
-    for b, length in enumerate(seq_lens.tolist()):
-        own = table[b] if table is not None else indices[indptr[b] :]
-        for start in range(0, length, page):
-            used = min(page, length - start)
-            cache[own[start // page], :used] = clean[own[start // page], :used]
-    args[1] = cache
-    absurd = itertools.cycle(ABSURD)
-    if table is not None:
-        table = args[3] = torch.cat((table, torch.zeros_like(table)), dim=1)
-        for b, length in enumerate(seq_lens.tolist()):
-            for column in range(-(-length // page), table.shape[1]):
-                table[b, column] = next(absurd)
-    else:
-        args[5] = torch.cat((indices[: indptr[-1]], torch.tensor(ABSURD, dtype=torch.int32)))
-    return tuple(args)
 
 
 def check(row, **options):
@@ -236,7 +191,7 @@ def test_batch_invariant(with_plan, sink):
     kwargs |= {"split_size": 128}
     found: dict[int, list[bytes]] = {}
     for batch in (1, 5, 64, 129):
-        for turn in range(3):
+        for turn in range(2):
             chosen = torch.arange(129).roll(turn * 31 + batch)[:batch]
             plan = None
             if with_plan:
@@ -249,7 +204,7 @@ def test_batch_invariant(with_plan, sink):
                 bits = out[place].view(torch.int16).numpy().tobytes() + lse[place].numpy().tobytes()
                 found.setdefault(b, []).append(bits)
     assert all(len(set(results)) == 1 for results in found.values())
-    assert sum(len(results) >= 4 for results in found.values()) > 60
+    assert sum(len(results) >= 3 for results in found.values()) > 60
 
 
 # Properties

@@ -91,13 +91,6 @@ def test_no_recompile_when_the_width_is_marked():
         assert step.of((70, 33), width, mark=[(TABLE, 1)], pages=40) == 0
 
 
-def test_inductor_with_dynamic_sizes():
-    step = Step(backend="inductor")
-    mark = [(TABLE, 1), (TABLE, 0), (Q, 0), (LENS, 0)]
-    assert step.of((70, 33), 8, mark=mark, pages=40) == 1
-    assert step.of((1, 100, 0), 9, mark=mark, pages=40) == 0
-
-
 # Callers' outputs
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from sparse_pools import POOLS, problem
+from hostile_inputs import POOLS, problem
 
 import mla_suite
 from mla_suite.core import dispatch
@@ -110,13 +110,6 @@ def test_backward_is_refused():
     found = CALL(tensors[0].requires_grad_(), *tensors[1:], **options)[2]
     with pytest.raises(RuntimeError, match="sparse_decode.max_logits has no backward"):
         found.sum().backward()
-
-
-def test_the_second_call_passes_by_the_dispatcher(monkeypatch):
-    tensors, options = given("bf16")
-    first = CALL(*tensors, **options)
-    monkeypatch.setattr(torch._ops.OpOverload, "__call__", None)
-    assert all(torch.equal(a, b) for a, b in zip(first, CALL(*tensors, **options), strict=True))
 
 
 @pytest.mark.parametrize("dims", [(0, 1, 8), (2, 0, 8), (2, 1, 0), (0, 0, 0)], ids=str)

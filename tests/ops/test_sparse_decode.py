@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 import torch
+from hostile_inputs import ABSURD, POOLS, poisoned, problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_pools import ABSURD, POOLS, poisoned, problem
 
 import mla_suite
 from mla_suite.kv_formats import cache as caches

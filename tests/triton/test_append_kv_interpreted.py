@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from backend import CPU
+from hostile_inputs import raw
 
 import mla_suite
 from mla_suite.kv_formats import KV_FORMATS, get_kv_format
@@ -12,11 +13,6 @@ from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.append_kv import AppendKvArgs
 from mla_suite.ops.append_kv import triton as append
 from mla_suite.ops.append_kv.samples import sample
-
-
-def raw(cache: torch.Tensor) -> torch.Tensor:
-    """All bytes of the storage, those between blocks included."""
-    return torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())  # type: ignore[call-overload]  # a storage
 
 
 def both(name: str, kv_c: torch.Tensor, k_pe: torch.Tensor, slots: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from backend import CPU, check_layouts, run
+from hostile_inputs import hostile
 
 import mla_suite
 from mla_suite import testing
@@ -28,21 +29,6 @@ DECODE = [
     decode_sample([400, 64], page=61, heads=12, rope=0, **FP32),
     decode_sample([400, 100], page=16, planned=True, sink=True, q_len=2, varlen=True, num_splits=3, **FP32),
 ]
-
-
-def hostile(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same call with NaN in every cache row that no sequence owns and absurd ids in unused table entries."""
-    q, kv_cache, seq_lens, block_table, indptr, indices, *rest = args
-    page, owned = kv_cache.shape[1], torch.zeros(kv_cache.shape[:2], dtype=torch.bool)
-    for b, length in enumerate(seq_lens.tolist()):
-        used = -(-length // page)
-        pages = block_table[b, :used] if block_table is not None else indices[indptr[b] : indptr[b] + used]
-        for at, index in enumerate(pages.tolist()):
-            owned[index, : min(page, length - at * page)] = True
-        if block_table is not None:
-            block_table[b, used:] = 2**31 - 1
-    kv_cache[~owned] = torch.nan
-    return (q, kv_cache, seq_lens, block_table, indptr, indices, *rest)
 
 
 @pytest.mark.parametrize("sample", DECODE, ids=lambda s: s.name)
