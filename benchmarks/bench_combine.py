@@ -21,8 +21,7 @@ import triton.language as tl
 
 import mla_suite
 from mla_suite.archs.common import combine_config as config
-from mla_suite.bench.clock import Effort, cold_bytes, device_rounds
-from mla_suite.bench.noise import median
+from mla_suite.bench.timer import Effort, cold_bytes, device_rounds, median
 from mla_suite.core import dispatch
 from mla_suite.ops.combine import COMBINE, CombineArgs
 from mla_suite.ops.combine import triton as triton_kernel
