@@ -31,7 +31,7 @@ COMMANDS = {
     "build": "compile the kernels for AMD and NVIDIA GPUs; needs no GPU",
     "kernels": "show what was built: registers, LDS, spills, occupancy, instruction counts",
     "formats": "print the byte map of every KV cache format",
-    "bench": "measure the operators on named shapes, compare runs, write a page of plots",
+    "bench": "measure the operators on named shapes, each result checked first",
     "emulate": "run an operator on an emulated AMD GPU: numbers, sanitizer findings, counters and bounds",
     "replay": "run a call again that check mode found wrong, and compare it with the reference",
     "tune": "search configurations on this GPU and store the best with their provenance",
