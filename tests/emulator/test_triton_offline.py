@@ -145,6 +145,6 @@ def exact_sparse(
             rows = caches.unpack(kv_format(name), cache).flatten(0, 1)
             keys.append(rows[chosen[(chosen >= 0) & (chosen < len(rows))].long()])
         every = torch.cat(keys)
-        visible = torch.full((query.shape[0],), len(every))
-        found.append(testing.attention(query, every, visible, softmax_scale, 512, no_sink if sink is None else sink))
+        seen = torch.ones(query.shape[0], len(every), dtype=torch.bool)
+        found.append(testing.attention(query, every, seen, softmax_scale, 512, no_sink if sink is None else sink))
     return testing.Exact(*(torch.stack(parts) for parts in zip(*found, strict=True)))

@@ -13,6 +13,7 @@ import mla_suite
 from mla_suite import kv_formats
 from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.decode.samples import decode_sample
+from mla_suite.ops.plan.window import first_key
 from mla_suite.testing import assert_close, exact_decode, poison
 
 CPU = torch.device("cpu")
@@ -30,6 +31,7 @@ AXES = {
     "queries": ("equal", "varlen"),
     "split": ("none", "num_splits", "split_size", "plan"),
     "rotate": (False, True),
+    "mask": (None, 0, 5, 100, "tree"),
 }
 LENS = (0, 1, 61, 130, 7)
 
@@ -71,7 +73,7 @@ def problem(row, lens=LENS, latent=64, rope=16, seed=0):
         rope=rope,
         kv_format=row["kv_format"],
         dtype={"fp16": torch.float16, "fp32": torch.float32}.get(row["kv_format"], torch.bfloat16),
-        causal=row["causal"],
+        causal=row["causal"] or row["mask"] == "tree",
         sink=row["sink"] is not None,
         rotate=row["rotate"],
         varlen=row["queries"] == "varlen",
@@ -79,6 +81,8 @@ def problem(row, lens=LENS, latent=64, rope=16, seed=0):
         num_splits=3 if row["split"] == "num_splits" else 0,
         split_size=48 if row["split"] == "split_size" else 0,
         planned=row["split"] == "plan",
+        window_left=row["mask"] if isinstance(row["mask"], int) else -1,
+        tree=row["mask"] == "tree",
         seed=seed,
     )
     args, kwargs = sample.make(CPU)
@@ -87,33 +91,38 @@ def problem(row, lens=LENS, latent=64, rope=16, seed=0):
     return args, kwargs
 
 
-def hostile(args):
-    """The same problem with every token no sequence owns turned to NaN and every unused table entry to an absurd id."""
+def hostile(args, window_left=-1):
+    """The same problem with every token that is not read turned to NaN and every unused table entry to an absurd id."""
+    firsts = first_keys(args, window_left)
     args = list(args)
     cache, seq_lens, table, indptr, indices = args[1].clone(), args[2], args[3], args[4], args[5]
     page, clean = cache.shape[1], args[1]
     poison(cache)
     for b, length in enumerate(seq_lens.tolist()):
         own = table[b] if table is not None else indices[indptr[b] :]
-        for start in range(0, length, page):
-            used = min(page, length - start)
-            cache[own[start // page], :used] = clean[own[start // page], :used]
+        for key in range(firsts[b], length):
+            cache[own[key // page], key % page] = clean[own[key // page], key % page]
     args[1] = cache
     absurd = itertools.cycle(ABSURD)
     if table is not None:
         table = args[3] = torch.cat((table, torch.zeros_like(table)), dim=1)
         for b, length in enumerate(seq_lens.tolist()):
-            for column in range(-(-length // page), table.shape[1]):
+            for column in (*range(firsts[b] // page), *range(-(-length // page), table.shape[1])):
                 table[b, column] = next(absurd)
     else:
         args[5] = torch.cat((indices[: indptr[-1]], torch.tensor(ABSURD, dtype=torch.int32)))
     return tuple(args)
 
 
+def first_keys(args, window_left):
+    q_lens = args[0].shape[1] if args[6] is None else args[6].diff()
+    return first_key(args[2], q_lens, window_left).tolist()
+
+
 def check(row, **options):
     args, kwargs = problem(row, **options)
     expected = exact_decode(*args, **kwargs)
-    assert_close(*mla_suite.decode(*hostile(args), **kwargs), expected)
+    assert_close(*mla_suite.decode(*hostile(args, kwargs.get("window_left", -1)), **kwargs), expected)
 
 
 @pytest.mark.parametrize("row", pairwise_cover(AXES), ids=label)
@@ -125,7 +134,9 @@ def test_against_fp64(row):
 @pytest.mark.parametrize("kv_format", AXES["kv_format"])
 def test_against_fp64_the_whole_product(kv_format):
     """Takes the product of heads, q_len, page, causal and sink; the other axes take turns."""
-    turns = itertools.cycle(itertools.product(*(AXES[name] for name in ("pages", "queries", "split", "rotate"))))
+    turns = itertools.cycle(
+        itertools.product(*(AXES[name] for name in ("pages", "queries", "split", "rotate", "mask")))
+    )
     for values in itertools.product(*(AXES[name] for name in ("heads", "q_len", "page", "causal", "sink"))):
         check(dict(zip(AXES, (*values, kv_format, *next(turns)), strict=True)))
 
