@@ -263,16 +263,16 @@ def _check_ranks(args: DecodeArgs, batch: int) -> None:
 def _check_tree(args: DecodeArgs, tree_mask: torch.Tensor, batch: int) -> None:
     ragged = args.cu_seqlens_q is not None
     checks.tensor("decode", "tree_mask", tree_mask, rank=1 if ragged else 2, dtypes=(torch.int64,), like=args.q)
-    shape, name = ((args.q.shape[0],), "[tokens]") if ragged else ((batch, args.q.shape[1]), "[batch, q_len]")
-    checks.shape("decode", "tree_mask", tree_mask, shape, name)
+    shape, words = ((args.q.shape[0],), "[tokens]") if ragged else ((batch, args.q.shape[1]), "[batch, q_len]")
+    checks.shape("decode", "tree_mask", tree_mask, shape, words)
     drafts = args.max_seqlen_q if ragged else args.q.shape[1]
     if checks.certain(drafts > MAX_TREE):
         given = f"is given for {drafts} query tokens of a sequence"
         checks.fail("decode", "tree_mask", given, f"a word has bits for {MAX_TREE}")
     if not args.causal:
         checks.fail("decode", "tree_mask", "is given with causal=False", "it takes the place of the causal limit")
-    for name, given in (("window_left", args.window_left >= 0), ("cp_world_size", args.cp_world_size > 1)):
-        if given:
+    for name, both in (("window_left", args.window_left >= 0), ("cp_world_size", args.cp_world_size > 1)):
+        if both:
             possible = "the position of a draft does not follow from its place in a tree: pass one of the two"
             checks.fail("decode", "tree_mask", f"is given with {name} {getattr(args, name)}", possible)
 

@@ -138,8 +138,8 @@ def decode_kernel(
                 rope_cos_sin, out, lse, partial_out, partial_lse, softmax_scale, heads, q_len, q_stride_token,
                 q_stride_head, kv_stride_page, kv_stride_token, table_stride, out_stride_token, out_stride_head,
                 lse_stride_token, lse_stride_head, lse_stride_batch, lse_tokens, empty_lse, row, b, kv_len,
-                tl.maximum(origin + first_key, first_seen), origin + end_key, partial_row, cp_tot_seq_lens, tree_mask, cp_interleave, cp_period,
-                cp_offset, window_left, PAGE, LATENT, ROPE, BLOCK_N, CAUSAL, WINDOWED, DOT,
+                tl.maximum(origin + first_key, first_seen), origin + end_key, partial_row, cp_tot_seq_lens, tree_mask,
+                cp_interleave, cp_period, cp_offset, window_left, PAGE, LATENT, ROPE, BLOCK_N, CAUSAL, WINDOWED, DOT,
             )  # fmt: skip
 
 
