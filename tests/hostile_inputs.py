@@ -11,6 +11,7 @@ import torch
 
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
+from mla_suite.ops.plan.window import first_key
 from mla_suite.testing import poison
 
 ABSURD = (-1, 2**31 - 1, -(2**31), -7)
@@ -44,23 +45,25 @@ def raw(cache):
     return torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
 
 
-def hostile(args):
-    """The same problem with every token no sequence owns turned to NaN and every unused table entry to an absurd id."""
+def hostile(args, window_left=-1):
+    """The same decode with every token that is not read turned to NaN and every unused table entry to an absurd id."""
+    q_lens = args[0].shape[1] if args[6] is None else args[6].diff()
+    firsts = first_key(args[2], q_lens, window_left).tolist()
     args = list(args)
     cache, seq_lens, table, indptr, indices = args[1].clone(), args[2], args[3], args[4], args[5]
     page, clean = cache.shape[1], args[1]
     poison(cache)
     for b, length in enumerate(seq_lens.tolist()):
         own = table[b] if table is not None else indices[indptr[b] :]
-        for start in range(0, length, page):
-            used = min(page, length - start)
-            cache[own[start // page], :used] = clean[own[start // page], :used]
+        for start in range(firsts[b] // page * page, length, page):
+            used = slice(max(firsts[b] - start, 0), min(page, length - start))
+            cache[own[start // page], used] = clean[own[start // page], used]
     args[1] = cache
     absurd = itertools.cycle(NO_PAGE)
     if table is not None:
         table = args[3] = torch.cat((table, torch.zeros_like(table)), dim=1)
         for b, length in enumerate(seq_lens.tolist()):
-            for column in range(-(-length // page), table.shape[1]):
+            for column in (*range(firsts[b] // page), *range(-(-length // page), table.shape[1])):
                 table[b, column] = next(absurd)
     else:
         args[5] = torch.cat((indices[: indptr[-1]], torch.tensor(NO_PAGE, dtype=torch.int32)))

@@ -272,7 +272,7 @@ def flash_mla_with_kvcache(
             possible = "pass indices, or call mla_suite.decode with split_size"
             _refuse(name, "enable_batch_invariant is True in a dense call", possible)
         plan = _plan_of(name, tile_scheduler_metadata, num_splits, cache_seqlens, q.shape[1] * q.shape[2])
-        options = scale, q.shape[1], 0, head_dim_v, causal, stored, 0, 0, 1, 0, 1, True
+        options = scale, q.shape[1], 0, head_dim_v, causal, stored, 0, 0, 1, 0, 1, -1, True
         call = DirectCall(DECODE, _dense_tensors, options)
     given = (
         *(q, k_cache, block_table, cache_seqlens, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache),
@@ -293,7 +293,7 @@ def flash_mla_with_kvcache(
 def _dense_tensors(given: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of decode from those of `flash_mla_with_kvcache`."""
     q, cache, block_table, lens, _, sink, _, _, _, _, descale_q, descale_k, plan = given
-    return q, _rows(cache), lens, block_table, None, None, None, descale_q, descale_k, sink, None, plan, None
+    return q, _rows(cache), lens, block_table, None, None, None, descale_q, descale_k, sink, None, plan, None, None
 
 
 def _sparse_tensors(given: tuple[Any, ...]) -> tuple[Any, ...]:

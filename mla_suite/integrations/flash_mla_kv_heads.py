@@ -51,7 +51,7 @@ def split(
     if checks.readable(q) and (q.is_cpu or checks.debugging()):
         try:  # here, since the operator would name sequences and pages of its own
             check_lengths("decode", cache_seqlens, 0)
-            check_table(block_table, cache_seqlens, pages, page_size)
+            check_table(block_table, cache_seqlens, pages, page_size, torch.zeros_like(cache_seqlens))
         except CallError as error:
             restate(name, {"seq_lens": "cache_seqlens", "kv_cache": "k_cache"}, error)
     within_page = torch.arange(page_size, dtype=block_table.dtype, device=block_table.device) * kv_heads

@@ -51,14 +51,14 @@ def _scores_off(args: Any) -> torch.Tensor | float:
 
 def pages(args: Any) -> dict[str, Sequence[torch.Tensor]]:
     """The page ids of all sequences, each once."""
-    used = -(-args.seq_lens.long() // args.kv_cache.shape[1])
-    return {"kv_cache": [torch.cat([*_of_each(args, used.tolist()), used.new_empty(0)]).unique()]}
+    first, end = reference.pages_read(args)
+    return {"kv_cache": [torch.cat([*_of_each(args, first.tolist(), end.tolist()), first.new_empty(0)]).unique()]}
 
 
-def _of_each(args: Any, used: Sequence[int]) -> Iterator[torch.Tensor]:
+def _of_each(args: Any, firsts: Sequence[int], ends: Sequence[int]) -> Iterator[torch.Tensor]:
     if args.block_table is not None:
-        for row, count in zip(args.block_table, used, strict=True):
-            yield row[:count].long()
+        for row, first, end in zip(args.block_table, firsts, ends, strict=True):
+            yield row[first:end].long()
     else:
-        for first, count in zip(args.kv_indptr.tolist(), used, strict=False):
-            yield args.kv_indices[first : first + count].long()
+        for at, first, end in zip(args.kv_indptr.tolist(), firsts, ends, strict=False):
+            yield args.kv_indices[at + first : at + end].long()

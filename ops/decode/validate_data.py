@@ -11,7 +11,7 @@ import torch
 from mla_suite.core import checks
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
-from mla_suite.ops.decode.reference import keys_of_rank
+from mla_suite.ops.decode.reference import keys_of_rank, pages_read
 from mla_suite.ops.plan import check_lengths, check_plan
 
 
@@ -23,10 +23,11 @@ def validate(args: Any) -> None:
     if args.cu_seqlens_q is not None:
         _check_queries(args.cu_seqlens_q, args.q.shape[0], args.max_seqlen_q)
     pages, page_size, _ = args.kv_cache.shape
+    first = pages_read(args)[0] if page_size else torch.zeros_like(args.seq_lens)
     if args.block_table is not None:
-        check_table(args.block_table, args.seq_lens, pages, page_size)
+        check_table(args.block_table, args.seq_lens, pages, page_size, first)
     elif args.kv_indptr is not None and args.kv_indices is not None:
-        _check_ragged(args, pages, page_size)
+        _check_ragged(args, first, pages, page_size)
     if args.rope_cos_sin is not None and args.seq_lens.numel():
         positions, longest = args.rope_cos_sin.shape[0], int(args.seq_lens.max())
         if longest > positions:
@@ -67,11 +68,14 @@ def _check_queries(cu_seqlens_q: torch.Tensor, tokens: int, max_seqlen_q: int) -
         checks.fail("decode", "max_seqlen_q", f"is {max_seqlen_q}", f"a sequence has {longest} query tokens: pass that")
 
 
-def check_table(block_table: torch.Tensor, seq_lens: torch.Tensor, pages: int, page_size: int) -> None:
-    """Refuse lengths that do not fit block_table, and page ids that the cache does not have."""
-    width, used = block_table.shape[1], _used(seq_lens, page_size)
-    _check_fit(seq_lens, used, torch.full_like(used, width), f"block_table has {width} pages of {page_size} each")
-    present = torch.arange(width, device=used.device) < used[:, None]
+def check_table(
+    block_table: torch.Tensor, seq_lens: torch.Tensor, pages: int, page_size: int, first: torch.Tensor
+) -> None:
+    """Refuse lengths that do not fit block_table, and page ids from entry `first` [batch] on that the cache lacks."""
+    width, end = block_table.shape[1], _used(seq_lens, page_size)
+    _check_fit(seq_lens, end, torch.full_like(end, width), f"block_table has {width} pages of {page_size} each")
+    entry = torch.arange(width, device=end.device)
+    present = (entry >= first[:, None]) & (entry < end[:, None])
     wrong = (present & ((block_table < 0) | (block_table >= pages))).nonzero()
     if wrong.numel():
         b, column = wrong[0].tolist()
@@ -79,17 +83,16 @@ def check_table(block_table: torch.Tensor, seq_lens: torch.Tensor, pages: int, p
         checks.fail("decode", f"block_table[{b}, {column}]", given, f"kv_cache has {pages} pages")
 
 
-def _check_ragged(args: Any, pages: int, page_size: int) -> None:
-    kv_indptr, kv_indices, used = args.kv_indptr, args.kv_indices, _used(args.seq_lens, page_size)
+def _check_ragged(args: Any, first: torch.Tensor, pages: int, page_size: int) -> None:
+    kv_indptr, kv_indices, end = args.kv_indptr, args.kv_indices, _used(args.seq_lens, page_size)
     count = kv_indptr.diff()
     if int(kv_indptr[0]) < 0 or bool((count < 0).any()) or int(kv_indptr[-1]) > kv_indices.shape[0]:
         possible = f"it must rise, from 0 or more to at most the {kv_indices.shape[0]} entries of kv_indices"
         checks.fail("decode", "kv_indptr", f"is {kv_indptr.tolist()}", possible)
-    _check_fit(args.seq_lens, used, count, f"kv_indptr gives it too few pages of {page_size}")
-    position = torch.arange(kv_indices.shape[0], device=used.device)
-    present = torch.zeros_like(position, dtype=torch.bool)
-    for first, pages_used in zip(kv_indptr.tolist(), used.tolist(), strict=False):
-        present[first : first + pages_used] = True
+    _check_fit(args.seq_lens, end, count, f"kv_indptr gives it too few pages of {page_size}")
+    present = torch.zeros(kv_indices.shape[0], dtype=torch.bool, device=end.device)
+    for at, first_read, end_read in zip(kv_indptr.tolist(), first.tolist(), end.tolist(), strict=False):
+        present[at + first_read : at + end_read] = True
     wrong = (present & ((kv_indices < 0) | (kv_indices >= pages))).nonzero()
     if wrong.numel():
         at = int(wrong[0])

@@ -18,6 +18,7 @@ from mla_suite.ops.plan.scheduler import (
     round_up,
     scheduler_costs,
 )
+from mla_suite.ops.plan.window import first_key, origin
 
 
 def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
@@ -25,6 +26,8 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     sizes = dict(max_seqlen_kv=args.max_seqlen_kv, num_splits=args.num_splits, split_size=args.split_size)
     layout = words.layout_for(batch, args.num_sm_parts, **sizes)
     kv_lens = args.seq_lens.long()
+    q_lens = args.max_seqlen_q if args.cu_seqlens_q is None else args.cu_seqlens_q.diff()
+    kv_lens = kv_lens - origin(first_key(kv_lens, q_lens, args.window_left))
     if args.cu_seqlens_q is not None:
         kv_lens = torch.where(args.cu_seqlens_q.diff() > 0, kv_lens, 0)  # no query token, nothing to read
     costs = scheduler_costs(current_arch(args.seq_lens), args.num_heads * args.max_seqlen_q)

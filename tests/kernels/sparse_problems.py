@@ -96,7 +96,9 @@ def exact(
             rows = caches.gather(kind_of(name, q.shape[-1]), cache, valid)
             keys.append(rows.bfloat16().float() if rounded else rows)
         every = torch.cat(keys)
-        found.append(attention(query, every, torch.full((heads,), len(every)), softmax_scale, 512, sinks))
+        found.append(
+            attention(query, every, torch.ones(heads, len(every), dtype=torch.bool), softmax_scale, 512, sinks)
+        )
     joined = Exact(*(torch.stack(parts) for parts in zip(*found, strict=True)))
     return Exact(
         joined.out.view(*q.shape[:-1], 512), joined.lse.view(q.shape[:-1]), joined.magnitude.view(*q.shape[:-1], 512)
