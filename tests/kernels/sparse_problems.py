@@ -12,7 +12,7 @@ from mla_suite.archs.gfx942 import SparseConfig as Gfx942
 from mla_suite.archs.gfx950 import SparseConfig as Gfx950
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format
+from mla_suite.kv_formats import get_kv_format
 from mla_suite.launch import current_arch
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
 from mla_suite.testing import Exact, attention
@@ -31,7 +31,7 @@ ABSURD = (-1, 2**31 - 1, -(2**31), -7)
 
 
 def kind_of(name, width):
-    kind = kv_format(name)
+    kind = get_kv_format(name)
     return kind.sized(width, 0) if kind.dense else kind
 
 
@@ -96,7 +96,9 @@ def exact(
             rows = caches.gather(kind_of(name, q.shape[-1]), cache, valid)
             keys.append(rows.bfloat16().float() if rounded else rows)
         every = torch.cat(keys)
-        found.append(attention(query, every, torch.full((heads,), len(every)), softmax_scale, 512, sinks))
+        found.append(
+            attention(query, every, torch.ones(heads, len(every), dtype=torch.bool), softmax_scale, 512, sinks)
+        )
     joined = Exact(*(torch.stack(parts) for parts in zip(*found, strict=True)))
     return Exact(
         joined.out.view(*q.shape[:-1], 512), joined.lse.view(q.shape[:-1]), joined.magnitude.view(*q.shape[:-1], 512)

@@ -14,7 +14,7 @@ from mla_suite import archs, emulator
 from mla_suite.archs.common import combine
 from mla_suite.archs.common.append_kv import MAX_TOKENS, AppendConfig
 from mla_suite.core import dispatch
-from mla_suite.kv_formats import KV_FORMATS, kv_format
+from mla_suite.kv_formats import KV_FORMATS, get_kv_format
 from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.append_kv import APPEND_KV
 
@@ -69,7 +69,7 @@ def both(empty, kv_c, k_pe, slots, *rest, name="bf16", descale=None, config=None
 
 def assert_same_bytes(name, pages, page, *args, padded=True, **kwargs):
     """In caches that were full of 0xaa, the room between their blocks included."""
-    kind = kv_format(name)
+    kind = get_kv_format(name)
     kwargs = {"descale": descale_of(kind), **kwargs}
     mine, theirs = both(lambda: filled(kind, pages, page, padded), *args, name=name, **kwargs)
     assert torch.equal(raw(mine), raw(theirs))
@@ -87,7 +87,7 @@ def descale_of(kind):
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("name", KV_FORMATS)
 def test_every_kv_format_and_input_type(arch, name, dtype):
-    kind = kv_format(name)
+    kind = get_kv_format(name)
     kv_c, k_pe = rows(kind, 6, dtype)
     slots = torch.randperm(5 * 3)[:6]
     slots[2] = -1
@@ -101,7 +101,7 @@ def test_every_kv_format_and_input_type(arch, name, dtype):
 @pytest.mark.parametrize("name", KV_FORMATS)
 def test_any_bits(arch, name):
     """Random fp32 patterns: denormals, both zeros, every exponent, values that saturate. NaN and inf apart."""
-    kind = kv_format(name)
+    kind = get_kv_format(name)
     bits = torch.randint(-(2**31), 2**31, (16, kind.head_dim), dtype=torch.int64).to(torch.int32)
     bits[:8] = (bits[:8] & 0x8007FFFF - (1 << 32)) | torch.randint(107, 137, bits[:8].shape, dtype=torch.int32) << 23
     bits[0] = torch.arange(kind.head_dim, dtype=torch.int32) * 0x80000 + 0x3A000000  # ties of every encoding
@@ -114,7 +114,7 @@ def test_any_bits(arch, name):
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("name", KV_FORMATS)
 def test_nan_and_infinity(arch, name, dtype):
-    kind = kv_format(name)
+    kind = get_kv_format(name)
     kv_c, k_pe = rows(kind, 4, dtype)
     kv_c[0, 3], kv_c[1, 200], kv_c[1, 5] = torch.nan, torch.inf, -torch.inf
     k_pe[0, 1], k_pe[2, 7] = torch.nan, torch.inf
@@ -127,7 +127,7 @@ def test_nan_and_infinity(arch, name, dtype):
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_slots_past_the_cache_write_nothing(arch, tokens):
     """A kernel skips what the CPU and debug mode refuse, like a negative slot: no byte outside the cache is touched."""
-    kind = kv_format("bf16")
+    kind = get_kv_format("bf16")
     kv_c, k_pe = rows(kind, 6)
     slots = torch.tensor([3, 12, 2**31 - 1, 2**31 + 3, 2**40 + 5, -(2**33)])
     cache = filled(kind, 4, 3)
@@ -142,7 +142,7 @@ def test_slots_past_the_cache_write_nothing(arch, tokens):
 
 @pytest.mark.parametrize("tokens", [2, 700])
 def test_of_equal_slots_the_last_token_stays(arch, tokens):
-    kind = kv_format("dsv4")
+    kind = get_kv_format("dsv4")
     kv_c, k_pe = rows(kind, tokens)
     slots = torch.randint(0, 5, (tokens,))
     with emulator.configured(order="reverse"):
@@ -153,7 +153,7 @@ def test_of_equal_slots_the_last_token_stays(arch, tokens):
 @pytest.mark.parametrize("name", ["bf16", "fp8_fnuz", "v32", "dsv4"])
 def test_several_tokens_to_a_workgroup(arch, name, tokens):
     slots = torch.randint(-2, 24, (45,))
-    assert_same_bytes(name, 6, 4, *rows(kv_format(name), 45), slots, config=AppendConfig(arch, tokens))
+    assert_same_bytes(name, 6, 4, *rows(get_kv_format(name), 45), slots, config=AppendConfig(arch, tokens))
 
 
 @pytest.mark.parametrize("tokens", [1, 45])
@@ -161,7 +161,7 @@ def test_several_tokens_to_a_workgroup(arch, name, tokens):
 @pytest.mark.parametrize("name", KV_FORMATS)
 def test_rows_in_whole_octets(arch, name, dtype, tokens):
     """Any finite 16-bit value, rotated both ways, several rows to a wave; skipped tokens may have any position."""
-    kind = kv_format(name)
+    kind = get_kv_format(name)
     bits = torch.randint(-(2**15), 2**15, (45, kind.head_dim), dtype=torch.int64).to(torch.int16)
     values = bits.view(dtype)
     values = torch.where(values.isfinite(), values, 1.0)
@@ -191,7 +191,7 @@ def test_many_tokens_share_workgroups():
     for tokens, group in ((1, 1), (128, 1), (2048, 1), (2049, 9), (8192, 32), (256 * most, most), (10**6, most)):
         inputs = torch.empty(tokens, 512, device="meta"), torch.empty(tokens, 64, device="meta")
         slots = torch.empty(tokens, dtype=torch.int64, device="meta")
-        problem = APPEND_KV.problem(*inputs, filled(kv_format("bf16"), 2, 4), slots, kv_format="bf16")
+        problem = APPEND_KV.problem(*inputs, filled(get_kv_format("bf16"), 2, 4), slots, kv_format="bf16")
         answer = NATIVE.supports(problem, gfx950)
         if isinstance(answer, dispatch.Unsupported):
             pytest.skip(answer.reason)
@@ -212,7 +212,7 @@ def test_strided_inputs_and_a_slice_of_pages(arch):
 
 
 def test_an_empty_batch_launches_nothing(arch):
-    kind = kv_format("bf16")
+    kind = get_kv_format("bf16")
     cache = filled(kind, 1, 4)
     with emulator.configured(collect=True) as reports:
         mla_suite.append_kv(
@@ -223,7 +223,7 @@ def test_an_empty_batch_launches_nothing(arch):
 
 
 def test_refusals_are_sentences(monkeypatch):
-    kind = kv_format("v32")
+    kind = get_kv_format("v32")
     room = torch.empty(2 * 656 * 4 + 1, dtype=torch.uint8)
     odd = room[1:].as_strided((2, 4, 656), (656 * 4, 656, 1))
     kv_c, k_pe = rows(kind, 2)

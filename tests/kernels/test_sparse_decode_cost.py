@@ -17,7 +17,7 @@ from mla_suite.archs.common.sparse_decode import record_of
 from mla_suite.build import compilers, manifest
 from mla_suite.build.instances import instances
 from mla_suite.core.dispatch import Unsupported
-from mla_suite.kv_formats import kv_format
+from mla_suite.kv_formats import get_kv_format
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
 
 NATIVE = BackendCalls(SPARSE_DECODE, "native")
@@ -159,7 +159,7 @@ def test_counters(arch, name, heads, bytes_per_key, instructions, lds):
     keys = 2048
     report = counted(arch, name, heads, keys)
     mix = report.mix()
-    kind = kv_format(name)
+    kind = get_kv_format(name)
     assert report.loaded["cache_0"] == keys * bytes_per_key
     assert report.loaded["indices_0"] == keys * 4
     rescored = 1.05  # a tile whose scores exceed the reference is scored twice

@@ -14,7 +14,7 @@ from sparse_problems import CONFIGS, MODES, POOLS, attend, exact, in_mode, kind_
 import mla_suite
 from mla_suite import emulator
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format
+from mla_suite.kv_formats import get_kv_format
 
 EMULATED = sparse_runs.Machine(attend)
 check = EMULATED.check
@@ -148,7 +148,7 @@ def test_v32_is_defined_on_keys_rounded_to_bf16():
     _, lse = attend(args, kwargs)
     exact_keys = exact(*args, **kwargs, rounded=False)
     off = (lse.double() - exact_keys.lse).abs()
-    used = caches.unpack(kv_format("v32"), cache).flatten(0, 1).double().nan_to_num(0.0).abs()
+    used = caches.unpack("v32", cache).flatten(0, 1).double().nan_to_num(0.0).abs()
     moved = (q.double().abs() @ used.T * kwargs["softmax_scale"]).amax(dim=-1) * 2.0**-9
     assert bool((off <= moved + 1e-4 * exact_keys.lse.abs().clamp(min=1)).all())
     assert float((off / exact_keys.lse.abs().clamp(min=1)).max()) > 1e-4, "the rounding is seen"
@@ -157,7 +157,7 @@ def test_v32_is_defined_on_keys_rounded_to_bf16():
 @pytest.mark.parametrize("name", ["v32", "dsv4"])
 def test_decode_and_sparse_decode_agree_on_one_cache(name):
     """Logits of hundreds, which the rounding of a key moves by 0.1; decode of these records is the reference's."""
-    kind = kv_format(name)
+    kind = get_kv_format(name)
     cache = caches.pack(kind, 5 * torch.randn(4, 64, kind.head_dim))
     q = 4 * torch.randn(1, 1, 64, kind.head_dim).bfloat16()
     choices = dict(softmax_scale=192**-0.5)
