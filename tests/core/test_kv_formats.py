@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from hostile_inputs import raw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_suite.__main__ import main
 from mla_suite.kv_formats import KV_FORMATS, kv_format
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats.encode import ELEMENT_DTYPES, decode, encode, tile_scales
@@ -257,21 +255,6 @@ def test_bad_caches_are_refused_in_a_sentence(case):
         caches.check(kv_format("v32"), make(), 576, op="decode", argument="kv_cache")
 
 
-def test_misaligned_base_width_and_descale_are_refused():
-    cache = torch.zeros(2 * 4 * 656 + 16, dtype=torch.uint8)[3:].as_strided((2, 4, 656), (4 * 656, 656, 1))
-    with pytest.raises(ValueError, match="begins 3 bytes past a multiple of 16"):
-        caches.check_base(kv_format("v32"), cache, op="decode", argument="kv_cache")
-    with pytest.raises(ValueError, match="is read as rows of 512; kv_format 'v32' holds rows of 576"):
-        caches.check(kv_format("v32"), caches.empty(kv_format("v32"), 1, 2), 512, op="decode", argument="kv_cache")
-    one = torch.ones(1)
-    with pytest.raises(ValueError, match="kv_descale was given with kv_format 'bf16'; only fp8, fp8_fnuz read one"):
-        caches.check_descale(kv_format("bf16"), one, one, op="decode", argument="kv_descale")
-    with pytest.raises(ValueError, match="it takes one value"):
-        caches.check_descale(kv_format("fp8"), torch.ones(2), one, op="decode", argument="kv_descale")
-    with pytest.raises(ValueError, match="kv_format 'v31' is unknown; the kv_formats are bf16, fp16"):
-        kv_format("v31")
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -306,17 +289,3 @@ def test_an_import_under_another_default_device_changes_nothing():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.stdout.strip(), done.returncode) == ("[1.0, 2.0]", 0), done.stderr
-
-
-def test_command_prints_every_kv_format(capsys):
-    assert main(["formats", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert list(facts) == list(NAMES)
-    assert facts["dsv4"]["block_bytes"] == 37440
-    assert main(["formats", "dsv4", "--page", "2", "--constants"]) == 0
-    text = capsys.readouterr().out
-    assert "1728 bytes, of which 560 are padding" in text
-    assert "P*576 + t*8" in text
-    assert "-DKV_LATENT_COUNT=448" in text
-    assert main(["formats", "nope"]) == 2
-    assert "kv_format 'nope' is unknown" in capsys.readouterr().err

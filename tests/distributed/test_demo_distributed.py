@@ -8,11 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from mla_suite.__main__ import main
-from mla_suite.cli import demo_distributed
 
 
 def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -119,18 +117,3 @@ def test_ranks_that_disagree_say_so_in_one_sentence_each(tmp_path):
 def test_without_torchrun_the_command_is_named(capsys):
     assert main(["demo", "--tp", "2"]) == 1
     assert "run `torchrun --nproc-per-node 2 -m mla_suite demo --tp 2`" in capsys.readouterr().err
-
-
-def test_the_first_line_says_what_the_ranks_run_on(capsys, monkeypatch):
-    """One rank, which is its own store; the layer itself is not run."""
-    described = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "0"}
-    described |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_RUN_ID": "test"}
-    for name, value in described.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(demo_distributed, "decode", lambda *sizes, **options: {"largest relative difference": 0.0})
-    assert demo_distributed.run(1, 1, tokens=1, seed=0, as_json=False) == 0
-    first = capsys.readouterr().out.splitlines()[0]
-    assert first.startswith("device: CPU, 1 ranks over gloo; they would use a GPU each if this host had as many")
-    assert demo_distributed.run(1, 1, tokens=1, seed=0, as_json=True) == 0
-    assert json.loads(capsys.readouterr().out) == {"largest relative difference": 0.0}
