@@ -10,7 +10,8 @@ import itertools
 import torch
 
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format
+from mla_suite.kv_formats import get_kv_format
+from mla_suite.ops.plan.window import first_key
 from mla_suite.testing import poison
 
 ABSURD = (-1, 2**31 - 1, -(2**31), -7)
@@ -44,23 +45,25 @@ def raw(cache):
     return torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
 
 
-def hostile(args):
-    """The same problem with every token no sequence owns turned to NaN and every unused table entry to an absurd id."""
+def hostile(args, window_left=-1):
+    """The same decode with every token that is not read turned to NaN and every unused table entry to an absurd id."""
+    q_lens = args[0].shape[1] if args[6] is None else args[6].diff()
+    firsts = first_key(args[2], q_lens, window_left).tolist()
     args = list(args)
     cache, seq_lens, table, indptr, indices = args[1].clone(), args[2], args[3], args[4], args[5]
     page, clean = cache.shape[1], args[1]
     poison(cache)
     for b, length in enumerate(seq_lens.tolist()):
         own = table[b] if table is not None else indices[indptr[b] :]
-        for start in range(0, length, page):
-            used = min(page, length - start)
-            cache[own[start // page], :used] = clean[own[start // page], :used]
+        for start in range(firsts[b] // page * page, length, page):
+            used = slice(max(firsts[b] - start, 0), min(page, length - start))
+            cache[own[start // page], used] = clean[own[start // page], used]
     args[1] = cache
     absurd = itertools.cycle(NO_PAGE)
     if table is not None:
         table = args[3] = torch.cat((table, torch.zeros_like(table)), dim=1)
         for b, length in enumerate(seq_lens.tolist()):
-            for column in range(-(-length // page), table.shape[1]):
+            for column in (*range(firsts[b] // page), *range(-(-length // page), table.shape[1])):
                 table[b, column] = next(absurd)
     else:
         args[5] = torch.cat((indices[: indptr[-1]], torch.tensor(NO_PAGE, dtype=torch.int32)))
@@ -69,7 +72,7 @@ def hostile(args):
 
 def poisoned(name, pages, page, used, seed, head_dim=None):
     """A cache of random rows at the slots `used`; every other byte is 0xff, which reads as NaN in every kv_format."""
-    one = kv_format(name) if head_dim is None else kv_format(name).sized(head_dim, 0)
+    one = get_kv_format(name) if head_dim is None else get_kv_format(name).sized(head_dim, 0)
     cache = caches.empty(one, pages, page)
     raw(cache).fill_(0xFF)
     slots = torch.tensor(sorted(used), dtype=torch.int64)
@@ -97,12 +100,12 @@ POOLS: dict[str, list[tuple[str, int, int, int]]] = {
 
 def problem(shape, tokens, heads, seed=0, dtype=torch.bfloat16):
     """q, caches whose unselected slots are NaN, and dense indices per pool."""
-    head_dim = kv_format(shape[0][0]).head_dim if len(shape) == 1 else 512
+    head_dim = get_kv_format(shape[0][0]).head_dim if len(shape) == 1 else 512
     q = torch.randn(tokens, heads, head_dim, generator=torch.Generator().manual_seed(seed)).to(dtype)
     kv_caches, indices = [], []
     for i, (name, pages, page, topk) in enumerate(shape):
         index = select(tokens, topk, pages * page, seed + i)
         used = {s for s in index.flatten().tolist() if 0 <= s < pages * page}
-        kv_caches.append(poisoned(name, pages, page, used, seed + i, head_dim if kv_format(name).dense else None))
+        kv_caches.append(poisoned(name, pages, page, used, seed + i, head_dim if get_kv_format(name).dense else None))
         indices.append(index)
     return q, kv_caches, indices, [name for name, *_ in shape]

@@ -6,11 +6,11 @@ import random
 
 import pytest
 import torch
+from rank_problems import local_slots
 from ranks import on_ranks
 
 import mla_suite
 from mla_suite.distributed import KeyShard, Parallel, cp_decode, cp_sparse_decode
-from mla_suite.distributed.context import local_slots
 
 CASES = {2: 60, 4: 30}  # by the number of ranks
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2**-7}  # of values of about 1; bf16 rounds a partial and the result

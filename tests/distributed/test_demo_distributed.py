@@ -8,9 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from mla_suite.__main__ import main
+from mla_suite.cli import demo_model, demo_ranks
 
 
 def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -59,12 +61,12 @@ def sentences(*command: str) -> list[str]:
     return [line for stderr in said for line in stderr.splitlines() if line.startswith("demo:")]
 
 
-def test_a_layer_over_two_ranks_agrees_with_the_whole_layer():
-    done = torchrun("--cp", "2", "--tokens", "2", "--json")
+def test_a_decoder_over_two_ranks_agrees_with_its_textbook_forward():
+    done = torchrun("--cp", "2", "--tokens", "2", "--layers", "1", "--kv-format", "fp32", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["ranks"].startswith("1 tensor parallel x 2 context parallel, gloo on cpu")
-    assert 0 < report["largest relative difference"] <= 1e-5
+    assert 0 < report["largest_logit_difference"] <= 1e-5
 
 
 def test_torchrun_fails_when_a_rank_fails():
@@ -81,11 +83,11 @@ def test_a_wrong_number_of_ranks_is_one_sentence_on_every_rank():
 
 PROGRAM = """
 import os, sys
-from mla_suite.cli import demo_distributed
+from mla_suite.cli import demo_ranks
 from mla_suite.distributed import ContextParallelCache
 rank, tokens, append, steps = int(os.environ["RANK"]), 3, ContextParallelCache.append, []
 {fault}
-sys.exit(demo_distributed.run({tp}, {cp}, tokens=tokens, seed=0, as_json=False))
+sys.exit(demo_ranks.decode({tp}, {cp}, tokens, 1, "fp32", 0, quiet=False) is None)
 """
 DIES = """
 def dying(*arguments, **options):
@@ -117,3 +119,20 @@ def test_ranks_that_disagree_say_so_in_one_sentence_each(tmp_path):
 def test_without_torchrun_the_command_is_named(capsys):
     assert main(["demo", "--tp", "2"]) == 1
     assert "run `torchrun --nproc-per-node 2 -m mla_suite demo --tp 2`" in capsys.readouterr().err
+
+
+def test_the_first_line_says_what_the_ranks_run_on(capsys, monkeypatch):
+    """One rank, which is its own store; the layer itself is not run."""
+    described = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "0"}
+    described |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_RUN_ID": "test"}
+    for name, value in described.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(demo_model, "decode", lambda *sizes, **options: {"largest_logit_difference": 0.0})
+    report = demo_ranks.decode(1, 1, 1, 1, "fp32", 0, quiet=False)
+    used = "CPU, 1 ranks over gloo; they would use a GPU each if this host had as many"
+    assert capsys.readouterr().out.startswith(f"device: {used}")
+    assert report is not None
+    assert report["device"].startswith(used)
+    assert demo_ranks.decode(1, 1, 1, 1, "fp32", 0, quiet=True) == report
+    assert capsys.readouterr().out == ""

@@ -16,7 +16,7 @@ from mla_suite import archs
 from mla_suite.archs.sm_90 import APPEND_BULK_BYTES, Kernels
 from mla_suite.build.instances import instances
 from mla_suite.core.register import get
-from mla_suite.kv_formats import KV_FORMATS, kv_format
+from mla_suite.kv_formats import KV_FORMATS, get_kv_format
 from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.append_kv.samples import sample
 
@@ -83,8 +83,8 @@ def dsv4_record(row, fnuz, page, token):
 
 @pytest.mark.parametrize("name", ["v32", "v32_pow2"])
 def test_v32_writes_exactly_the_declared_bytes(name):
-    kv_c, k_pe = new_tokens(kv_format(name), 2)
-    cache = filled(kv_format(name), 3, 5)
+    kv_c, k_pe = new_tokens(get_kv_format(name), 2)
+    cache = filled(get_kv_format(name), 3, 5)
     mla_suite.append_kv(kv_c, k_pe, cache, torch.tensor([7, 0]), kv_format=name)
     expected = bytearray(b"\xaa" * raw(cache).numel())
     for token, slot in ((0, 7), (1, 0)):
@@ -99,8 +99,8 @@ def test_v32_writes_exactly_the_declared_bytes(name):
     ("page", "padded", "block"), [(2, True, 1728), (2, False, 1168), (64, True, 37440), (256, True, 149760)]
 )
 def test_dsv4_writes_exactly_the_declared_bytes(name, page, padded, block):
-    kv_c, k_pe = new_tokens(kv_format(name), 2)
-    cache = filled(kv_format(name), 3, page, padded=padded)
+    kv_c, k_pe = new_tokens(get_kv_format(name), 2)
+    cache = filled(get_kv_format(name), 3, page, padded=padded)
     mla_suite.append_kv(kv_c, k_pe, cache, torch.tensor([2 * page + 1, page - 1]), kv_format=name)
     expected = bytearray(b"\xaa" * (3 * block))
     for token, (where, at) in enumerate([(2, 1), (0, page - 1)]):
@@ -113,7 +113,7 @@ def test_dsv4_writes_exactly_the_declared_bytes(name, page, padded, block):
 @pytest.mark.parametrize("name", ["fp8", "fp8_fnuz"])
 @pytest.mark.parametrize("as_bytes", [True, False])
 def test_fp8_divides_by_the_descale_and_saturates(name, as_bytes):
-    one = kv_format(name)
+    one = get_kv_format(name)
     kv_c, k_pe = new_tokens(one, 3, dtype=torch.float32)
     kv_c[0, 0], kv_c[0, 1] = 1e6, -1e6
     descale = torch.tensor(0.0371)
@@ -128,7 +128,7 @@ def test_fp8_divides_by_the_descale_and_saturates(name, as_bytes):
 @few
 @given(st.sampled_from(NAMES), st.integers(0, 10**6), st.lists(st.integers(1, 6), min_size=1, max_size=4))
 def test_appending_in_pieces_equals_packing_the_whole(name, seed, pieces):
-    one = kv_format(name)
+    one = get_kv_format(name)
     tokens, page = sum(pieces), 4
     pages = -(-tokens // page)
     kv_c, k_pe = new_tokens(one, pages * page, seed)
@@ -148,7 +148,7 @@ def test_appending_in_pieces_equals_packing_the_whole(name, seed, pieces):
 @few
 @given(st.sampled_from(NAMES), st.lists(st.integers(-3, 11), max_size=30), st.integers(0, 10**6))
 def test_negative_slots_skip_and_the_last_of_equal_slots_stays(name, slots, seed):
-    one = kv_format(name)
+    one = get_kv_format(name)
     kv_c, k_pe = new_tokens(one, len(slots), seed)
     given_bytes = [tensor.clone() for tensor in (kv_c, k_pe)]
     cache, expected = filled(one, 4, 3), filled(one, 4, 3)
@@ -166,7 +166,7 @@ def test_negative_slots_skip_and_the_last_of_equal_slots_stays(name, slots, seed
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("name", ["bf16", "fp32", "v32", "dsv4"])
 def test_rotation_against_complex_numbers(name, interleaved):
-    one = kv_format(name)
+    one = get_kv_format(name)
     kv_c, k_pe = new_tokens(one, 6)
     angles = torch.arange(40, dtype=torch.float64)[:, None] * 10000 ** (-torch.arange(32, dtype=torch.float64) / 32)
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1).float()
@@ -187,7 +187,7 @@ def test_rotation_against_complex_numbers(name, interleaved):
 
 @pytest.mark.parametrize("name", ["dsv4"])
 def test_compiled_fullgraph_writes_the_same_bytes_into_a_strided_cache(name):
-    one = kv_format(name)
+    one = get_kv_format(name)
     kv_c, k_pe = new_tokens(one, 5)
     slots = torch.tensor([4, -1, 0, 3, 3])
     eager, compiled = filled(one, 3, 2), filled(one, 3, 2)
@@ -202,7 +202,7 @@ def test_compiled_fullgraph_writes_the_same_bytes_into_a_strided_cache(name):
 
 
 def test_slots_beyond_two_gigabytes():
-    one = kv_format("v32")
+    one = get_kv_format("v32")
     cache = caches.empty(one, 55_000, 64)  # 2.3 GB of address space, of which one page is touched
     kv_c, k_pe = new_tokens(one, 1)
     slot = torch.tensor([55_000 * 64 - 1])
@@ -213,7 +213,7 @@ def test_slots_beyond_two_gigabytes():
 
 
 def arguments(name="v32", tokens=3, pages=2, page=4, **changes):
-    one = kv_format(name)
+    one = get_kv_format(name)
     kv_c, k_pe = new_tokens(one, tokens)
     given = {
         "kv_c": kv_c,

@@ -30,6 +30,7 @@ AXES = {
     "queries": ("equal", "varlen"),
     "split": ("none", "num_splits", "split_size", "plan"),
     "rotate": (False, True),
+    "mask": (None, 0, 5, 100, "tree"),
 }
 LENS = (0, 1, 61, 130, 7)
 
@@ -49,7 +50,7 @@ def problem(row, lens=LENS, latent=64, rope=16, seed=0):
         rope=rope,
         kv_format=row["kv_format"],
         dtype={"fp16": torch.float16, "fp32": torch.float32}.get(row["kv_format"], torch.bfloat16),
-        causal=row["causal"],
+        causal=row["causal"] or row["mask"] == "tree",
         sink=row["sink"] is not None,
         rotate=row["rotate"],
         varlen=row["queries"] == "varlen",
@@ -57,6 +58,8 @@ def problem(row, lens=LENS, latent=64, rope=16, seed=0):
         num_splits=3 if row["split"] == "num_splits" else 0,
         split_size=48 if row["split"] == "split_size" else 0,
         planned=row["split"] == "plan",
+        window_left=row["mask"] if isinstance(row["mask"], int) else -1,
+        tree=row["mask"] == "tree",
         seed=seed,
     )
     args, kwargs = sample.make(CPU)
@@ -68,7 +71,7 @@ def problem(row, lens=LENS, latent=64, rope=16, seed=0):
 def check(row, **options):
     args, kwargs = problem(row, **options)
     expected = exact_decode(*args, **kwargs)
-    assert_close(*mla_suite.decode(*hostile(args), **kwargs), expected)
+    assert_close(*mla_suite.decode(*hostile(args, kwargs.get("window_left", -1)), **kwargs), expected)
 
 
 @pytest.mark.parametrize("row", pairwise_cover(AXES), ids=label)
@@ -80,7 +83,9 @@ def test_against_fp64(row):
 @pytest.mark.parametrize("kv_format", AXES["kv_format"])
 def test_against_fp64_the_whole_product(kv_format):
     """Takes the product of heads, q_len, page, causal and sink; the other axes take turns."""
-    turns = itertools.cycle(itertools.product(*(AXES[name] for name in ("pages", "queries", "split", "rotate"))))
+    turns = itertools.cycle(
+        itertools.product(*(AXES[name] for name in ("pages", "queries", "split", "rotate", "mask")))
+    )
     for values in itertools.product(*(AXES[name] for name in ("heads", "q_len", "page", "causal", "sink"))):
         check(dict(zip(AXES, (*values, kv_format, *next(turns)), strict=True)))
 
@@ -103,7 +108,7 @@ def test_value_may_include_the_rope_part():
 
 @pytest.mark.parametrize("name", ["v32", "dsv4"])
 def test_records_of_sparse_models_are_read_too(name):
-    kind = kv_formats.kv_format(name)
+    kind = kv_formats.get_kv_format(name)
     generator = torch.Generator().manual_seed(0)
     cache = caches.pack(kind, torch.randn(4, 64, kind.head_dim, generator=generator))
     q = torch.randn(2, 2, 16, kind.head_dim, generator=generator).bfloat16()
@@ -243,7 +248,7 @@ def test_append_then_decode_equals_decode_over_the_concatenation(length, new, kv
     row = BASE | {"heads": 4, "q_len": new, "kv_format": kv_format, "page": 16}
     args, kwargs = problem(row, lens=(length + new,), latent=16, rope=8)
     cache, descale = args[1], args[8]
-    rows = caches.unpack(kv_formats.kv_format(kv_format).sized(24, 0), cache, descale=descale).flatten(0, 1)
+    rows = caches.unpack(kv_formats.get_kv_format(kv_format).sized(24, 0), cache, descale=descale).flatten(0, 1)
     positions = torch.arange(length, length + new)
     slots = args[3][0][positions // 16].long() * 16 + positions % 16
     grown = cache.clone()

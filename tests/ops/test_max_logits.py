@@ -11,7 +11,6 @@ from hostile_inputs import POOLS, problem
 import mla_suite
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format
 from mla_suite.ops.sparse_decode import max_logits
 
 CALL = torch.ops.mla_suite.sparse_decode.max_logits
@@ -41,7 +40,7 @@ def largest(tensors, options):
                 length = index.shape[-1] if lengths is None else lengths[b] if lengths.dim() == 1 else lengths[b, i]
                 chosen = index[b, i, : int(length)]
                 chosen = chosen[(chosen >= 0) & (chosen < cache.shape[0] * cache.shape[1])].long()
-                keys = caches.unpack(kv_format(name), cache).flatten(0, 1)[chosen]
+                keys = caches.unpack(name, cache).flatten(0, 1)[chosen]
                 keys = keys.bfloat16().float() if name == "v32" else keys  # its keys are defined as rounded
                 for score in (q[b, i].float() @ keys.T * options["softmax_scale"]).unbind(-1):
                     found[b, i] = torch.maximum(found[b, i], score)

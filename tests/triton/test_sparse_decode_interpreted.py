@@ -16,7 +16,7 @@ from hostile_inputs import problem as hostile_problem
 
 from mla_suite.core import register
 from mla_suite.core.dispatch import Unsupported
-from mla_suite.kv_formats import KV_FORMATS, kv_format
+from mla_suite.kv_formats import KV_FORMATS
 from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.sparse_decode import SparseDecodeArgs
 from mla_suite.ops.sparse_decode import triton as sparse
@@ -92,7 +92,7 @@ def test_a_token_without_keys(sink: float | None, num_splits: int) -> None:
 
 def test_no_pages_and_no_topk() -> None:
     q, _, indices, names = problem([("dsv4", 1, 4, 6)], 2, 4)
-    empty = caches.empty(kv_format("dsv4"), 0, 4)
+    empty = caches.empty("dsv4", 0, 4)
     compare(q, [empty], indices, names)
     compare(q, [empty], [indices[0][:, :0]], names)
     compare(q[:0], [empty], [indices[0][:0]], names)
@@ -129,7 +129,7 @@ def test_every_fp8_code_is_read_as_the_kv_format_says() -> None:
         cache = torch.zeros(1, 1, 576, dtype=torch.uint8)
         cache[0, 0, :512] = codes
         out, _ = compare(torch.zeros(1, 1, 576), [cache], [torch.zeros(1, 1, dtype=torch.int32)], [name])
-        torch.testing.assert_close(out[0, 0], caches.unpack(kv_format(name), cache)[0, 0, :512], atol=0, rtol=0)
+        torch.testing.assert_close(out[0, 0], caches.unpack(name, cache)[0, 0, :512], atol=0, rtol=0)
 
 
 def test_half_precision() -> None:
