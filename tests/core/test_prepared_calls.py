@@ -103,7 +103,9 @@ def test_a_tensor_in_two_places_is_left_to_the_key(known):
 
 def test_calls_that_take_turns_are_each_recognised(known):
     """As many as there are guards; the one that was not asked for the longest time gives way."""
-    calls = [(PreparedCall(tuple, PREPARED.launch, ()), torch.zeros(size)) for size in range(1, prepared.MAX_GUARDS + 2)]
+    calls = [
+        (PreparedCall(tuple, PREPARED.launch, ()), torch.zeros(size)) for size in range(1, prepared.MAX_GUARDS + 2)
+    ]
     *several, last = calls
     for call, tensor in several:
         known.keep((tensor,), (), call)
