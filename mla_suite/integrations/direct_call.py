@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from mla_suite.core import allocation, eager
-from mla_suite.core.eager import PreparedCall
 from mla_suite.core.op import Op, Output
+from mla_suite.core.prepared import KnownCalls, PreparedCall, add_prepared, fixed, hashable, plain, prepared_call
 
 
 class DirectCall(NamedTuple):
@@ -41,25 +41,27 @@ class DirectCall(NamedTuple):
         return out, lse
 
     def remember(
-        self, slot: str, given: tuple[Any, ...], settings: tuple[Any, ...], outputs: tuple[torch.Tensor, ...]
+        self, known: KnownCalls, given: tuple[Any, ...], settings: tuple[Any, ...], outputs: tuple[torch.Tensor, ...]
     ) -> None:
-        """Have `eager.recall(slot, ...)` find calls like this one, which `run` has just made with these outputs."""
-        if torch.compiler.is_dynamo_compiling() or not eager.fixed(self.options):
+        """Have `eager.recall(known, ...)` find calls like this one, which `run` has just made with these outputs."""
+        if torch.compiler.is_dynamo_compiling() or eager.observed():
             return
-        options = eager.hashable(self.options)
-        key = eager.metadata(f"{self.op.name}.out", self.tensors_of(given) + outputs, options)
-        prepared = eager.prepared_call(key)
-        if prepared is None:
+        if not (plain(given) and fixed(settings) and fixed(self.options)):
+            return
+        op, tensors_of, options = self.op, self.tensors_of, self.options
+        made = prepared_call(op.known_out.key(tensors_of(given) + outputs, hashable(options)))
+        if made is None:
             return
         specs = [Output(tuple(output.shape), output.dtype) for output in outputs]
         allocate = allocation.allocator(specs, given[0].device, [output.stride() for output in outputs])
-        launch = prepared.launch
-        op, tensors_of, values = self.op, self.tensors_of, self.options
+        launch = made.launch
 
         def start(outputs: tuple[torch.Tensor, ...], given: tuple[Any, ...]) -> None:
             tensors = tensors_of(given)
             if tensors[0].is_cpu:
-                op.validate_values(tensors, values)
+                op.validate_values(tensors, options)
             launch((), tensors + outputs)  # outputs are the last tensors of `.out`
 
-        eager.remember(slot, given, settings, PreparedCall(allocate, start, tuple(map(type, settings)), {}))
+        prepared = PreparedCall(allocate, start, tuple(map(type, settings)))
+        add_prepared(known.key(given, settings), prepared)
+        known.keep(given, settings, prepared)

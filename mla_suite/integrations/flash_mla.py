@@ -18,6 +18,7 @@ import torch
 
 import mla_suite
 from mla_suite.core import eager
+from mla_suite.core.prepared import KnownCalls
 from mla_suite.errors import CallError
 from mla_suite.integrations import FP8, WIDE, absent, check_kinds, flash_mla_kv_heads, metadata_convert, restate
 from mla_suite.integrations import refuse as _refuse
@@ -36,7 +37,7 @@ _WORDS = {
 """Arguments of the operators -> those of `flash_mla_with_kvcache`."""
 _METADATA_WORDS = {"seq_lens": "cache_seqlens", "num_heads x max_seqlen_q": "num_q_tokens_per_head_k"}
 _DECODING_WORDS = {"cache_seqlens": "seqlens_k", "num_heads_k": "h_k"}
-_SLOT = "flash_mla_with_kvcache"  # of the eager fast path
+_KNOWN = KnownCalls("flash_mla_with_kvcache")
 FORMAT_NAMES = {"V32": "v32", "V4": "dsv4"}
 """FlashMLA's names of the records that are read here -> kv_formats."""
 
@@ -193,7 +194,7 @@ def flash_mla_with_kvcache(
             *(topk_length, extra_topk_length, descale_q, descale_k, holder.tile_scheduler_metadata),
         )
         settings = head_dim_v, softmax_scale, causal, is_fp8_kvcache, enable_batch_invariant, kv_format, holder.config
-        known = eager.recall(_SLOT, given, settings)
+        known = eager.recall(_KNOWN, given, settings)
     name, plan = "flash_mla_with_kvcache", None
     if known is not None:
         outputs = known.allocate()
@@ -286,7 +287,7 @@ def flash_mla_with_kvcache(
         holder.have_initialized, holder.config = True, config
         holder.tile_scheduler_metadata = plan
         settings = head_dim_v, softmax_scale, causal, is_fp8_kvcache, enable_batch_invariant, kv_format, config
-        call.remember(_SLOT, given, settings, (out, lse))
+        call.remember(_KNOWN, given, settings, (out, lse))
     return out, lse.transpose(1, 2)
 
 
