@@ -8,9 +8,17 @@ backend runs.
 from __future__ import annotations
 
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, get_type_hints
 
 SPARSE_NAME = "MLA_SUITE_SPARSE"
+V4_NAME = "MLA_SUITE_DSV4"
+V4_MODELS = {
+    "DeepseekV4ForCausalLM": "vllm.models.deepseek_v4",
+    "DeepseekV4ForConditionalGeneration": "vllm.models.deepseek_v4",
+    "DeepseekV41ForCausalLM": "vllm.models.deepseek_v41",
+}
+"""Models whose code in vLLM names its attention itself -> the package with that code. Drafts use the same code."""
 SGLANG_NAME = "mla_suite"
 DSA_NAMES = {"dsa", "nsa"}  # SGLang's backend for models with an indexer, and its old name
 DRAFT_BACKENDS = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
@@ -19,8 +27,8 @@ DRAFT_BACKENDS = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create
 def vllm() -> None:
     """Put our dense backend behind `--attention-backend CUSTOM`, the entry that vLLM keeps for backends from outside.
 
-    vLLM 0.32 and 0.33 take new names as well: the backend for models with an indexer is MLA_SUITE_SPARSE. A process
-    may call this twice.
+    vLLM 0.32 and 0.33 take new names as well: the backend for models with an indexer is MLA_SUITE_SPARSE, and that for
+    DeepSeek V4 and V4.1 MLA_SUITE_DSV4. A process may call this twice.
     """
     from vllm.v1.attention.backends.registry import (  # type: ignore[import-not-found]  # optional
         AttentionBackendEnum,
@@ -30,8 +38,22 @@ def vllm() -> None:
     register_backend(AttentionBackendEnum.CUSTOM, "mla_suite.integrations.vllm.MLASuiteBackend")
     if hasattr(AttentionBackendEnum, "register"):
         # A new name is registered once; from then on it is a member, which may be registered again.
-        entry = AttentionBackendEnum.__members__.get(SPARSE_NAME, SPARSE_NAME)
-        register_backend(entry, "mla_suite.integrations.vllm_sparse.MLASuiteSparseBackend")
+        classes = {
+            SPARSE_NAME: "mla_suite.integrations.vllm_sparse.MLASuiteSparseBackend",
+            V4_NAME: "mla_suite.integrations.vllm_v4.MLASuiteV4Backend",
+        }
+        for name, path in classes.items():
+            register_backend(AttentionBackendEnum.__members__.get(name, name), path)
+        _offer_v4()
+
+
+def _offer_v4() -> None:
+    """Put a module of ours, imported when such a model is, in the place of vLLM's models that name their attention."""
+    from vllm.model_executor.models import ModelRegistry  # type: ignore[import-not-found]  # optional
+
+    for name, package in V4_MODELS.items():
+        if find_spec(package) is not None:
+            ModelRegistry.register_model(name, f"mla_suite.integrations.vllm_v4:{name}")
 
 
 def sglang() -> None:
