@@ -21,7 +21,7 @@ from mla_suite.errors import CallError
 from mla_suite.integrations import FP8, WIDE, absent, check_kinds, flash_mla_kv_heads, restate
 from mla_suite.integrations import refuse as _refuse
 from mla_suite.integrations.direct_call import DirectCall
-from mla_suite.integrations.flash_mla_metadata import Config, check_config, holder_of, plan_of, plan_of_selection
+from mla_suite.integrations.flash_mla_metadata import Config, check_config, holder_of, plan_of
 from mla_suite.integrations.flash_mla_metadata import FlashMLASchedMeta as FlashMLASchedMeta
 from mla_suite.integrations.flash_mla_metadata import get_mla_decoding_metadata as get_mla_decoding_metadata
 from mla_suite.integrations.flash_mla_metadata import get_mla_metadata as get_mla_metadata
@@ -80,8 +80,7 @@ def flash_mla_with_kvcache(
     indices          [batch, q_len, topk] int32, page id x page + offset; -1 or out of range selects nothing
     attn_sink        [heads] fp32, adds exp(sink) to the denominator of `out`
     extra_k_cache, extra_indices_in_kvcache   a second pool under the same softmax
-    topk_length, extra_topk_length   [batch] int32: how many of the indices count. Where the tables are much wider the
-                     holder's first call plans by them, so that time follows the lengths
+    topk_length, extra_topk_length   [batch] int32: how many of the indices count
     enable_batch_invariant   sparse calls do not split keys, so a sequence's bits do not depend on its batch
     use_legacy       not read: it chooses between FlashMLA's own kernels
     kv_format        V32 or V4, where given what the records must be
@@ -173,8 +172,6 @@ def flash_mla_with_kvcache(
         elif extra_topk_length is not None:
             _refuse(name, "extra_topk_length is given without an extra pool", "pass extra_k_cache and its indices")
         splits = 1 if enable_batch_invariant else 0
-        if holder is not None:
-            plan = plan_of_selection(name, _WORDS, holder, config, topk_length, extra_topk_length)
         call = DirectCall(SPARSE_DECODE, _sparse_tensors, (kv_formats, scale, head_dim_v, splits, 0, True))
     else:
         if extra_k_cache is not None or topk_length is not None or extra_topk_length is not None:
@@ -212,10 +209,10 @@ def _dense_tensors(given: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _sparse_tensors(given: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of sparse_decode from those of `flash_mla_with_kvcache`."""
-    q, cache, _, _, indices, sink, extra, extra_indices, length, extra_length, _, _, plan, _ = given
+    q, cache, _, _, indices, sink, extra, extra_indices, length, extra_length, *_ = given
     if extra is None:
-        return q, [_rows(cache)], [indices], [None], [length], sink, plan
-    return q, [_rows(cache), _rows(extra)], [indices, extra_indices], [None, None], [length, extra_length], sink, plan
+        return q, [_rows(cache)], [indices], [None], [length], sink, None
+    return q, [_rows(cache), _rows(extra)], [indices, extra_indices], [None, None], [length, extra_length], sink, None
 
 
 def _rows(cache: torch.Tensor) -> torch.Tensor:

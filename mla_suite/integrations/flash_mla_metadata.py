@@ -16,8 +16,6 @@ from mla_suite.ops.plan import sm_parts
 
 _METADATA_WORDS = {"seq_lens": "cache_seqlens", "num_heads x max_seqlen_q": "num_q_tokens_per_head_k"}
 _DECODING_WORDS = {"cache_seqlens": "seqlens_k", "num_heads_k": "h_k"}  # of get_mla_metadata's second face
-WIDE_SELECTION = 2048
-"""Indices of a query token from which a plan by topk_length pays for itself."""
 _OURS = "_mla_suite"  # the attribute of another library's holder that keeps ours
 
 
@@ -127,30 +125,6 @@ def holder_of(metadata: Any) -> FlashMLASchedMeta | None:
         return None
     holder: FlashMLASchedMeta = vars(metadata).setdefault(_OURS, FlashMLASchedMeta())
     return holder
-
-
-def plan_of_selection(
-    name: str,
-    words: Mapping[str, str],
-    holder: FlashMLASchedMeta,
-    config: Config,
-    topk_length: torch.Tensor | None,
-    extra_topk_length: torch.Tensor | None,
-) -> torch.Tensor | None:
-    """The plan of a sparse call by its lengths, the holder's if it has one; None where even splits do as well."""
-    widths = config.topk or 0, config.extra_topk or 0
-    lengths = topk_length, extra_topk_length
-    if sum(widths) < WIDE_SELECTION or lengths == (None, None) or config.enable_batch_invariant or not config.batch:
-        return None
-    if holder.tile_scheduler_metadata is not None and holder.tile_scheduler_metadata.dim() == 1:
-        return holder.tile_scheduler_metadata
-    first, second = (width if length is None else length for width, length in zip(widths, lengths, strict=True))
-    keys = (first + second).int()
-    keys = keys if config.q_len == 1 else keys.repeat_interleave(config.q_len)
-    try:
-        return mla_suite.plan(keys, num_heads=config.heads)
-    except (CallError, RuntimeError) as error:
-        restate(name, words, error)
 
 
 def check_config(name: str, holder: FlashMLASchedMeta, config: Config) -> None:

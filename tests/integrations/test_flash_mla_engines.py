@@ -9,7 +9,6 @@ from flash_mla_calls import check
 from test_flash_mla_sparse import records, selection, sparse_expected
 
 from mla_suite.core import eager
-from mla_suite.integrations import flash_mla_metadata
 from mla_suite.integrations.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 
 SCALE = 512**-0.5
@@ -96,27 +95,6 @@ def test_out_that_cannot_be_written_is_refused():
     dense = torch.randn(1, 1, 4, 576).bfloat16(), cache, table, lengths, 512, get_mla_metadata()[0]
     with pytest.raises(ValueError, match="out is given with 2 KV heads"):
         flash_mla_with_kvcache(*dense, out=torch.empty(1, 1, 4, 512, dtype=torch.bfloat16))
-
-
-@pytest.mark.parametrize("q_len", [1, 2])
-def test_a_wide_table_is_planned_by_the_lengths(q_len):
-    """All calls with a holder share its first plan, and are right when lengths have changed since."""
-    width = flash_mla_metadata.WIDE_SELECTION
-    window, values = records("dsv4", 3, 64)
-    extra, extra_values = records("dsv4", 40, 2)
-    indices, extra_indices = selection(2, q_len, 32, 192), selection(2, q_len, width, 80)
-    q, holder = torch.randn(2, q_len, 8, 512).bfloat16(), TheirSchedMeta()
-    plans = set()
-    for lengths in ([32, 3], [900, 0]), ([1, 32], [5, 40]), ([0, 0], [0, 0]):
-        first, second = (torch.tensor(each, dtype=torch.int32) for each in lengths)
-        found = flash_mla_with_kvcache(
-            *(q, window.unsqueeze(2), None, None, 512, holder, None, SCALE, False, True, indices, None),
-            *(extra.unsqueeze(2), extra_indices, first, second),
-        )
-        pools = (values, indices, first), (extra_values, extra_indices, second)
-        check(*found, sparse_expected(q, pools, SCALE))
-        plans.add(flash_mla_metadata.holder_of(holder).tile_scheduler_metadata.data_ptr())
-    assert len(plans) == 1
 
 
 @pytest.mark.parametrize("statistics", [None, False], ids=["statistics", "none"])

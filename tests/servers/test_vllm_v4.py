@@ -1,7 +1,7 @@
 """vLLM's code of DeepSeek V4 and V4.1 for CUDA, on a CPU, with our attention behind it: `tox -e vllm,vllm33`.
 
-Metadata, prefill and decode are vLLM's own; what a layer gives is compared with the definition in fp64, over caches laid
-out as vLLM lays them out.
+Metadata, prefill and decode are vLLM's own. What a layer gives is compared with the definition in fp64, over caches
+laid out as vLLM lays them out.
 """
 
 from __future__ import annotations

@@ -1,49 +1,20 @@
-"""Stand-ins with which vLLM's code of DeepSeek V4 for CUDA runs on a CPU: import this before vLLM.
+"""Layers of vLLM's code of DeepSeek V4 for CUDA, on a CPU: their caches, their metadata by vLLM's builders, and a step.
 
-Triton has no backend for a CPU, so an empty one lets vLLM keep Triton, whose interpreter then runs vLLM's kernels for
-metadata and for the gather of prefill. vLLM's code for CUDA asks its platform little; what it asks is answered here.
+Triton's interpreter runs vLLM's kernels for metadata and for the gather of prefill. What that code asks of a GPU,
+memory to gather into and FlashMLA's holder, has a stand-in.
 """
 
 from __future__ import annotations
 
-import os
-import types
-
-os.environ["TRITON_INTERPRET"] = "1"
-
-from triton.backends import backends
-from triton.backends.driver import DriverBase
-
-
-class _NoDriver(DriverBase):
-    """A driver that says it is active, and that the interpreter never asks for anything else."""
-
-    @classmethod
-    def is_active(cls) -> bool:
-        return True
-
-    def map_python_to_cpp_type(self, ty: str) -> str:
-        return ty
-
-    def get_current_target(self) -> None:
-        return None
-
-    def get_active_torch_device(self) -> None:
-        return None
-
-    def get_benchmarker(self) -> None:
-        return None
-
-
-backends["cpu"] = types.SimpleNamespace(driver=_NoDriver, compiler=None)
-
 import importlib
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import triton_on_cpu  # noqa: F401  # before vLLM
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla import sparse_swa
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
