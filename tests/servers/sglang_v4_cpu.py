@@ -12,6 +12,7 @@ import flash_mla_absent  # noqa: F401  # before SGLang
 import pytest
 import sglang_cpu  # noqa: F401  # before SGLang
 import torch
+from sglang.kernels.ops.kvcache.dsv4_main_kv_store import NopeFp8RopeBf16Pack
 from sglang.srt.layers.attention import deepseek_v4_backend
 from sglang.srt.runtime_context import get_context
 from sglang.test.kits.attention_unittest.attention_methods import dsv4_attention as fixture
@@ -34,10 +35,21 @@ def _hold(true: bool, why: str) -> None:
     assert true, why
 
 
+def packed(rows: torch.Tensor) -> Any:
+    """bf16 rows [n, 512] as SGLang's packer in Triton makes them, which Triton's interpreter rounds wrongly."""
+    tiles = rows[:, :448].float().unflatten(1, (7, 64))
+    exponents = (tiles.abs().amax(-1).clamp(min=1e-4) / 448).log2().ceil()
+    values = (tiles / exponents.exp2()[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return NopeFp8RopeBf16Pack(values.flatten(1), rows[:, 448:].contiguous(), (exponents + 127).to(torch.uint8))
+
+
 def pass_for_a_gpu(monkeypatch: Any, **options: Any) -> None:
     """Have SGLang take this CPU for an sm_90 GPU, and its servers be started with our kernels and `options`."""
     monkeypatch.setattr(deepseek_v4_backend, "is_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: None)
+    monkeypatch.setattr(fixture, "quant_to_nope_fp8_rope_bf16_pack_triton", packed)
     context = type(get_context())
     override = context.override_server_args
 

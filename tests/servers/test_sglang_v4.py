@@ -1,8 +1,8 @@
 """SGLang's own cases of DeepSeek V4's attention through our kernels, against SGLang's torch reference: `tox -e sglang`.
 
 Left out are the cases that need a GPU: those whose metadata is made by DeepGEMM or by SGLang's CUDA programs (ratios 4
-and 128, verification of drafts, decodes with ratios 1 and 2), and captures of graphs. The window's records are written
-by SGLang's packer in Triton, whose interpreter rounds to e4m3 wrongly, so the reference's tolerance is SGLang's.
+and 128, decodes with ratios 1 and 2), and captures of graphs. Bounds are SGLang's: its reference reads the rows before
+they are quantised.
 """
 
 from __future__ import annotations
@@ -49,6 +49,18 @@ def calls(monkeypatch):
 def test_window(case, calls):
     v4.fixture.run_dsv4_attention_case(v4.Testcase, case, device="cpu")
     assert {heads for _, heads in calls} == {64}
+
+
+@pytest.mark.parametrize("verify", [True, False], ids=["verification", "draft extend"])
+def test_drafts_of_a_window(verify, calls):
+    """Four drafts of two sequences, verified as a chain, and the draft model's own extend."""
+    if verify:
+        case = v4.case(ForwardMode.TARGET_VERIFY, 0, (200, 40), (4, 4))
+        v4.fixture.run_dsv4_target_verify_attention_case(v4.Testcase, case, device="cpu")
+    else:
+        case = v4.case(ForwardMode.DRAFT_EXTEND_V2, 0, (200, 40), (4, 4))
+        v4.fixture.run_dsv4_draft_extend_attention_case(v4.Testcase, case, device="cpu")
+    assert calls == [("flash_mla_with_kvcache", 8)]
 
 
 LOW = [(ratio, prefix, extend) for ratio in (1, 2) for prefix, extend in (((0,), (40,)), ((100,), (9,)))]
