@@ -146,11 +146,11 @@ def flash_mla_with_kvcache(
         batch=q.shape[0],
         q_len=q.shape[1],
         heads=q.shape[2],
-        page=k_cache.shape[1],
+        page_size=k_cache.shape[1],
         causal=causal,
         is_fp8_kvcache=k_cache.dtype.itemsize == 1,
         topk=None if indices is None else indices.shape[-1],
-        extra_page=None if extra_k_cache is None else extra_k_cache.shape[1],
+        extra_page_size=None if extra_k_cache is None else extra_k_cache.shape[1],
         extra_topk=None if extra_indices_in_kvcache is None else extra_indices_in_kvcache.shape[-1],
         enable_batch_invariant=enable_batch_invariant,
     )
@@ -183,7 +183,7 @@ def flash_mla_with_kvcache(
             _refuse(name, "enable_batch_invariant is True in a dense call", possible)
         metadata = tile_scheduler_metadata if holder is None else holder
         plan = plan_of(name, _WORDS, metadata, num_splits, cache_seqlens, q.shape[1] * q.shape[2])
-        options = scale, q.shape[1], 0, head_dim_v, causal, stored, 0, 0, 1, 0, 1, True
+        options = scale, q.shape[1], 0, head_dim_v, causal, stored, 0, 0, 1, 0, 1, -1, True
         call = DirectCall(DECODE, _dense_tensors, options)
     given = (
         *(q, k_cache, block_table, cache_seqlens, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache),
@@ -204,7 +204,7 @@ def flash_mla_with_kvcache(
 def _dense_tensors(given: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of decode from those of `flash_mla_with_kvcache`."""
     q, cache, block_table, lens, _, sink, _, _, _, _, descale_q, descale_k, plan, _ = given
-    return q, _rows(cache), lens, block_table, None, None, None, descale_q, descale_k, sink, None, plan, None
+    return q, _rows(cache), lens, block_table, None, None, None, descale_q, descale_k, sink, None, plan, None, None
 
 
 def _sparse_tensors(given: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -222,7 +222,7 @@ def _rows(cache: torch.Tensor) -> torch.Tensor:
 
 _PREFILL = ("flash_attn_varlen_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_varlen_kvpacked_func")
 _NO_PREFILL = (
-    "un-absorbed prefill is not part of this face; see mla_suite.models.MLA.prefill, or call torch's "
+    "this interface has no un-absorbed prefill; see mla_suite.models.MLA.prefill, or call torch's "
     "scaled_dot_product_attention"
 )
 __getattr__ = absent(__name__, dict.fromkeys(_PREFILL, _NO_PREFILL))

@@ -15,7 +15,7 @@ from mla_suite.integrations import refuse as _refuse
 from mla_suite.ops.plan import sm_parts
 
 _METADATA_WORDS = {"seq_lens": "cache_seqlens", "num_heads x max_seqlen_q": "num_q_tokens_per_head_k"}
-_DECODING_WORDS = {"cache_seqlens": "seqlens_k", "num_heads_k": "h_k"}  # of get_mla_metadata's second face
+_DECODING_WORDS = {"cache_seqlens": "seqlens_k", "num_heads_k": "h_k"}
 _OURS = "_mla_suite"  # the attribute of another library's holder that keeps ours
 
 
@@ -26,11 +26,11 @@ class Config(NamedTuple):
     batch: int
     q_len: int
     heads: int
-    page: int
+    page_size: int
     causal: bool
     is_fp8_kvcache: bool
     topk: int | None
-    extra_page: int | None
+    extra_page_size: int | None
     extra_topk: int | None
     enable_batch_invariant: bool
 
