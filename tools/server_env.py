@@ -32,7 +32,7 @@ COMMON = """
 VLLM = """
     cbor2 oss-harmony==0.0.11 cachetools py-cpuinfo partial-json-parser llguidance loguru opentelemetry-api
     apache-tvm-ffi numba==0.65.0
-    uvicorn watchfiles prometheus-fastapi-instrumentator model-hosting-container-standards
+    uvicorn watchfiles prometheus-fastapi-instrumentator model-hosting-container-standards triton==3.7.1
 """
 SGLANG = """
     apache-tvm-ffi loguru dill partial-json-parser uvicorn setproctitle packaging jsonschema

@@ -27,23 +27,38 @@ class DirectCall(NamedTuple):
     tensors_of: Callable[[tuple[Any, ...]], tuple[Any, ...]]
     options: tuple[Any, ...]
 
-    def run(self, given: tuple[Any, ...], head_dim_v: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """New out [batch, q_len, heads, head_dim_v], and lse [batch, q_len, heads] whose memory is [batch, heads,
-        q_len], filled by the operator. Raises what the operator raises, and nothing is launched then."""
+    def run(
+        self, given: tuple[Any, ...], head_dim_v: int, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`out` or a new [batch, q_len, heads, head_dim_v], and lse [batch, q_len, heads] whose memory is [batch,
+        heads, q_len], filled by the operator. Raises what the operator raises, and nothing is launched then."""
         q = given[0]
         batch, q_len, heads, _ = q.shape
-        dtype = torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype  # of float8 queries
-        out = q.new_empty((batch, q_len, heads, max(head_dim_v, 0)), dtype=dtype)
+        if out is None:
+            dtype = torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype  # of float8 queries
+            out = q.new_empty((batch, q_len, heads, max(head_dim_v, 0)), dtype=dtype)
         lse = q.new_empty((batch, heads, q_len), dtype=torch.float32).transpose(1, 2)
-        named = dict(zip(self.op.out_options, self.options, strict=True))
-        operator = getattr(torch.ops.mla_suite, self.op.name).out
-        operator(*self.tensors_of(given), **named, **dict(zip(self.op.outputs, (out, lse), strict=True)))
+        self._call(given, (out, lse))
         return out, lse
 
+    def _call(self, given: tuple[Any, ...], outputs: tuple[torch.Tensor, ...]) -> None:
+        named = dict(zip(self.op.out_options, self.options, strict=True))
+        operator = getattr(torch.ops.mla_suite, self.op.name).out
+        operator(*self.tensors_of(given), **named, **dict(zip(self.op.outputs, outputs, strict=True)))
+
     def remember(
-        self, known: KnownCalls, given: tuple[Any, ...], settings: tuple[Any, ...], outputs: tuple[torch.Tensor, ...]
+        self,
+        known: KnownCalls,
+        given: tuple[Any, ...],
+        settings: tuple[Any, ...],
+        outputs: tuple[torch.Tensor, ...],
+        allocates_out: bool = True,
     ) -> None:
-        """Have `eager.recall(known, ...)` find calls like this one, which `run` has just made with these outputs."""
+        """Have `eager.recall(known, ...)` find calls like this one, which `run` has just made with these outputs.
+
+        Where the caller gives out, the operator's own fast path is taken, since it sees whether out overlaps an input;
+        the prepared call then allocates lse alone.
+        """
         if torch.compiler.is_dynamo_compiling() or eager.observed():
             return
         if not (plain(given) and fixed(settings) and fixed(self.options)):
@@ -52,8 +67,9 @@ class DirectCall(NamedTuple):
         made = prepared_call(op.known_out.key(tensors_of(given) + outputs, hashable(options)))
         if made is None:
             return
-        specs = [Output(tuple(output.shape), output.dtype) for output in outputs]
-        allocate = allocation.allocator(specs, given[0].device, [output.stride() for output in outputs])
+        new = outputs if allocates_out else outputs[1:]
+        specs = [Output(tuple(output.shape), output.dtype) for output in new]
+        allocate = allocation.allocator(specs, given[0].device, [output.stride() for output in new])
         launch = made.launch
 
         def start(outputs: tuple[torch.Tensor, ...], given: tuple[Any, ...]) -> None:
@@ -62,6 +78,7 @@ class DirectCall(NamedTuple):
                 op.validate_values(tensors, options)
             launch((), tensors + outputs)  # outputs are the last tensors of `.out`
 
-        prepared = PreparedCall(allocate, start, tuple(map(type, settings)))
+        run = start if allocates_out else lambda outputs, given: self._call(given, outputs)
+        prepared = PreparedCall(allocate, run, tuple(map(type, settings)))
         add_prepared(known.key(given, settings), prepared)
         known.keep(given, settings, prepared)

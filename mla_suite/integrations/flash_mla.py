@@ -6,26 +6,28 @@ Conventions are FlashMLA's: lse is [batch, heads, q_len], and +inf where a query
 difference: a query token with NaN among its scores has lse NaN, where FlashMLA's is +inf, too, beside an out of NaN.
 Beyond what FlashMLA takes: any number of heads, any page size in dense calls, attn_sink in dense calls, dense calls
 over records of 656 or 584 bytes, bf16 and fp16 caches in sparse calls, and queries of fp32. The last parameters are
-those of SGLang's wheel of FlashMLA, sgl-flash-mla 1.0.0.
+those of SGLang's wheel of FlashMLA, sgl-flash-mla 1.0.0; `out` is that of vLLM's copy. A FlashMLASchedMeta of either is
+taken as well: what is known of its calls is kept beside what it holds.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-import mla_suite
 from mla_suite.core import eager
 from mla_suite.core.prepared import KnownCalls
 from mla_suite.errors import CallError
-from mla_suite.integrations import FP8, WIDE, absent, check_kinds, flash_mla_kv_heads, metadata_convert, restate
+from mla_suite.integrations import FP8, WIDE, absent, check_kinds, flash_mla_kv_heads, restate
 from mla_suite.integrations import refuse as _refuse
 from mla_suite.integrations.direct_call import DirectCall
+from mla_suite.integrations.flash_mla_metadata import Config, check_config, holder_of, plan_of
+from mla_suite.integrations.flash_mla_metadata import FlashMLASchedMeta as FlashMLASchedMeta
+from mla_suite.integrations.flash_mla_metadata import get_mla_decoding_metadata as get_mla_decoding_metadata
+from mla_suite.integrations.flash_mla_metadata import get_mla_metadata as get_mla_metadata
 from mla_suite.integrations.flash_mla_prefill import flash_mla_sparse_fwd as flash_mla_sparse_fwd
 from mla_suite.ops.decode import DECODE
-from mla_suite.ops.plan import sm_parts
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
 
 _WORDS = {
@@ -35,106 +37,9 @@ _WORDS = {
     **{"q_descale": "descale_q", "kv_descale": "descale_k", "num_heads x max_seqlen_q": "q_len x heads"},
 }
 """Arguments of the operators -> those of `flash_mla_with_kvcache`."""
-_METADATA_WORDS = {"seq_lens": "cache_seqlens", "num_heads x max_seqlen_q": "num_q_tokens_per_head_k"}
-_DECODING_WORDS = {"cache_seqlens": "seqlens_k", "num_heads_k": "h_k"}
 _KNOWN = KnownCalls("flash_mla_with_kvcache")
 FORMAT_NAMES = {"V32": "v32", "V4": "dsv4"}
 """FlashMLA's names of the records that are read here -> kv_formats."""
-
-
-class Config(NamedTuple):
-    """The values that calls which share a FlashMLASchedMeta must have in common: those of the operator's problem, so a
-    call with several KV heads has batch x KV heads sequences, heads / KV heads, and pages of 1 token."""
-
-    batch: int
-    q_len: int
-    heads: int
-    page_size: int
-    causal: bool
-    is_fp8_kvcache: bool
-    topk: int | None
-    extra_page_size: int | None
-    extra_topk: int | None
-    enable_batch_invariant: bool
-
-
-@dataclass
-class FlashMLASchedMeta:
-    """Filled by the first call that it is passed to.
-
-    tile_scheduler_metadata is a plan of ours, or, before the first call that finds them, what
-    `get_mla_decoding_metadata` returned and the caller assigned. Lengths may change between calls: the plan then shares
-    the work out less evenly, and the result stays right.
-    """
-
-    have_initialized: bool = False
-    config: Config | None = None
-    tile_scheduler_metadata: torch.Tensor | None = None
-    num_splits: torch.Tensor | None = None
-
-
-def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta | torch.Tensor, torch.Tensor | None]:
-    """Without arguments, an empty holder and None, as FlashMLA returns today.
-
-    With the older arguments, `get_mla_metadata(cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q=None,
-    is_fp8_kvcache=False, topk=None)`, the older pair (tile_scheduler_metadata int32 [parts, 8], num_splits int32
-    [batch x num_heads_k + 1]), written from a plan of ours with the columns of that time (`OlderFlashMlaColumn`).
-    Passed on as they are they cost nothing per call; a copy of them is read back with some twenty small tensor
-    operations per call, so prefer the holder.
-    """
-    return _older(*args, **kwargs) if args or kwargs else (FlashMLASchedMeta(), None)
-
-
-def get_mla_decoding_metadata(
-    seqlens_k: torch.Tensor,
-    num_q_tokens_per_head_k: int,
-    h_k: int,
-    h_q: int | None = None,
-    is_fp8_kvcache: bool = False,
-    topk: int | None = None,
-    use_legacy: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The older pair of `get_mla_metadata`, to be assigned to tile_scheduler_metadata and num_splits of a
-    FlashMLASchedMeta before a step's first call. use_legacy is not read."""
-    try:
-        return _older(seqlens_k, num_q_tokens_per_head_k, h_k, h_q, is_fp8_kvcache, topk)
-    except CallError as error:
-        restate("get_mla_decoding_metadata", _DECODING_WORDS, error)
-
-
-def _older(
-    cache_seqlens: torch.Tensor,
-    num_q_tokens_per_head_k: int | None = None,
-    num_heads_k: int = 1,
-    num_heads_q: int | None = None,
-    is_fp8_kvcache: bool = False,
-    topk: int | None = None,
-    *,
-    num_heads_per_head_k: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`num_heads_per_head_k` is the name the second argument had first."""
-    rows = num_q_tokens_per_head_k if num_q_tokens_per_head_k is not None else num_heads_per_head_k
-    if rows is None:
-        _refuse("get_mla_metadata", "num_q_tokens_per_head_k is missing", "give q_len x heads / kv heads, or nothing")
-    sizes = dict(num_q_tokens_per_head_k=rows, num_heads_k=num_heads_k)
-    check_kinds("get_mla_metadata", dict(cache_seqlens=cache_seqlens), {}, sizes)
-    if num_heads_k < 1 or (num_heads_k > 1 and (is_fp8_kvcache or topk is not None)):
-        given = f"num_heads_k is {num_heads_k}, is_fp8_kvcache {is_fp8_kvcache} and topk {topk}"
-        _refuse("get_mla_metadata", given, "it takes 1 KV head, or several in dense calls without records")
-    lengths = cache_seqlens if topk is None else torch.full_like(cache_seqlens, topk)
-    if num_heads_k > 1:
-        lengths = flash_mla_kv_heads.of_each_head(lengths, num_heads_k)
-    try:
-        num_sm_parts = sm_parts(lengths, rows)
-        plan = mla_suite.plan(lengths, num_heads=rows, num_sm_parts=num_sm_parts)
-    except (CallError, RuntimeError) as error:
-        restate("get_mla_metadata", _METADATA_WORDS, error)
-    in_order = metadata_convert.in_order(plan, lengths, num_q_rows=rows, num_sm_parts=num_sm_parts)
-    made = metadata_convert.to_flash_mla(
-        in_order, lengths, num_sm_parts=num_sm_parts, columns=metadata_convert.OlderFlashMlaColumn
-    )
-    metadata_convert.remember(made.tile_scheduler_metadata, plan, lengths.shape[0])
-    return made.tile_scheduler_metadata, made.num_splits
 
 
 def flash_mla_with_kvcache(
@@ -159,6 +64,8 @@ def flash_mla_with_kvcache(
     kv_format: str | None = None,
     descale_q: torch.Tensor | None = None,
     descale_k: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode over a paged cache, dense with block_table and cache_seqlens or sparse with indices.
 
@@ -168,7 +75,7 @@ def flash_mla_with_kvcache(
                      several KV heads, [pages, page, kv_heads, head_dim], in dense calls: heads / kv_heads query heads
                      that follow each other share one. Dense calls take rows of float8 as well
     block_table      [batch, width] int32; cache_seqlens [batch] int32
-    tile_scheduler_metadata, num_splits   what get_mla_metadata returned
+    tile_scheduler_metadata, num_splits   what get_mla_metadata returned, or another library's FlashMLASchedMeta
     softmax_scale    1 / sqrt(head_dim) if None
     is_fp8_kvcache   None: as k_cache's dtype says
     indices          [batch, q_len, topk] int32, page id x page + offset; -1 or out of range selects nothing
@@ -179,25 +86,26 @@ def flash_mla_with_kvcache(
     use_legacy       not read: it chooses between FlashMLA's own kernels
     kv_format        V32 or V4, where given what the records must be
     descale_q, descale_k   [1] fp32, multiply float8 queries and rows
+    out              is written and returned, of the shape and dtype below; its last dimension is contiguous
 
     -> out [batch, q_len, heads, head_dim_v] in q's dtype, bf16 for float8 queries; lse [batch, heads, q_len] fp32,
     natural log, without the sink.
 
     ValueError or TypeError, in one sentence, for what is not supported; nothing is written then.
     """
-    holder = tile_scheduler_metadata if isinstance(tile_scheduler_metadata, FlashMLASchedMeta) else None
+    holder = holder_of(tile_scheduler_metadata)
     if holder is None or holder.config is None or num_splits is not None:
         known = None
     else:
         given = (
             *(q, k_cache, block_table, cache_seqlens, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache),
-            *(topk_length, extra_topk_length, descale_q, descale_k, holder.tile_scheduler_metadata),
+            *(topk_length, extra_topk_length, descale_q, descale_k, holder.tile_scheduler_metadata, out),
         )
         settings = head_dim_v, softmax_scale, causal, is_fp8_kvcache, enable_batch_invariant, kv_format, holder.config
         known = eager.recall(_KNOWN, given, settings)
     name, plan = "flash_mla_with_kvcache", None
     if known is not None:
-        outputs = known.allocate()
+        outputs = known.allocate() if out is None else (out, *known.allocate())
         try:
             known.launch(outputs, given)
         except CallError as error:
@@ -205,7 +113,7 @@ def flash_mla_with_kvcache(
         return outputs[0], outputs[1].transpose(1, 2)
     optional = dict(block_table=block_table, cache_seqlens=cache_seqlens, indices=indices, attn_sink=attn_sink)
     optional |= dict(extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache)
-    optional |= dict(num_splits=num_splits, topk_length=topk_length, extra_topk_length=extra_topk_length)
+    optional |= dict(num_splits=num_splits, topk_length=topk_length, extra_topk_length=extra_topk_length, out=out)
     check_kinds(name, dict(q=q, k_cache=k_cache), optional, dict(head_dim_v=head_dim_v))
     if q.dim() != 4:
         _refuse(name, f"q has shape {tuple(q.shape)}", "it takes [batch, q_len, heads, head_dim]")
@@ -214,6 +122,8 @@ def flash_mla_with_kvcache(
         if k_cache.dtype.itemsize == 1 or any(tensor is not None for tensor in beside):
             several = f"k_cache has shape {tuple(k_cache.shape)}, {k_cache.shape[2]} KV heads"
             _refuse(name, several, "records, selections of keys and sinks go with 1 KV head")
+        if out is not None:
+            _refuse(name, f"out is given with {k_cache.shape[2]} KV heads", "their results are joined: pass None")
         if block_table is None or cache_seqlens is None:
             _refuse(name, "block_table or cache_seqlens is missing", "dense attention needs both")
         problem = flash_mla_kv_heads.split(name, q, k_cache, block_table, cache_seqlens)
@@ -246,7 +156,7 @@ def flash_mla_with_kvcache(
         enable_batch_invariant=enable_batch_invariant,
     )
     if holder is not None:
-        _check_config(name, holder, config)
+        check_config(name, holder, config)
     if (extra_k_cache is None) != (extra_indices_in_kvcache is None):
         _refuse(name, "only one of extra_k_cache and extra_indices_in_kvcache is given", "pass both or neither")
     if indices is not None:
@@ -272,28 +182,29 @@ def flash_mla_with_kvcache(
         if enable_batch_invariant:
             possible = "pass indices, or call mla_suite.decode with split_size"
             _refuse(name, "enable_batch_invariant is True in a dense call", possible)
-        plan = _plan_of(name, tile_scheduler_metadata, num_splits, cache_seqlens, q.shape[1] * q.shape[2])
+        metadata = tile_scheduler_metadata if holder is None else holder
+        plan = plan_of(name, _WORDS, metadata, num_splits, cache_seqlens, q.shape[1] * q.shape[2])
         options = scale, q.shape[1], 0, head_dim_v, causal, stored, 0, 0, 1, 0, 1, -1, True
         call = DirectCall(DECODE, _dense_tensors, options)
     given = (
         *(q, k_cache, block_table, cache_seqlens, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache),
-        *(topk_length, extra_topk_length, descale_q, descale_k, plan),
+        *(topk_length, extra_topk_length, descale_q, descale_k, plan, out),
     )
     try:
-        out, lse = call.run(given, head_dim_v)
+        attended, lse = call.run(given, head_dim_v, out)
     except (CallError, RuntimeError) as error:
         restate(name, _WORDS, error)
     if holder is not None:
         holder.have_initialized, holder.config = True, config
         holder.tile_scheduler_metadata = plan
         settings = head_dim_v, softmax_scale, causal, is_fp8_kvcache, enable_batch_invariant, kv_format, config
-        call.remember(_KNOWN, given, settings, (out, lse))
-    return out, lse.transpose(1, 2)
+        call.remember(_KNOWN, given, settings, (attended, lse), allocates_out=out is None)
+    return attended, lse.transpose(1, 2)
 
 
 def _dense_tensors(given: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of decode from those of `flash_mla_with_kvcache`."""
-    q, cache, block_table, lens, _, sink, _, _, _, _, descale_q, descale_k, plan = given
+    q, cache, block_table, lens, _, sink, _, _, _, _, descale_q, descale_k, plan, _ = given
     return q, _rows(cache), lens, block_table, None, None, None, descale_q, descale_k, sink, None, plan, None, None
 
 
@@ -343,51 +254,3 @@ def _kv_format(
     if is_fp8_kvcache is not None and is_fp8_kvcache != (cache.dtype.itemsize == 1):
         _refuse(name, f"is_fp8_kvcache is {is_fp8_kvcache} and {argument} is {cache.dtype}", "the two must agree")
     return kv_format
-
-
-def _check_config(name: str, holder: FlashMLASchedMeta, config: Config) -> None:
-    if holder.config is None:
-        return
-    for field, first, now in zip(Config._fields, holder.config, config, strict=True):
-        if first != now:
-            given = f"{field} is {now} and was {first} in the first call with this FlashMLASchedMeta"
-            _refuse(name, given, "take a new one from get_mla_metadata() for other shapes")
-
-
-def _plan_of(
-    name: str,
-    metadata: FlashMLASchedMeta | torch.Tensor,
-    num_splits: torch.Tensor | None,
-    cache_seqlens: torch.Tensor,
-    rows: int,
-) -> torch.Tensor | None:
-    """The plan a dense call runs with: the holder's, made now if it has none, or the older tensors'."""
-    batch = cache_seqlens.shape[0]
-    if isinstance(metadata, FlashMLASchedMeta):
-        if num_splits is not None:
-            _refuse(name, "num_splits is given with a FlashMLASchedMeta", "pass None: the holder has the splits")
-        holder, assigned = metadata, metadata.tile_scheduler_metadata
-        if assigned is None:
-            try:
-                return mla_suite.plan(cache_seqlens, num_heads=rows)
-            except (CallError, RuntimeError) as error:
-                restate(name, _WORDS, error)
-        if assigned.dim() == 1:  # a plan
-            return assigned
-        metadata, num_splits = assigned, holder.num_splits
-    if not isinstance(metadata, torch.Tensor):
-        given = f"tile_scheduler_metadata is a {type(metadata).__name__}"
-        _refuse(name, given, "it takes the first of the two that get_mla_metadata returned", TypeError)
-    if metadata.dim() != 2 or metadata.shape[1] != metadata_convert.FLASH_MLA_WORDS or metadata.dtype != torch.int32:
-        given = f"tile_scheduler_metadata is {metadata.dtype} {tuple(metadata.shape)}"
-        _refuse(name, given, "it takes what get_mla_metadata returned: a FlashMLASchedMeta or int32 [parts, 8]")
-    if num_splits is not None and tuple(num_splits.shape) != (batch + 1,):
-        _refuse(name, f"num_splits has shape {tuple(num_splits.shape)}", f"it takes [batch + 1] = ({batch + 1},)")
-    if batch == 0:
-        return None
-    plan = metadata_convert.recall(metadata, batch)
-    return (
-        metadata_convert.from_flash_mla(metadata, batch, columns=metadata_convert.OlderFlashMlaColumn)
-        if plan is None
-        else plan
-    )

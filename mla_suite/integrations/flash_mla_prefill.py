@@ -31,6 +31,8 @@ def flash_mla_sparse_fwd(
     topk_length: torch.Tensor | None = None,
     use_legacy: bool = False,
     return_log2_lse: bool | None = None,
+    *,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Sparse prefill: every query token attends to its own selection of unpaged keys.
 
@@ -40,11 +42,13 @@ def flash_mla_sparse_fwd(
     -> out [s_q, heads, d_v], max_logits [s_q, heads] fp32, lse [s_q, heads] fp32: both natural, of scaled scores,
     without the sink. A query token without keys gives out 0, max_logits -inf, lse +inf. With return_log2_lse=True both
     have base 2, with False None stands for each. use_legacy is not read: it chooses between FlashMLA's own kernels.
+    `out` [s_q, heads, d_v] is written and returned, head slices included; the kernel writes there with
+    return_log2_lse=False, and otherwise its result is copied.
 
     On an H100 or H200 with bf16 rows of 576 or 512 values the kernel stores max_logits, in eager and compiled calls; it
     ignores scores that are NaN. Elsewhere torch computes it, which takes many times as long as the rest.
     """
-    optional = dict(attn_sink=attn_sink, topk_length=topk_length)
+    optional = dict(attn_sink=attn_sink, topk_length=topk_length, out=out)
     check_kinds(NAME, dict(q=q, kv=kv, indices=indices), optional, dict(d_v=d_v))
     if kv.dim() != 3 or kv.shape[1] != 1 or indices.dim() != 3 or indices.shape[1] != 1:
         shapes = f"kv has shape {tuple(kv.shape)} and indices {tuple(indices.shape)}"
@@ -54,13 +58,21 @@ def flash_mla_sparse_fwd(
         _refuse(NAME, shapes, "they take [s_q, heads, head_dim], [s_kv, 1, head_dim] and [s_q, 1, topk]")
     if kv.dtype not in WIDE:
         _refuse(NAME, f"kv is {kv.dtype}", "it takes bfloat16, float16 or float32", TypeError)
+    wanted = (*q.shape[:2], d_v)
+    if out is not None and (tuple(out.shape), out.dtype) != (wanted, q.dtype):
+        _refuse(NAME, f"out is {out.dtype} {tuple(out.shape)}", f"it takes {q.dtype} {wanted}, what is returned")
     tensors = q, [kv], [indices.squeeze(1)], [None], [topk_length], attn_sink, None  # pages of one token
     options: dict[str, Any] = dict(kv_formats=[WIDE[kv.dtype]], softmax_scale=sm_scale, head_dim_v=d_v)
     try:
         if return_log2_lse is False:
-            out, _ = mla_suite.sparse_decode(*tensors, **options)
+            if out is None:
+                out, _ = mla_suite.sparse_decode(*tensors, **options)
+            else:
+                lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+                torch.ops.mla_suite.sparse_decode.out(*tensors, **options, out=out, lse=lse)
             return out, None, None
-        out, lse, max_logits = torch.ops.mla_suite.sparse_decode.max_logits(*tensors, **options, plus_inf_lse=True)
+        found, lse, max_logits = torch.ops.mla_suite.sparse_decode.max_logits(*tensors, **options, plus_inf_lse=True)
     except (CallError, RuntimeError) as error:
         restate(NAME, _WORDS, error)
+    out = found if out is None else out.copy_(found)
     return (out, max_logits * LOG2_E, lse * LOG2_E) if return_log2_lse else (out, max_logits, lse)

@@ -7,20 +7,30 @@ backend runs.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, get_type_hints
 
 SPARSE_NAME = "MLA_SUITE_SPARSE"
+V4_NAME = "MLA_SUITE_DSV4"
+V4_MODELS = {
+    "DeepseekV4ForCausalLM": "vllm.models.deepseek_v4",
+    "DeepseekV4ForConditionalGeneration": "vllm.models.deepseek_v4",
+    "DeepseekV41ForCausalLM": "vllm.models.deepseek_v41",
+}
+"""Models whose code in vLLM names its attention itself -> the package with that code. Drafts use the same code."""
 SGLANG_NAME = "mla_suite"
 DSA_NAMES = {"dsa", "nsa"}  # SGLang's backend for models with an indexer, and its old name
+V4_NAMES = {"dsv4"}  # that for DeepSeek V4 and V4.1
 DRAFT_BACKENDS = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
 
 
 def vllm() -> None:
     """Put our dense backend behind `--attention-backend CUSTOM`, the entry that vLLM keeps for backends from outside.
 
-    vLLM 0.32 and 0.33 take new names as well: the backend for models with an indexer is MLA_SUITE_SPARSE. A process
-    may call this twice.
+    vLLM 0.32 and 0.33 take new names as well: the backend for models with an indexer is MLA_SUITE_SPARSE, and that for
+    DeepSeek V4 and V4.1 MLA_SUITE_DSV4. A process may call this twice.
     """
     from vllm.v1.attention.backends.registry import (  # type: ignore[import-not-found]  # optional
         AttentionBackendEnum,
@@ -30,14 +40,29 @@ def vllm() -> None:
     register_backend(AttentionBackendEnum.CUSTOM, "mla_suite.integrations.vllm.MLASuiteBackend")
     if hasattr(AttentionBackendEnum, "register"):
         # A new name is registered once; from then on it is a member, which may be registered again.
-        entry = AttentionBackendEnum.__members__.get(SPARSE_NAME, SPARSE_NAME)
-        register_backend(entry, "mla_suite.integrations.vllm_sparse.MLASuiteSparseBackend")
+        classes = {
+            SPARSE_NAME: "mla_suite.integrations.vllm_sparse.MLASuiteSparseBackend",
+            V4_NAME: "mla_suite.integrations.vllm_v4.MLASuiteV4Backend",
+        }
+        for name, path in classes.items():
+            register_backend(AttentionBackendEnum.__members__.get(name, name), path)
+        _offer_v4()
+
+
+def _offer_v4() -> None:
+    """Put a module of ours, imported when such a model is, in the place of vLLM's models that name their attention."""
+    from vllm.model_executor.models import ModelRegistry  # type: ignore[import-not-found]  # optional
+
+    for name, package in V4_MODELS.items():
+        if find_spec(package) is not None:
+            ModelRegistry.register_model(name, f"mla_suite.integrations.vllm_v4:{name}")
 
 
 def sglang() -> None:
-    """Add `--attention-backend mla_suite`, and `--dsa-decode-backend mla_suite` for models with an indexer.
+    """Add our name to three options: `--attention-backend`, `--dsa-decode-backend` for models with an indexer, and
+    `--dsv4-attn-backend` for DeepSeek V4 and V4.1.
 
-    The former is for deterministic inference with the radix cache as well: SGLang has two lists for that, and takes no
+    The first is for deterministic inference with the radix cache as well: SGLang has two lists for that, and takes no
     MLA model where the second does not name the backend. A process may call this twice.
     """
     from sglang.srt import server_args  # type: ignore[import-not-found]  # optional
@@ -51,17 +76,18 @@ def sglang() -> None:
         server_args.add_radix_supported_deterministic_attention_backend_choices([SGLANG_NAME])
     register_attention_backend(SGLANG_NAME)(_sglang_backend)
     _keep_drafts_on_triton()
-    _offer_sparse_decode(server_args.ServerArgs)
+    _add_choice(server_args.ServerArgs, "dsa_decode_backend", DSA_NAMES, _dsa_backend)
+    _add_choice(server_args.ServerArgs, "dsv4_attn_backend", V4_NAMES, _dsv4_backend)
 
 
-def _offer_sparse_decode(ServerArgs: Any) -> None:
-    """Add our name to the choices of `--dsa-decode-backend`, and see to it that SGLang's backend obeys it.
+def _add_choice(ServerArgs: Any, name: str, backends: Collection[str], make: Any) -> None:
+    """Add our name to the choices of an option, and see to it that SGLang's backends that read it obey it.
 
-    SGLang has functions that add to the choices of other options, and none for this one; its parser reads the list.
+    SGLang has functions that add to the choices of other options, and none for these; its parser reads the list.
     """
-    option = get_type_hints(ServerArgs, include_extras=True).get("dsa_decode_backend")
+    option = get_type_hints(ServerArgs, include_extras=True).get(name)
     if option is None:
-        return  # versions that call it --nsa-decode-backend
+        return  # versions without the option, or with another name for it
     from sglang.srt.layers.attention.attention_registry import (
         ATTENTION_BACKENDS,
         register_attention_backend,
@@ -70,8 +96,19 @@ def _offer_sparse_decode(ServerArgs: Any) -> None:
     (argument,) = option.__metadata__
     if SGLANG_NAME not in argument.choices:
         argument.choices.append(SGLANG_NAME)
-        for name in ATTENTION_BACKENDS.keys() & DSA_NAMES:
-            register_attention_backend(name)(partial(_dsa_backend, ATTENTION_BACKENDS[name]))
+        for backend in ATTENTION_BACKENDS.keys() & backends:
+            register_attention_backend(backend)(partial(make, ATTENTION_BACKENDS[backend]))
+
+
+def _dsv4_backend(theirs: Any, model_runner: Any) -> Any:
+    """SGLang's backend for DeepSeek V4, whose kernels are ours where that is asked for."""
+    from sglang.srt.runtime_context import get_exec  # type: ignore[import-not-found]  # optional
+
+    if get_exec().kernel.dsv4_attn_backend == SGLANG_NAME:
+        from mla_suite.integrations import sglang_v4
+
+        sglang_v4.take_kernels(model_runner)
+    return theirs(model_runner)
 
 
 def _dsa_backend(theirs: Any, model_runner: Any) -> Any:
@@ -79,7 +116,7 @@ def _dsa_backend(theirs: Any, model_runner: Any) -> Any:
 
     The class goes by SGLang's name in SGLang's module, since the backends of draft layers are made by that name.
     """
-    from sglang.srt.runtime_context import get_exec  # type: ignore[import-not-found]  # optional
+    from sglang.srt.runtime_context import get_exec
 
     if get_exec().kernel.dsa_decode_backend == SGLANG_NAME:
         from sglang.srt.layers.attention import dsa_backend  # type: ignore[import-not-found]  # optional

@@ -5,8 +5,9 @@
 
     model_code.rocm_sparse_attn_decode = vllm_rocm.rocm_sparse_attn_decode
 
-The signature is that of vLLM's `vllm.v1.attention.ops.rocm_aiter_mla_sparse`, 0.32's and 0.33's. Rows come back as
-attention leaves them: the caller turns them by the inverse rope, as it does after AITER's kernel.
+The signature is that of vLLM's `vllm.v1.attention.ops.rocm_aiter_mla_sparse`, 0.32's and 0.33's, for V4 and V4.1; the
+backend MLA_SUITE_DSV4 makes that assignment for both (`mla_suite.integrations.vllm_v4`). Rows come back as attention
+leaves them: the caller turns them by the inverse rope, as it does after AITER's kernel.
 """
 
 from __future__ import annotations
@@ -61,16 +62,22 @@ def rocm_sparse_attn_decode(
     """Attend from each decode token to its window and, unless swa_only, to its selected compressed keys.
 
     q            [tokens, heads, 512]; attn_sink fp32 [at least heads]; output of q's shape and dtype, written
+    output_mxfp8 in the place of output: e4m3 values [tokens, heads x 512] and E8M0 scales [tokens, heads x 16], which
+                 vLLM's own kernel writes, after the inverse rope at inv_rope_positions
     swa_k_cache  uint8 [pages, page, 584], the window's records; kv_cache the compressed ones, of another page size
     *_indices    int32 [tokens, topk] or [tokens, 1, topk] slots, *_lens int32 [tokens]: that many of them count; used
                  where the ragged pair, int32 [n] and [tokens + 1], is None
     The window's records are FNUZ where vLLM's platform says so, the compressed ones are always OCP.
     extra_cache_nan_free and adaptive_splits change no result and are not used.
 
-    Returns 0: that many leading rows are turned by the inverse rope, so the caller turns all of them.
+    Returns how many leading rows are turned by the inverse rope: with output none, so the caller turns all of them.
     """
-    if output is None or output_mxfp8 is not None:
-        refuse(NAME, "output_mxfp8 is given", "results are written in q's dtype: pass output, and None for it")
+    if (output is None) == (output_mxfp8 is None):
+        given = "neither output nor output_mxfp8 is given" if output is None else "both are given"
+        refuse(NAME, given, "pass output, or output_mxfp8 with None for output")
+    if output_mxfp8 is not None and (inv_rope_positions is None or inv_rope_cos_sin_cache is None):
+        possible = "results are turned before they are quantised: pass inv_rope_positions and inv_rope_cos_sin_cache"
+        refuse(NAME, "output_mxfp8 is given without what turns the results", possible)
     if (head_dim, nope_head_dim, rope_head_dim) != (HEAD_DIM, NOPE, ROPE):
         given = f"head_dim {head_dim} of nope {nope_head_dim} and rope {rope_head_dim}"
         refuse(NAME, given, f"records hold {NOPE} + {ROPE} values")
@@ -78,7 +85,8 @@ def rocm_sparse_attn_decode(
     optional |= dict(swa_indices=swa_indices, swa_ragged_indices=swa_ragged_indices, attn_sink=attn_sink)
     optional |= dict(swa_ragged_indptr=swa_ragged_indptr, topk_ragged_indices=topk_ragged_indices)
     optional |= dict(topk_ragged_indptr=topk_ragged_indptr)
-    check_kinds(NAME, dict(q=q, swa_k_cache=swa_k_cache, output=output), optional, {})
+    optional |= dict(output=output)
+    check_kinds(NAME, dict(q=q, swa_k_cache=swa_k_cache), optional, {})
     if q.dim() != 3:
         refuse(NAME, f"q has shape {tuple(q.shape)}", "it takes [tokens, heads, 512]")
     caches, formats = [swa_k_cache], [_window_format()]
@@ -89,6 +97,7 @@ def rocm_sparse_attn_decode(
         caches.append(kv_cache)
         formats.append(OCP)
         selections.append(_selection("topk", topk_indices, topk_lens, topk_ragged_indices, topk_ragged_indptr))
+    rows = torch.empty_like(q) if output is None else output
     try:
         torch.ops.mla_suite.sparse_decode.out(
             q,
@@ -99,13 +108,20 @@ def rocm_sparse_attn_decode(
             None if attn_sink is None else attn_sink[: q.shape[1]].float(),
             kv_formats=formats,
             softmax_scale=scale,
-            out=output,
+            out=rows,
             lse=q.new_empty(q.shape[:-1], dtype=torch.float32),
         )
     except (CallError, RuntimeError) as error:
         ragged = (number for number, (_, indptr, _) in enumerate(selections) if indptr is not None)
         restate(NAME, _WORDS | {f"indices[{number}]": f"{POOLS[number]}_ragged_indices" for number in ragged}, error)
-    return 0
+    if output_mxfp8 is None:
+        return 0
+    from vllm.v1.attention.ops.rocm_aiter_mla_sparse import (  # type: ignore[import-not-found]  # optional
+        rocm_inverse_rope_mxfp8_rows,
+    )
+
+    rocm_inverse_rope_mxfp8_rows(rows, inv_rope_positions, inv_rope_cos_sin_cache, rope_head_dim, *output_mxfp8)
+    return q.shape[0]
 
 
 def _selection(

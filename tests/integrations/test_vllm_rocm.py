@@ -1,5 +1,8 @@
 """vLLM's ROCm entry for sparse decode of DeepSeek V4, called as vLLM's model calls it, against fp64."""
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -106,10 +109,31 @@ def test_results_are_written_into_the_models_buffer(arguments, heads):
     assert (buffer[:, HEADS:] == 7).all()
 
 
+def test_quantised_results_go_through_vllms_own_kernel(arguments, monkeypatch):
+    """V4.1 on gfx950 takes e4m3 values and scales; vLLM's kernel, of which a recorder stands here, makes both."""
+    vllm_rocm.rocm_sparse_attn_decode(**arguments)
+    given = []
+    module = ModuleType("vllm.v1.attention.ops.rocm_aiter_mla_sparse")
+    module.rocm_inverse_rope_mxfp8_rows = lambda *called: given.append(called)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    turning = dict(inv_rope_positions=torch.arange(TOKENS), inv_rope_cos_sin_cache=torch.randn(9, 64))
+    quantised = torch.empty(TOKENS, HEADS * 512), torch.empty(TOKENS, HEADS * 16)
+    turned = vllm_rocm.rocm_sparse_attn_decode(**(arguments | dict(output=None)), **turning, output_mxfp8=quantised)
+    assert turned == TOKENS, "the caller turns none"
+    ((rows, *rest),) = given
+    assert torch.equal(rows, arguments["output"])
+    assert [id(each) for each in rest] == [id(each) for each in (*turning.values(), 64, *quantised)]
+
+
 def test_what_it_cannot_do_is_refused(arguments):
     call = vllm_rocm.rocm_sparse_attn_decode
-    with pytest.raises(ValueError, match="output_mxfp8 is given; results are written in q's dtype"):
-        call(**arguments, output_mxfp8=(torch.empty(0), torch.empty(0)))
+    quantised = torch.empty(0), torch.empty(0)
+    with pytest.raises(ValueError, match="both are given; pass output, or output_mxfp8"):
+        call(**arguments, output_mxfp8=quantised)
+    with pytest.raises(ValueError, match="neither output nor output_mxfp8 is given"):
+        call(**(arguments | dict(output=None)))
+    with pytest.raises(ValueError, match="output_mxfp8 is given without what turns the results"):
+        call(**(arguments | dict(output=None)), output_mxfp8=quantised)
     with pytest.raises(ValueError, match="head_dim 576 of nope 512 and rope 64; records hold 448"):
         call(**(arguments | dict(head_dim=576, nope_head_dim=512)))
     with pytest.raises(ValueError, match="swa_only is False without kv_cache"):

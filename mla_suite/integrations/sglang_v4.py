@@ -1,0 +1,89 @@
+"""SGLang's attention of DeepSeek V4 and V4.1 on our sparse decode, on NVIDIA's GPUs.
+
+    # sglang serve --model-path deepseek-ai/DeepSeek-V4-Flash --dsv4-attn-backend mla_suite
+
+Installing mla_suite registers it. SGLang's backend `dsv4` stays in place, with its pools, metadata, indexer and
+writers; where it takes FlashMLA's two functions, it finds `flash_mla_with_kvcache` and `flash_mla_sparse_fwd` of
+`mla_suite.integrations.flash_mla`. Queries keep the heads of their rank, where SGLang pads to 64 for FlashMLA.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from importlib import import_module
+from typing import Any
+
+from mla_suite.integrations import refuse
+from mla_suite.integrations.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache
+from mla_suite.integrations.interface import Interface
+from mla_suite.integrations.sglang import TESTED
+
+try:
+    from sglang import __version__  # type: ignore[import-not-found]  # optional
+    from sglang.srt.layers.attention import deepseek_v4_backend  # type: ignore[import-not-found]  # optional
+    from sglang.srt.models import deepseek_v4  # type: ignore[import-not-found]  # optional
+except ImportError as error:
+    raise ImportError(
+        f"mla_suite.integrations.sglang_v4 needs SGLang 0.5.23 ({error}); install it, or call "
+        "mla_suite.sparse_decode from a backend of your own"
+    ) from error
+
+NAME = "--dsv4-attn-backend mla_suite"
+OTHERWISE = "choose another --dsv4-attn-backend"
+KERNELS = "sglang.kernels.ops.attention.flash_mla_interface"
+LAYOUT = "v4"  # SGLang's name of the 584-byte records
+
+
+def take_kernels(model_runner: Any) -> None:
+    """Put our functions in the place of FlashMLA's in this process, before SGLang's backend is made for the runner.
+
+    ValueError or NotImplementedError, in a sentence, for a server that this backend does not serve.
+    """
+    check(model_runner)
+    _put_in_place()
+
+
+@cache
+def _put_in_place() -> None:
+    interface = Interface("sglang_v4", "SGLang", __version__, (TESTED[1], TESTED[1]), OTHERWISE)
+    kernels = import_module(KERNELS)
+    interface.has(KERNELS, kernels, ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"))
+    backend, layer = deepseek_v4_backend.DeepseekV4AttnBackend, deepseek_v4.MqaAttentionBase
+    interface.has("DeepseekV4AttnBackend", backend, ("_forward_prefill_sparse",))
+    interface.has("MqaAttentionBase", layer, ("_kernel_num_heads",))
+    interface.warn_if_newer(stacklevel=4)
+    kernels.flash_mla_with_kvcache = flash_mla_with_kvcache  # type: ignore[attr-defined]
+    kernels.flash_mla_sparse_fwd = partial(flash_mla_sparse_fwd, return_log2_lse=False)  # type: ignore[attr-defined]
+    layer._kernel_num_heads = _own_heads
+
+
+def _own_heads(layer: Any, num_tokens: int) -> int:
+    """The heads with which a layer lays out queries: those of its rank, since our kernels take any number."""
+    own: int = layer.n_local_heads
+    return own
+
+
+def check(model_runner: Any) -> None:
+    """Refuse what this backend does not do."""
+    options = model_runner.server_args
+    if not deepseek_v4_backend.is_cuda():
+        refuse("sglang_v4", f"{NAME} is given without an NVIDIA GPU", OTHERWISE, NotImplementedError)
+    layout = model_runner.token_to_kv_pool.get_swa_key_layout().value
+    if layout != LAYOUT:
+        possible = f"it reads the 584-byte records of SGLANG_DSV4_KV_LAYOUT={LAYOUT}: set it, or {OTHERWISE}"
+        refuse("sglang_v4", f"the pool has the layout {layout!r}", possible, NotImplementedError)
+    mode = getattr(options, "disaggregation_mode", None)
+    if mode not in (None, "null"):
+        possible = f"it is not done with {NAME}: serve without it, or {OTHERWISE}"
+        refuse("sglang_v4", f"--disaggregation-mode is {mode}", possible, NotImplementedError)
+    if getattr(options, "enable_hisparse", False):
+        possible = f"keys are read from the GPU alone: serve without it, or {OTHERWISE}"
+        refuse("sglang_v4", "--enable-hisparse is given", possible, NotImplementedError)
+    for name in ("attn_cp_size", "dcp_size"):
+        ranks = getattr(options, name, None) or 1
+        if ranks > 1:
+            possible = f"context parallelism is not done with {NAME}: leave it at 1, or {OTHERWISE}"
+            refuse("sglang_v4", f"--{name.replace('_', '-')} is {ranks}", possible, NotImplementedError)
+    if getattr(options, "enable_prefill_cp", False):
+        possible = f"context parallelism is not done with {NAME}: serve without it, or {OTHERWISE}"
+        refuse("sglang_v4", "--enable-prefill-cp is given", possible, NotImplementedError)

@@ -1,0 +1,186 @@
+"""vLLM's code of DeepSeek V4 and V4.1 for CUDA, on a CPU, with our attention behind it: `tox -e vllm,vllm33`.
+
+Metadata, prefill and decode are vLLM's own. What a layer gives is compared with the definition in fp64, over caches
+laid out as vLLM lays them out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import types
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="this needs vLLM for CPUs: tox -e vllm")
+
+import vllm_v4_cpu as v4
+from vllm.model_executor.models import ModelRegistry
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from mla_suite.integrations import flash_mla, flash_mla_metadata, plugins, vllm_rocm, vllm_v4
+
+DECODES = [1, 1, 4, 1], [5, 140, 300, 1500]  # single tokens, and a verification of three drafts
+PREFILLS = [20, 9], [20, 400]  # a prompt, and the next part of one
+ULP, BOUND = 2**-7, 2**-8  # of bf16, and what vLLM's own operator may be off by
+
+
+def layer_and_step(version, ratio, heads):
+    """A layer of our class over vLLM's caches and metadata, its step, and what it must give."""
+    step = v4.Step(*(a + b for a, b in zip(DECODES, PREFILLS, strict=True)))
+    sequences, longest = len(step.q_lens), max(step.seq_lens)
+    window = v4.pool(sequences, longest, version.window_page)
+    compressed = None
+    if ratio != version.ratios[0]:
+        compressed = v4.pool(sequences, longest // ratio + 1, version.block // ratio)
+    made = v4.layer(
+        vllm_v4.attention_class(v4.kernels_of(version)), ratio, heads, window, compressed, v4.select(step, ratio)
+    )
+    q = torch.zeros(sum(step.q_lens), made.padded_heads, 512, dtype=torch.bfloat16)
+    q[:, :heads] = torch.randn(q.shape[0], heads, 512)
+    metadata = v4.metadata(version, ratio, step, window, compressed)
+    return made, step, q, metadata, v4.expected(version, made, step, q, window, compressed)
+
+
+LAYERS = [
+    *(pytest.param(v4.V4, ratio, 8, id=f"V4 {ratio}") for ratio in v4.V4.ratios),
+    *(pytest.param(v4.V41, ratio, 8, id=f"V4.1 {ratio}") for ratio in v4.V41.ratios),
+    pytest.param(v4.V4, 4, 12, id="V4, 12 heads as 16"),
+]
+
+
+@pytest.mark.parametrize(("version", "ratio", "heads"), LAYERS)
+def test_a_layer_gives_what_the_definition_does(version, ratio, heads, monkeypatch):
+    """Window, 4:1 and 128:1 layers; decodes, drafts and prompts of one batch; then the next layer of the same kind."""
+    made, step, q, metadata, expected = layer_and_step(version, ratio, heads)
+    assert made.padded_heads == (16 if heads == 12 else heads)
+    calls = []
+    decode = v4.kernels_of(version).flash_mla_with_kvcache
+    assert decode is flash_mla.flash_mla_with_kvcache
+    monkeypatch.setattr(
+        v4.kernels_of(version), "flash_mla_with_kvcache", lambda **given: calls.append(given) or decode(**given)
+    )
+    for _ in range(2):
+        found = v4.run(made, q, step, metadata)
+        torch.testing.assert_close(found[:, :heads].double(), expected[:, :heads], rtol=ULP, atol=BOUND)
+    first, second = calls
+    holder = first["tile_scheduler_metadata"]
+    assert second["tile_scheduler_metadata"] is holder, "layers of a kind share a step's holder"
+    assert not holder.have_initialized, "which vLLM's own kernels may still be given"
+    assert flash_mla_metadata.holder_of(holder).config.heads == made.padded_heads
+
+
+class TestTheFlag:
+    @pytest.fixture
+    def model_code(self, monkeypatch):
+        """A module as vLLM's of the model, with the function that its layers ask."""
+        kernels = v4.kernels_of(v4.V4)
+        module = types.ModuleType("model")
+        module._select_dsv4_attn_cls = lambda vllm_config: kernels.DeepseekV4FlashMLAAttention
+        vllm_v4.offer(module, kernels)
+        select = module._select_dsv4_attn_cls
+        vllm_v4.offer(module, kernels)
+        assert module._select_dsv4_attn_cls is select, "asking twice changes nothing"
+        return module
+
+    def test_vllms_code_asks_the_function_that_is_replaced(self):
+        for version in (v4.V4, v4.V41):
+            model_code = importlib.import_module(f"vllm.models.{version.package}.nvidia.model")
+            layer = model_code.DeepseekV4DecoderLayer.__init__.__code__
+            assert "_select_dsv4_attn_cls" in layer.co_names
+            draft = importlib.import_module(f"vllm.models.{version.package}.nvidia.dspark")
+            assert draft.DeepseekV4DecoderLayer is model_code.DeepseekV4DecoderLayer
+
+    def test_registration_imports_nothing_and_hands_out_vllms_models(self):
+        plugins.vllm()
+        plugins.vllm()
+        for name, package in plugins.V4_MODELS.items():
+            entry = ModelRegistry.models[name]
+            assert (entry.module_name, entry.class_name) == ("mla_suite.integrations.vllm_v4", name)
+            assert getattr(vllm_v4, name) is getattr(importlib.import_module(package), name)
+        assert AttentionBackendEnum["MLA_SUITE_DSV4"].get_path() == "mla_suite.integrations.vllm_v4.MLASuiteV4Backend"
+        with pytest.raises(ValueError, match="MLA_SUITE_DSV4 is for DeepSeek V4 and V4.1: choose CUSTOM"):
+            AttentionBackendEnum["MLA_SUITE_DSV4"].get_class()
+
+    def test_it_chooses_our_class_for_the_model_and_its_drafts(self, model_code, monkeypatch):
+        kernels, asked = v4.kernels_of(v4.V4), v4.config(v4.V4)
+        ours = vllm_v4.attention_class(kernels)
+        assert model_code._select_dsv4_attn_cls(asked) is ours
+        draft = v4.config(v4.V4)
+        draft.attention_config.backend = None
+        assert model_code._select_dsv4_attn_cls(draft) is ours, "vLLM names no backend for draft layers"
+        draft.attention_config.backend = AttentionBackendEnum.FLASHMLA_SPARSE
+        assert model_code._select_dsv4_attn_cls(draft) is kernels.DeepseekV4FlashMLAAttention
+        draft.attention_config.backend = None
+        monkeypatch.setattr(kernels, "flash_mla_with_kvcache", None)
+        assert model_code._select_dsv4_attn_cls(draft) is kernels.DeepseekV4FlashMLAAttention
+
+    @pytest.mark.parametrize(
+        ("where", "value", "message"),
+        [
+            ("parallel_config.prefill_context_parallel_size", 2, "--prefill-context-parallel-size is 2"),
+            ("kv_transfer_config", object(), "--kv-transfer-config is given"),
+            ("attention_config.hisparse_config", object(), "HiSparse is switched on"),
+        ],
+    )
+    def test_what_is_refused(self, model_code, where, value, message):
+        vllm_config = v4.config(v4.V4)
+        owner, _, name = where.rpartition(".")
+        setattr(getattr(vllm_config, owner) if owner else vllm_config, name, value)
+        with pytest.raises(NotImplementedError, match=message):
+            model_code._select_dsv4_attn_cls(vllm_config)
+        vllm_config.attention_config.backend = AttentionBackendEnum.FLASHMLA_SPARSE
+        model_code._select_dsv4_attn_cls(vllm_config)
+
+    def test_heads_of_a_rank(self):
+        assert [vllm_v4.padded_heads(n) for n in (1, 8, 12, 20, 64, 96)] == [8, 8, 16, 32, 64, 128]
+        with pytest.raises(ValueError, match="a rank has 130 heads"):
+            vllm_v4.padded_heads(130)
+
+
+class TestOnRocm:
+    """vLLM's files for ROCm import its compiled library, so modules with the same names stand for them."""
+
+    @pytest.fixture
+    def on_rocm(self, monkeypatch):
+        class Theirs:
+            def __init__(self, vllm_config, prefix=""):
+                self.prefix = prefix
+
+        kernels = types.ModuleType("rocm")
+        kernels.rocm_sparse_attn_decode, kernels._aiter_sparse_mla_enabled = print, lambda has_kv_transfer: True
+        kernels.DeepseekV41ROCMAiterMLAAttention = Theirs
+        model_code = types.ModuleType("model")
+        found = {"amd.model": model_code, "amd.rocm": kernels}
+        monkeypatch.setattr(vllm_v4, "import_module", lambda name: found[name.split(".", 1)[1]])
+        monkeypatch.setattr(vllm_v4, "current_platform", SimpleNamespace(is_rocm=lambda: True))
+        monkeypatch.setattr(vllm_v4, "envs", SimpleNamespace(VLLM_ROCM_MONO_DECODE=False))
+        return model_code, kernels, Theirs
+
+    @pytest.mark.parametrize("version", [v4.V4, v4.V41], ids=lambda version: version.package)
+    def test_decode_is_ours_where_the_flag_asks(self, on_rocm, version, monkeypatch):
+        model_code, kernels, theirs = on_rocm
+        if version is v4.V4:
+            model_code.DeepseekV4ROCMAiterMLAAttention = theirs
+        else:
+            model_code._select_dsv4_attn_cls = lambda vllm_config: theirs
+        for _ in range(2):
+            vllm_v4._offer_on_rocm("package")
+
+        def make(vllm_config):
+            if version is v4.V4:
+                return model_code.DeepseekV4ROCMAiterMLAAttention(vllm_config, prefix="a")
+            return model_code._select_dsv4_attn_cls(vllm_config)(vllm_config, prefix="a")
+
+        other = v4.config(version)
+        other.attention_config.backend = None
+        assert make(other).prefix == "a"
+        assert kernels.rocm_sparse_attn_decode is print
+        monkeypatch.setattr(vllm_v4.envs, "VLLM_ROCM_MONO_DECODE", True)
+        with pytest.raises(NotImplementedError, match="VLLM_ROCM_MONO_DECODE is set"):
+            make(v4.config(version))
+        monkeypatch.setattr(vllm_v4.envs, "VLLM_ROCM_MONO_DECODE", False)
+        assert isinstance(make(v4.config(version)), theirs)
+        assert kernels.rocm_sparse_attn_decode is vllm_rocm.rocm_sparse_attn_decode
+        assert not kernels._aiter_sparse_mla_enabled(False)
