@@ -93,7 +93,7 @@ def test_a_folder_that_hides_the_package_is_named(
         ("bench --device gpu", "argument --device: 'gpu' is not a torch device; examples are cpu, cuda and cuda:1"),
         ("explain --device cuda:99", "GPUs that torch can use"),
         ("bench --rounds 0", "argument --rounds: '0'; it takes a whole number of 1 or more"),
-        ("bench --passes 0", "argument --passes: '0'; it takes a whole number of 1 or more"),
+        ("bench --iters 0", "argument --iters: '0'; it takes a whole number of 1 or more"),
         ("build --jobs 0", "argument --jobs: '0'; it takes a whole number of 1 or more"),
     ],
 )
