@@ -9,9 +9,9 @@ namespace mla::sm_90 {
 
 // Two fp16 values that are e4m3 as bf16: fp32 holds both exactly, and the upper halves of these are the result.
 MLA_DEVICE uint32_t fp16_to_bf16(uint32_t pair) {
-  float values[2];
-  unpack_pair<fp16>(pair, values);
-  return __byte_perm(bit_cast<uint32_t>(values[0]), bit_cast<uint32_t>(values[1]), 0x7632);
+  uint32_t low, high;
+  unpack_fp16_bits(pair, low, high);
+  return __byte_perm(low, high, 0x7632);
 }
 
 // 16 stored values, in order.

@@ -38,6 +38,13 @@ MLA_DEVICE void unpack_pair(uint32_t packed, float (&values)[2]) {
   }
 }
 
+// The bits of two fp16 values as fp32.
+MLA_DEVICE void unpack_fp16_bits(uint32_t packed, uint32_t& low, uint32_t& high) {
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}\n"
+      : "=r"(low), "=r"(high)
+      : "r"(packed));
+}
+
 MLA_DEVICE float fp16_value(uint16_t bits) {
   float x;
   asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));

@@ -19,19 +19,21 @@ MLA_DEVICE uint32_t read_thread_id() {
 }
 MLA_DEVICE int warpgroup_thread() { return static_cast<int>(read_thread_id() % 128); }
 
-MLA_DEVICE void pin_register(uint32_t& word) { asm volatile("" : "+r"(word)); }
+// Makes the compiler have these words in registers here, as if they were changed: it neither computes them anew where
+// they are used nor moves what they are computed from behind this point. One statement pins all words: the compiler
+// orders what comes before several statements otherwise.
+MLA_DEVICE void pin_registers(uint32_t& a) { asm volatile("" : "+r"(a)); }
+MLA_DEVICE void pin_registers(uint32_t& a, uint32_t& b) { asm volatile("" : "+r"(a), "+r"(b)); }
+MLA_DEVICE void pin_registers(uint32_t& a, uint32_t& b, uint32_t& c) { asm volatile("" : "+r"(a), "+r"(b), "+r"(c)); }
+MLA_DEVICE void pin_registers(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t& e, uint32_t& f,
+                              uint32_t& g) {
+  asm volatile("" : "+r"(a), "+r"(b), "+r"(c), "+r"(d), "+r"(e), "+r"(f), "+r"(g));
+}
+
 template <class Word>
 MLA_DEVICE void materialize_word(Word word) {
   asm volatile("" ::"l"(word) : "memory");
 }
-
-// Makes the compiler have these words in registers here, as if they were changed: it neither computes them anew where
-// they are used nor moves what they are computed from behind this point.
-template <class... Words>
-MLA_DEVICE void pin_registers(Words&... words) {
-  (pin_register(words), ...);
-}
-
 // The same for words that stay as they are, which also brings the 64 bytes around a parameter to the constant cache.
 template <class... Words>
 MLA_DEVICE void materialize(Words... words) {

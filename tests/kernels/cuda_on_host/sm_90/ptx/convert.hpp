@@ -27,6 +27,12 @@ void unpack_pair(uint32_t packed, float (&values)[2]) {
   }
 }
 
+inline void unpack_fp16_bits(uint32_t packed, uint32_t& low, uint32_t& high) {
+  float values[2];
+  unpack_pair<fp16>(packed, values);
+  low = float_to_bits(values[0]);
+  high = float_to_bits(values[1]);
+}
 inline float fp16_value(uint16_t bits) { return fp16_to_float(bits); }
 
 inline void e4m3_to_fp16(uint32_t stored, uint32_t& first, uint32_t& last) {
