@@ -20,13 +20,16 @@ MLA_DEVICE uint32_t read_thread_id() {
 MLA_DEVICE int warpgroup_thread() { return static_cast<int>(read_thread_id() % 128); }
 
 // Makes the compiler have these words in registers here, as if they were changed: it neither computes them anew where
-// they are used nor moves what they are computed from behind this point. One statement pins all words: the compiler
-// orders what comes before several statements otherwise.
-MLA_DEVICE void pin_registers(uint32_t& a) { asm volatile("" : "+r"(a)); }
-MLA_DEVICE void pin_registers(uint32_t& a, uint32_t& b) { asm volatile("" : "+r"(a), "+r"(b)); }
-MLA_DEVICE void pin_registers(uint32_t& a, uint32_t& b, uint32_t& c) { asm volatile("" : "+r"(a), "+r"(b), "+r"(c)); }
-MLA_DEVICE void pin_registers(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t& e, uint32_t& f,
-                              uint32_t& g) {
+// they are used nor moves what they are computed from behind this point. One after the other, or by one statement, which
+// the compiler orders otherwise.
+MLA_DEVICE void pin_register(uint32_t& word) { asm volatile("" : "+r"(word)); }
+template <class... Words>
+MLA_DEVICE void pin_registers(Words&... words) {
+  (pin_register(words), ...);
+}
+MLA_DEVICE void pin_together(uint32_t& a, uint32_t& b) { asm volatile("" : "+r"(a), "+r"(b)); }
+MLA_DEVICE void pin_together(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t& e, uint32_t& f,
+                             uint32_t& g) {
   asm volatile("" : "+r"(a), "+r"(b), "+r"(c), "+r"(d), "+r"(e), "+r"(f), "+r"(g));
 }
 

@@ -60,8 +60,8 @@ struct GatherLayout {
 
   // Keeps the members in registers, so that the compiler does not compute them anew.
   MLA_DEVICE void keep() {
-    pin_registers(copied, stored, rope, scale, to, row, token);
-    if constexpr (KvFormat::SCALES_APART) pin_registers(seventh, to_scales);
+    pin_together(copied, stored, rope, scale, to, row, token);
+    if constexpr (KvFormat::SCALES_APART) pin_together(seventh, to_scales);
   }
 };
 

@@ -19,6 +19,8 @@ inline int warpgroup_thread() { return current % 128; }
 template <class... Words>
 void pin_registers(Words&...) {}
 template <class... Words>
+void pin_together(Words&...) {}
+template <class... Words>
 void materialize(Words...) {}
 inline int warp_uniform(int value) { return __shfl_sync(~0u, value, 0); }
 inline void prefetch_l2(const void*) {}
