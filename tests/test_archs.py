@@ -11,7 +11,7 @@ import torch
 
 from mla_suite import archs, launch
 from mla_suite.archs import spec as specs
-from mla_suite.archs.common.append_kv import MAX_TOKENS, AppendConfig
+from mla_suite.archs.append_kv import MAX_TOKENS, AppendConfig
 from mla_suite.archs.common.plan import FEW, PlanConfig
 from mla_suite.build.instances import instances
 from mla_suite.cli import serving

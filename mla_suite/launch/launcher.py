@@ -147,12 +147,13 @@ def bind(
     caller keeps the tensors alive that it points to, since nothing here holds one. LaunchError names op, kernel, arch,
     shape and the driver's explanation.
     """
-    driver, kernel = _find(op, instance_id, tensor)
-    start = driver.bind(kernel, grid, block, dynamic_lds, naming, overlap)
+    driver, kernel = find(op, instance_id, tensor)
+    start = driver.bind(kernel, grid, block, dynamic_lds, overlap)
+    checked = driver.checks_buffers and naming is not None
 
     def enqueue(params: bytes, given: tuple[Any, ...]) -> None:
         try:
-            start(params, given)
+            start(params, list(naming(*given)) if checked else ())  # type: ignore[misc]  # not None where checked
         except (DriverError, LaunchError) as error:
             if type(error) not in (DriverError, LaunchError):
                 raise  # the emulator's findings, which carry their own account
@@ -166,7 +167,8 @@ def bind(
     return enqueue
 
 
-def _find(op: str, instance_id: str, tensor: torch.Tensor) -> tuple[Driver, Kernel]:
+def find(op: str, instance_id: str, tensor: torch.Tensor) -> tuple[Driver, Kernel]:
+    """Driver and loaded kernel for a tensor's device. LaunchError names the operator where there is none."""
     index: int | str = tensor.get_device()
     if index == -1:
         index = _emulated_name(op)

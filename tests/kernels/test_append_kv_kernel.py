@@ -8,8 +8,8 @@ from backend_calls import BackendCalls
 
 import mla_suite
 from mla_suite import archs, emulator
+from mla_suite.archs.append_kv import MAX_TOKENS, AppendConfig
 from mla_suite.archs.common import combine
-from mla_suite.archs.common.append_kv import MAX_TOKENS, AppendConfig
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import KV_FORMATS, kv_format
 from mla_suite.kv_formats import cache as caches

@@ -19,6 +19,7 @@ class RecordingDriver:
     """Stands for the emulator."""
 
     name = "emulator"
+    checks_buffers = False
 
     def __init__(self, record):
         self.arch = record
@@ -28,11 +29,11 @@ class RecordingDriver:
     def load(self, entry):
         return Kernel(entry, None, self.arch)
 
-    def bind(self, kernel, grid, block, dynamic_lds, naming, overlap):
-        def start(params, given):
+    def bind(self, kernel, grid, block, dynamic_lds, overlap):
+        def start(params, buffers):
             if self.error:
                 raise self.error
-            self.launched.append((kernel.entry.arch, kernel.entry.id, grid, block, dynamic_lds, params, naming))
+            self.launched.append((kernel.entry.arch, kernel.entry.id, grid, block, dynamic_lds, params))
 
         return start
 
