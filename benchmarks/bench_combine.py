@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 import mla_suite
-from mla_suite.archs.common import combine_config as config
+from mla_suite.archs import combine as config
 from mla_suite.bench.clock import Effort, cold_bytes, device_rounds
 from mla_suite.bench.noise import median
 from mla_suite.core import dispatch

@@ -32,7 +32,7 @@ import torch
 
 import mla_suite
 from mla_suite import archs
-from mla_suite.archs.common import combine_config
+from mla_suite.archs import combine as combine_config
 from mla_suite.bench import saving, sets
 from mla_suite.bench.clock import Effort, device_rounds
 from mla_suite.bench.noise import median

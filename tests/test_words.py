@@ -52,7 +52,7 @@ RETIRED = {
     r"\bSHARED_WAY_US\b|\bAWAITED_US\b": "a field of the cost model",
     r"\bMOST_[A-Z]\w*|\bLONGEST_[A-Z]\w*": "MAX_",
     r"(?<!\w)SMALLEST_[A-Z]\w*": "MIN_",
-    r"\bplan/(cost|layout|native)\.py\b": "scheduler.py, metadata.py, archs/common/plan.py",
+    r"\bplan/(cost|layout|native)\.py\b": "scheduler.py, metadata.py, archs/plan.py",
     r"\b[Ww]orkers?\b|\b\w+_workers?\b|\bWORKERS\w*\b": "SM part, num_sm_parts, grid_stride",
     r"\b[Cc]uts?\b|\bcuts?_\w+|\b\w+_cuts?\b": "split, split point",
     r"\b[Oo]ffer(?:s|ed|ing)?\b": "Supported, Unsupported, answer",
@@ -77,7 +77,7 @@ ALLOWED_IN = {
         r"ROWS",
         (
             "csrc/",
-            "mla_suite/archs/common/combine_config.py",
+            "mla_suite/archs/combine.py",
             "docs/kernel_engineer.md",
             "tests/build/",
             "tests/kernels/",

@@ -8,12 +8,12 @@ from functools import lru_cache
 import torch
 
 from mla_suite.archs import ArchSpec
-from mla_suite.archs.common.combine import missing
 from mla_suite.build.params import reciprocal
 from mla_suite.core import checks
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.kv_formats import kv_format as declared
-from mla_suite.launch.spec import CallSpec, Input, LaunchSpec
+from mla_suite.launch import missing
+from mla_suite.launch.spec import CallSpec, LaunchSpec, inputs, present
 from mla_suite.ops.append_kv import AppendKvArgs, Problem
 
 WAVES = 8  # waves of a workgroup that writes one token
@@ -75,9 +75,10 @@ class AppendConfig:
             interleaved=int(args.interleaved),
             **_of_kv_format(args.kv_format, latent, args.k_pe.shape[1], page_size),
         )
-        pointers = {name: None if getattr(args, name) is None else slot for name, slot in _POINTERS.items()}
         grid = (-(-tokens // self.tokens), 1, 1)
-        launch = LaunchSpec(self.instance, grid, self.threads, self.shared, True, "append_kv", numbers, pointers)
+        launch = LaunchSpec(
+            self.instance, grid, self.threads, self.shared, True, "append_kv", numbers, present(args, _POINTERS)
+        )
         return CallSpec((launch,))
 
 
@@ -101,7 +102,7 @@ def supports(problem: Problem, arch: ArchSpec, bulk_bytes: int) -> Supported | U
     return missing(arch, config.instance) or answer
 
 
-_POINTERS = {name: Input(position) for position, name in enumerate(AppendKvArgs.__match_args__)}
+_POINTERS = inputs(AppendKvArgs)
 
 
 @lru_cache(maxsize=1024)

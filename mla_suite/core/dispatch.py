@@ -118,9 +118,6 @@ def native_backend(op: str) -> Backend:
         return answer
 
     def prepare(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> Launch:
-        if not hasattr(config, "spec"):
-            launch: Launch = config.prepare(outputs, args)
-            return launch
         return _launcher(op, config.spec(outputs, args), outputs, _tensors(args))
 
     return Backend("native", supports, prepare)

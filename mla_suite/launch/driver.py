@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -35,7 +35,6 @@ class Buffer(NamedTuple):
     access: str
 
 
-Naming = Callable[..., Iterable[Buffer]]  # (*given) -> the buffers of a call that was given those tensors
 Start = Callable[[bytes, Sequence[Buffer]], None]  # (params, buffers) -> a launch
 
 

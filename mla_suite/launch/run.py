@@ -288,6 +288,11 @@ def _buffers(
         kept = slot.__class__ is Input or slot in written
         access = "r" if const else "all" if name in launch.fills else "rw" if kept else "w"
         buffers.append(Buffer(name, _tensor(slot, call, index, values, scratch), access))
+    named = set(launch.pointers.values())
+    for name, mapped in launch.maps.items():
+        if mapped is not None and mapped.address not in named:
+            tensor = _tensor(mapped.address, call, index, values, scratch)
+            buffers.append(Buffer(name.removesuffix("_map"), tensor, "r"))
     return buffers
 
 

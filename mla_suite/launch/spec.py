@@ -109,3 +109,26 @@ class CallSpec(NamedTuple):
     copies: tuple[Copy, ...] = ()
     temporaries: tuple[Temporary, ...] = ()
     notes: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """The record as a table, without numbers that are 0 and null pointers."""
+        lines = [f"  scratch {name}: {' x '.join(map(str, shape))} fp32" for name, shape in self.scratch.items()]
+        lines += [f"  first copied: {copy.of}{', negated' if copy.negated else ''}" for copy in self.copies]
+        for launch in self.launches:
+            overlap = ", may begin before the launch ahead of it ends" if launch.overlap else ""
+            lines.append(
+                f"  {launch.kernel}: grid {launch.grid}, {launch.threads} threads, {launch.smem} bytes{overlap}"
+            )
+            shown = {**launch.numbers, **launch.pointers, **launch.maps}
+            lines += [f"    {name:24} {value}" for name, value in shown.items() if value not in (0, None)]
+        return lines + [f"  copied back: {temporary.of}" for temporary in self.temporaries]
+
+
+def inputs(record: type) -> dict[str, Input]:
+    """The slots of an operator's tensors by name, from its record of arguments."""
+    return {name: Input(position) for position, name in enumerate(record.__match_args__)}  # type: ignore[attr-defined]  # a dataclass
+
+
+def present(args: object, slots: Mapping[str, Input]) -> dict[str, Slot]:
+    """The slots, None for tensors that a call leaves out."""
+    return {name: None if getattr(args, name) is None else slot for name, slot in slots.items()}

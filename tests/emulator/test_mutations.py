@@ -27,8 +27,8 @@ from mutations import KINDS, Launch, contents, deletions, instruction, mutate, t
 import mla_suite
 from mla_suite import archs
 from mla_suite.archs import CSRC
+from mla_suite.archs import combine as combine_config
 from mla_suite.archs.append_kv import MAX_TOKENS, AppendConfig
-from mla_suite.archs.common import combine_config
 from mla_suite.build import compilers
 from mla_suite.core import dispatch, register
 from mla_suite.emulator import Emulator, Memory

@@ -9,11 +9,10 @@ from backend_calls import BackendCalls
 import mla_suite
 from mla_suite import archs, emulator
 from mla_suite.archs.append_kv import MAX_TOKENS, AppendConfig
-from mla_suite.archs.common import combine
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import KV_FORMATS, kv_format
 from mla_suite.kv_formats import cache as caches
-from mla_suite.launch import has_kernel
+from mla_suite.launch import has_kernel, launcher
 from mla_suite.ops.append_kv import APPEND_KV
 
 NATIVE = BackendCalls(APPEND_KV, "native")
@@ -281,7 +280,7 @@ def test_refusals_are_sentences(monkeypatch):
     answer = NATIVE.supports(problem, archs.get("gfx950"))
     assert isinstance(answer, dispatch.Unsupported)
     assert "aligned to 1 bytes; kv_format v32 needs 4" in answer.reason
-    monkeypatch.setattr(combine, "has_kernel", lambda arch, instance: False)
+    monkeypatch.setattr(launcher, "has_kernel", lambda arch, instance: False)
     even = APPEND_KV.problem(kv_c, k_pe, filled(kind, 2, 4), torch.arange(2), kv_format="v32")
     answer = NATIVE.supports(even, archs.get("gfx950"))
     assert isinstance(answer, dispatch.Unsupported)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import struct
 
 import pytest
 import torch
@@ -16,8 +15,9 @@ from hypothesis import strategies as st
 from own_kernels import assembly
 
 from mla_suite import archs, emulator
-from mla_suite.archs.common import plan as native
-from mla_suite.archs.common.plan import PlanConfig
+from mla_suite.archs import plan as native
+from mla_suite.archs.plan import PlanConfig
+from mla_suite.build.params import load
 from mla_suite.emulator import Emulator, Memory
 from mla_suite.ops.plan import PLAN, reference
 from mla_suite.ops.plan.metadata import Plan
@@ -38,7 +38,7 @@ def figures_of_sm_90(monkeypatch):
     kept = native.scheduler_costs
     for module in (native, reference):
         monkeypatch.setattr(module, "scheduler_costs", lambda arch, rows: kept(SM_90, rows))
-    monkeypatch.setattr(native, "_prepare", native._prepare.__wrapped__)
+    monkeypatch.setattr(native, "numbers_and_groups", native.numbers_and_groups.__wrapped__)
 
 
 def words(lens, rows, num_sm_parts):
@@ -52,14 +52,15 @@ def words(lens, rows, num_sm_parts):
 def kernels(text, lens, rows, num_sm_parts, like):
     """Those of the two kernels, one after the other."""
     config = PlanConfig(archs.get(ARCH), WAVES)
-    numbers, steps = native._prepare(config, len(lens), rows, num_sm_parts, 0, 0, 0)
+    args = PLAN.Args(lens, None, num_heads=rows, max_seqlen_q=1, num_sm_parts=num_sm_parts, max_seqlen_kv=0)
     made = poison(torch.empty_like(like))
-    params = struct.pack("<3Q", lens.data_ptr(), 0, made.data_ptr()) + numbers
+    places = dict(seq_lens=lens.data_ptr(), cu_seqlens_q=0, plan=made.data_ptr())
     memories = [Memory.of("seq_lens", lens, "r"), Memory.of("plan", made, "rw")]
     machine = Emulator(ARCH)
-    for step in steps:
-        program = machine.load_text(text, step.name)
-        report = machine.launch(program, step.grid, step.threads, 0, params, memories)
+    for launch in config.spec((made,), args).launches:
+        program = machine.load_text(text, launch.kernel.split("_")[1].removeprefix("step-"))
+        params = load("plan").pack(**launch.numbers, **places)
+        report = machine.launch(program, launch.grid, launch.threads, 0, params, memories)
         assert not report.findings, "\n".join(map(str, report.findings))
     return made
 

@@ -27,8 +27,8 @@ from decode_grid import (
 
 import mla_suite
 from mla_suite import archs, emulator
+from mla_suite.archs import combine as combine_configs
 from mla_suite.archs.cdna.decode import CdnaConfig, tile_rows
-from mla_suite.archs.common import combine_config as combine_configs
 from mla_suite.build import manifest
 from mla_suite.core import tuning
 from mla_suite.launch import current_arch, has_kernel
