@@ -83,8 +83,9 @@ def test_more_cuts_leave_half_as_many_partials(monkeypatch, keys, exchange, bloc
 def with_plan(options, batch, parts, bound):
     """The arguments of a call with a plan of this size, whose words a launch does not depend on."""
     args, kwargs = decode_sample((100,) * batch, **options).make(torch.device("cpu"))
+    at = DECODE_INPUTS["plan"].position
     plan = torch.zeros(Layout(batch, parts, batch + parts).words, dtype=torch.int32)
-    return (*args[:PLAN], plan, *args[PLAN + 1 :]), {**kwargs, "max_seqlen_kv": bound}
+    return (*args[:at], plan, *args[at + 1 :]), {**kwargs, "max_seqlen_kv": bound}
 
 
 @pytest.mark.parametrize(
