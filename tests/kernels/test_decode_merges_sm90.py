@@ -7,6 +7,7 @@ import torch
 from decode_launches import launched
 
 from mla_suite.archs import combine
+from mla_suite.archs.attention import DECODE_INPUTS
 from mla_suite.archs.sm_90.costs import Estimate
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan.metadata import Layout
@@ -33,10 +34,9 @@ from mla_suite.ops.plan.metadata import Layout
 )
 def test_which_partials_are_streamed(monkeypatch, options, streamed):
     merges = []
-    monkeypatch.setattr(combine, "bind_launch", lambda merge, *_: merges.append(merge.instance) or (lambda *call: None))
-    (*_, fields, _, _), _, _ = launched(monkeypatch, decode_sample((700, 90, 5), **options))
+    (*_, fields, _, _), _, _ = launched(monkeypatch, decode_sample((700, 90, 5), **options), merges=merges)
     assert fields["streaming"] == int(streamed)
-    assert ("streaming" in merges[0]) is streamed
+    assert ("streaming" in merges[0]["kernel"]) is streamed
 
 
 @pytest.mark.parametrize(
