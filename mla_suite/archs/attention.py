@@ -123,7 +123,7 @@ def combined(
     `merges` says that a decode with a plan merges some rows itself, and marks them."""
     rows, head_dim_v = shape.rows, args.head_dim_v
     slots = DECODE_INPUTS if isinstance(args, DecodeArgs) else SPARSE_INPUTS
-    indptr = Input(slots["plan"].position, first=HEADER_WORDS, count=shape.batch + 1)
+    indptr = Input(slots["plan"].position, first=HEADER_WORDS, length=shape.batch + 1)
     pointers = {
         **PARTIALS,
         "split_indptr": indptr if shape.plan_words else None,
@@ -156,7 +156,8 @@ def call_of(
     notes: Sequence[str],
 ) -> CallSpec:
     """The call of a kernel that leaves `slots` partials to a combine, where there is one."""
-    launches, scratch = (launch,), dict[str, tuple[int, ...]]()
+    launches: tuple[LaunchSpec, ...] = (launch,)
+    scratch = dict[str, tuple[int, ...]]()
     if combine_launch is not None:
         launches += (combine_launch,)
         scratch = {"partial_out": (slots, shape.rows, head_dim_v), "partial_lse": (slots, shape.rows)}

@@ -73,11 +73,11 @@ def prepare(op: str, call: CallSpec, outputs: tuple[torch.Tensor, ...], tensors:
             for step, start, pack, pick in steps:
                 if pack is not None:
                     params = pack(*at) if pick is None else pack(*pick(at))
-                start(params, _buffers(call, step, places.index, values, scratch) if checked else ())
+                start(params, _buffers(call, step, places.position_of, values, scratch) if checked else ())
         except (DriverError, LaunchError) as error:
             if type(error) not in (DriverError, LaunchError):
                 raise  # the emulator's findings, which carry their own account
-            buffers = _buffers(call, step, places.index, values, scratch)
+            buffers = _buffers(call, step, places.position_of, values, scratch)
             raise _explained(op, call.launches[step], buffers, driver, error) from error
         if replaced is not None:
             _copy_back(call, values[len(tensors) :], outputs)
@@ -175,7 +175,7 @@ class _Places(NamedTuple):
     maps          position of an address, the maps made by address, and what else `tensor_map.swizzled` takes
     lists         positions of arguments that are lists
     at            source -> its position in the list
-    index         slot of a tensor -> its position among arguments and outputs
+    position_of   slot of a tensor -> its position among arguments and outputs
     """
 
     pick_tensors: Callable[[Any], Any]
@@ -185,7 +185,7 @@ class _Places(NamedTuple):
     maps: list[tuple[int, dict[int, bytes], tuple[Any, ...]]]
     lists: list[int]
     at: dict[Any, int]
-    index: dict[Any, int]
+    position_of: dict[Any, int]
 
 
 def _places(
@@ -197,7 +197,7 @@ def _places(
     kinds: dict[type, list[Any]] = {bytes: [], Input: [], Output: [], Scratch: [], TensorMap: []}
     for source in dict.fromkeys(chain.from_iterable([sources for _, sources in packings])):
         kinds[source.__class__].append(source)
-    parts = {slot: Input(slot.position, slot.item) for slot in kinds[Input] if slot.first or slot.count}
+    parts = {slot: Input(slot.position, slot.item) for slot in kinds[Input] if slot.first or slot.length}
     wanted = [*kinds[Input], *kinds[Output], *[one.address for one in kinds[TensorMap]], *parts.values()]
     named = [*wanted, *[copy.of for copy in call.copies], *[temporary.of for temporary in call.temporaries]]
     lists = sorted({slot.position for slot in named if slot.__class__ is Input and slot.item >= 0})
@@ -241,8 +241,8 @@ def _picker(positions: list[int], length: int) -> Callable[[Any], Any] | None:
 
 def _replacement(call: CallSpec, places: _Places) -> Callable[[list[Any]], None]:
     """A function that puts copies and temporaries in the places of arguments and outputs."""
-    copies = [(places.index[copy.of], copy.negated) for copy in call.copies]
-    temporaries = [places.index[temporary.of] for temporary in call.temporaries]
+    copies = [(places.position_of[copy.of], copy.negated) for copy in call.copies]
+    temporaries = [places.position_of[temporary.of] for temporary in call.temporaries]
 
     def replace(values: list[Any]) -> None:
         for position, negated in copies:
@@ -310,8 +310,8 @@ def _tensor(
     """The tensor that a slot leads to."""
     if slot.__class__ is not Scratch:
         tensor: torch.Tensor = values[index[slot]]
-        part = slot.__class__ is Input and (slot.first or slot.count)
-        return tensor[slot.first :][: slot.count or None] if part else tensor
+        part = slot.__class__ is Input and (slot.first or slot.length)
+        return tensor[slot.first :][: slot.length or None] if part else tensor
     assert scratch is not None, "scratch is taken where a slot names it"
     begin = 0
     for name, shape in call.scratch.items():

@@ -18,13 +18,13 @@ class Input(NamedTuple):
 
     position  among its tensors, in the order of the schema
     item      which tensor of an argument that is a list
-    first     element of the tensor where the kernel's part begins, and `count`, how many it may touch: 0 for all
+    first     element of the tensor where the kernel's part begins, and `length`, how many it may touch: 0 for all
     """
 
     position: int
     item: int = -1
     first: int = 0
-    count: int = 0
+    length: int = 0
 
 
 class Output(NamedTuple):
