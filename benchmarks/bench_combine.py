@@ -22,7 +22,7 @@ import triton.language as tl
 from bench_reduce import HEAD_DIM_V, Turn, check, moved, run_ours, turn_of, uniform_maps
 
 import mla_suite
-from mla_suite.archs.common import combine_config as config
+from mla_suite.archs import combine as config
 from mla_suite.bench.saving import Table
 from mla_suite.bench.timer import Effort, cold_bytes, device_rounds, median
 from mla_suite.core import dispatch

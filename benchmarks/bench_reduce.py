@@ -32,7 +32,7 @@ import torch
 
 import mla_suite
 from mla_suite import archs
-from mla_suite.archs.common import combine_config
+from mla_suite.archs import combine as combine_config
 from mla_suite.bench import sets
 from mla_suite.bench.saving import Table
 from mla_suite.bench.timer import Effort, device_rounds, median

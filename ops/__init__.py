@@ -4,7 +4,7 @@ The package binds no function: `mla_suite.ops.decode` is the module, `mla_suite.
 """
 
 from mla_suite.core import dispatch
-from mla_suite.launch import current_arch
+from mla_suite.launch import current_arch, run
 from mla_suite.ops import append_kv as append_kv
 from mla_suite.ops import combine as combine
 from mla_suite.ops import decode as decode
@@ -12,3 +12,4 @@ from mla_suite.ops import plan as plan
 from mla_suite.ops import sparse_decode as sparse_decode
 
 dispatch.set_arch_resolver(current_arch)
+dispatch.set_launcher(run.prepare)

@@ -11,8 +11,8 @@ import torch
 
 from mla_suite import archs, launch
 from mla_suite.archs import spec as specs
-from mla_suite.archs.common.append_kv import MAX_TOKENS, AppendConfig
-from mla_suite.archs.common.plan import FEW, PlanConfig
+from mla_suite.archs.append_kv import MAX_TOKENS, AppendConfig
+from mla_suite.archs.plan import FEW, PlanConfig
 from mla_suite.build.instances import instances
 from mla_suite.cli import serving
 from mla_suite.core import dispatch, explain, register

@@ -24,9 +24,9 @@ from functools import cache
 import torch
 
 from mla_suite import archs, emulator
-from mla_suite.archs import ArchSpec
-from mla_suite.archs.common import combine_config, combine_search
-from mla_suite.archs.common.combine_config import CombineConfig
+from mla_suite.archs import ArchSpec, combine_search
+from mla_suite.archs import combine as combine_config
+from mla_suite.archs.combine import CombineConfig
 from mla_suite.bench import environment, sets, store
 from mla_suite.bench.sets import Case
 from mla_suite.build import BuildError

@@ -32,7 +32,7 @@ Timer = Callable[[Runner, Sequence[Call], Effort], list[float]]
 
 def spaces(op: str) -> Mapping[str, SearchSpace]:
     """Returns the search spaces of an operator by backend."""
-    module = f"mla_suite.archs.common.{op}_search"
+    module = f"mla_suite.archs.{op}_search"
     return import_module(module).SPACES if find_spec(module) is not None else {}
 
 

@@ -93,7 +93,7 @@ class ParamStruct:
         """The field values in `data`, by name: the inverse of `pack`."""
         if len(data) != self.size:
             raise ValueError(f"{self.name}: {len(data)} bytes given, the struct has {self.size}")
-        return dict(zip(self._names, struct.unpack(_format(self.fields, self.size), data), strict=True))
+        return dict(zip(self._names, struct.unpack(struct_format(self.fields, 0, self.size), data), strict=True))
 
     def static_asserts(self) -> str:
         """C++ text that makes a compiler refuse if its layout of this struct differs from Python's."""
@@ -158,7 +158,7 @@ def parse(text: str, header: str, included: Mapping[str, ParamStruct] | None = N
         raise ValueError(f"{header}: struct {match.group(2)} has no fields")
     widest = max(widest, int(match.group(1) or 1))
     size = -(-end // widest) * widest
-    packer = struct.Struct(_format(tuple(fields), size))
+    packer = struct.Struct(struct_format(fields, 0, size))
     name = "::".join([*spaces, match.group(2)])
     return ParamStruct(name, header, tuple(fields), size, widest, packer.pack, tuple(f.name for f in fields))
 
@@ -175,13 +175,13 @@ def _type(where: str, base: str, const: bool, star: bool, arrays_of: Iterable[st
     return base, struct.calcsize(_SCALARS[base])
 
 
-def _format(fields: tuple[Field, ...], size: int) -> str:
-    """The struct-module format with explicit padding, little endian."""
-    text, at = "<", 0
+def struct_format(fields: Iterable[Field], begin: int, end: int) -> str:
+    """The struct-module format of the bytes from `begin` to `end`, with explicit padding, little endian."""
+    text, at = "<", begin
     for item in fields:
         text += "x" * (item.offset - at) + ("Q" if item.is_pointer else _SCALARS[item.ctype])
         at = item.offset + item.size
-    return text + "x" * (size - at)
+    return text + "x" * (end - at)
 
 
 @cache

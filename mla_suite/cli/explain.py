@@ -5,6 +5,7 @@
   python -m mla_suite explain decode --on gfx942    as if that GPU were here; no GPU is needed for it
   python -m mla_suite explain decode --on sm_90 --batch 32 --heads 128 --kv 4096 --kv-format fp8 --plan
   python -m mla_suite explain sparse_decode --on gfx950 --heads 16 --topk 2048 --kv-format dsv4
+  python -m mla_suite explain decode --on sm_90 --batch 32 --heads 128 --kv 4096 --launches
 
 For a call of your own use `print(mla_suite.explain("decode", q, kv_cache, ...))`, or set MLA_SUITE_LOG=dispatch.
 """
@@ -12,6 +13,7 @@ For a call of your own use `print(mla_suite.explain("decode", q, kv_cache, ...))
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,12 +24,18 @@ from mla_suite.core import register
 from mla_suite.core.explain import explain_on
 from mla_suite.errors import UsageError, usage
 
+if TYPE_CHECKING:
+    from mla_suite.core.explain import Explanation
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", nargs="?", help="an operator: plan, decode, sparse_decode, combine or append_kv")
     parser.add_argument("--on", metavar="ARCH", help="an arch: gfx942, gfx950 or sm_90")
     parser.add_argument(
         "--device", type=torch_device, help="torch device of the tensors (default: cuda where torch has one, else cpu)"
+    )
+    parser.add_argument(
+        "--launches", action="store_true", help="print every launch of a native kernel, without addresses"
     )
     about = "of decode, with --heads and --kv, or of sparse_decode, with --heads and --topk; then any of the rest"
     problem.add_arguments(parser, about, tuple(problem.OPTIONS))
@@ -43,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError("a problem of your own needs an operator: decode or sparse_decode")
         with usage():
             positional, keywords = problem.without_values(register.get(args.op).name, options, arch)
-            print(explain_on(arch, args.op, *positional, **keywords))
+            _show(explain_on(arch, args.op, *positional, **keywords), args.launches)
         return 0
     device = args.device or torch.device("cuda" if torch.cuda.is_available() and arch is None else "cpu")
     for record in [register.get(args.op)] if args.op else list(register.registry().values()):
@@ -53,5 +61,13 @@ def run(args: argparse.Namespace) -> int:
                 answer = mla_suite.explain(record.name, *positional, **keywords)
             else:
                 answer = explain_on(arch, record.name, *positional, **keywords)
-            print(f"{sample.name}\n{answer}\n")
+            print(sample.name)
+            _show(answer, args.launches)
+            print()
     return 0
+
+
+def _show(answer: Explanation, launches: bool) -> None:
+    print(answer)
+    if launches and answer.spec is not None:
+        print("\n".join(answer.spec.lines()))

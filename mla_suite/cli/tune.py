@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 def build_named() -> int:
     """Compile the kernels that tables of combine name and that are not built; 1 where there is no compiler for them."""
     from mla_suite import archs
-    from mla_suite.archs.common import combine_search
+    from mla_suite.archs import combine_search
     from mla_suite.build import BuildError
 
     failed = 0

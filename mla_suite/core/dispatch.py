@@ -118,8 +118,7 @@ def native_backend(op: str) -> Backend:
         return answer
 
     def prepare(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> Launch:
-        launch: Launch = config.prepare(outputs, args)
-        return launch
+        return _launcher(op, config.spec(outputs, args), outputs, _tensors(args))
 
     return Backend("native", supports, prepare)
 
@@ -168,7 +167,12 @@ def _no_arch(tensor: torch.Tensor) -> ArchSpec | None:
     return None
 
 
+def _no_launcher(op: str, spec: Any, outputs: tuple[torch.Tensor, ...], tensors: tuple[Any, ...]) -> Launch:
+    raise RuntimeError(f"{op}: import mla_suite.ops, which says how native kernels are launched")
+
+
 _arch_of: Callable[[torch.Tensor], ArchSpec | None] = _no_arch
+_launcher: Callable[[str, Any, tuple[torch.Tensor, ...], tuple[Any, ...]], Launch] = _no_launcher
 _choices: dict[tuple[str, Hashable, str, ArchSpec | None, str], Choice] = {}
 _warned: set[str] = set()
 
@@ -177,6 +181,12 @@ def set_arch_resolver(resolver: Callable[[torch.Tensor], ArchSpec | None]) -> No
     """Register the function of the launch layer that says which arch a tensor's kernels run on."""
     global _arch_of
     _arch_of = resolver
+
+
+def set_launcher(launcher: Callable[[str, Any, tuple[torch.Tensor, ...], tuple[Any, ...]], Launch]) -> None:
+    """Register the function of the launch layer that makes a launch of (operator, its record, outputs, tensors)."""
+    global _launcher
+    _launcher = launcher
 
 
 def arch_of(tensor: torch.Tensor) -> ArchSpec | None:

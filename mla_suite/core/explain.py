@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
@@ -24,6 +24,7 @@ class Explanation:
     refused    the backends preferred to it, each with its reason
     notes      which context the choice used, and how a native kernel splits the keys
     problem    all it could depend on
+    spec       the record of its launches (`launch.spec.CallSpec`) if a native kernel runs
     """
 
     op: str
@@ -34,6 +35,7 @@ class Explanation:
     refused: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
     problem: Hashable
+    spec: Any = field(default=None, repr=False)
 
     def __str__(self) -> str:
         serving = f"native ({self.arch})" if self.backend == "native" else self.backend
@@ -97,9 +99,12 @@ def _explanation(
     answer = choice.supported
     # A problem may say in words what it is made from, and a configuration how it splits a call; most add nothing.
     notes: tuple[str, ...] = getattr(problem, "notes", tuple)()
-    notes += getattr(answer.config, "notes", lambda outputs, args: ())(*call)
+    spec = answer.config.spec(*call) if hasattr(answer.config, "spec") else None
+    notes += () if spec is None else spec.notes
     name = arch.name if arch else None
-    return Explanation(op, name, choice.backend.name, answer.config, answer.reason, choice.refused, notes, problem)
+    return Explanation(
+        op, name, choice.backend.name, answer.config, answer.reason, choice.refused, notes, problem, spec
+    )
 
 
 def serving(op: str, arch: ArchSpec | None, device: str) -> str:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mla_suite.archs import ArchSpec
 from mla_suite.build.manifest import KernelEntry
 from mla_suite.emulator.assembly import AssemblyError
 from mla_suite.emulator.machine import Emulator, Memory, Schedule
 from mla_suite.emulator.report import Report, SanitizerError
-from mla_suite.launch.driver import Grid, Kernel, KernelCache, LaunchError, Naming, Start, check_hip_grid
+from mla_suite.launch.driver import Buffer, Grid, Kernel, KernelCache, LaunchError, Start, check_hip_grid
 
 _log = logging.getLogger("mla_suite.emulator")
 
@@ -31,6 +32,7 @@ class EmulatorDriver:
     """Runs an AMD arch's kernels on CPU tensors. A kernel that breaks a rule raises SanitizerError after the launch."""
 
     name = "emulator"
+    checks_buffers = True
 
     def __init__(self, arch: ArchSpec) -> None:
         self.arch = arch
@@ -48,21 +50,18 @@ class EmulatorDriver:
             raise LaunchError(str(error)) from error
         return Kernel(entry, program, self.arch)
 
-    def bind(
-        self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, naming: Naming | None, overlap: bool = False
-    ) -> Start:
+    def bind(self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, overlap: bool = False) -> Start:
         """`overlap` has no effect, because a launch runs to its end.
 
         A launch raises LaunchError when it does not fit the kernel or has no buffers declared, and SanitizerError (a
         LaunchError) with every finding.
         """
 
-        def start(params: bytes, given: tuple[Any, ...]) -> None:
+        def start(params: bytes, buffers: Sequence[Buffer]) -> None:
             kernel.check(block, dynamic_lds, params)
             check_hip_grid(grid, block)
-            if naming is None:
-                raise LaunchError("the emulator needs the buffers a kernel may touch; pass `naming` to bind")
-            buffers = list(naming(*given))
+            if not buffers:
+                raise LaunchError("the emulator needs the buffers that a kernel may touch")
             for name, tensor, _ in buffers:
                 if tensor.device.type != "cpu":
                     raise LaunchError(f"buffer {name} is on {tensor.device}; the emulator runs on CPU tensors")

@@ -1,7 +1,7 @@
 """The launch layer: code objects -> launches on torch's streams. Importing it opens no driver, no GPU, no manifest."""
 
 from mla_suite.launch.driver import Buffer, Driver, DriverError, Kernel, LaunchError
-from mla_suite.launch.launcher import bind, current_arch, declared_kernels, emulate, has_kernel
+from mla_suite.launch.launcher import current_arch, declared_kernels, emulate, has_kernel, missing
 
 __all__ = [
     "Buffer",
@@ -9,9 +9,9 @@ __all__ = [
     "DriverError",
     "Kernel",
     "LaunchError",
-    "bind",
     "current_arch",
     "declared_kernels",
     "emulate",
     "has_kernel",
+    "missing",
 ]

@@ -9,16 +9,15 @@ from __future__ import annotations
 import ctypes
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int, c_void_p
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from mla_suite.archs import ArchSpec
 from mla_suite.build.manifest import KernelEntry
-from mla_suite.launch.driver import DriverError, Grid, Kernel, Naming, Start, TorchDevice
+from mla_suite.launch.driver import Buffer, DriverError, Grid, Kernel, Start, TorchDevice
 from mla_suite.launch.gpu_driver import GpuDriver
 
 # CUlaunchConfig: grid, block, shared bytes, padding, stream, attributes, their number.
@@ -101,9 +100,7 @@ class CudaDriver(GpuDriver):
             self._call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, kernel.max_dynamic_lds)
         return kernel
 
-    def bind(
-        self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, naming: Naming | None, overlap: bool = False
-    ) -> Start:
+    def bind(self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, overlap: bool = False) -> Start:
         """`overlap` allows the kernel to begin before the previous one on the stream ends (see `_OVERLAP`)."""
         current, ordinal, stream_of, launch = self._current, self.ordinal, self._stream, self._launch
         handle, size = kernel.handle, kernel.params_size
@@ -111,10 +108,10 @@ class CudaDriver(GpuDriver):
         attributes = ctypes.addressof(self._overlap) if overlap else 0
         configs: dict[int, bytes] = {}
 
-        def start(params: bytes, given: tuple[Any, ...]) -> None:
+        def start(params: bytes, buffers: Sequence[Buffer]) -> None:
             if current() != ordinal:
                 with self._torch.guard(ordinal):
-                    return start(params, given)
+                    return start(params, buffers)
             if len(params) != size or not fits:
                 kernel.check(block, dynamic_lds, params)
             stream = stream_of(ordinal)

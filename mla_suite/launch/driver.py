@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -35,8 +35,7 @@ class Buffer(NamedTuple):
     access: str
 
 
-Naming = Callable[..., Iterable[Buffer]]  # (*given) -> the buffers of a call that was given those tensors
-Start = Callable[[bytes, tuple[Any, ...]], None]  # (params, given) -> a launch
+Start = Callable[[bytes, Sequence[Buffer]], None]  # (params, buffers) -> a launch
 
 
 class Kernel:
@@ -82,19 +81,18 @@ class Driver(Protocol):
 
     arch: ArchSpec
     name: str
+    checks_buffers: bool
+    """Whether a launch is given the buffers that the kernel may touch."""
 
     def load(self, entry: KernelEntry) -> Kernel:
         """The kernel of one manifest entry, loaded at the first call and kept."""
         ...
 
-    def bind(
-        self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, naming: Naming | None, overlap: bool = False
-    ) -> Start:
-        """Prepares a launch: start(params, given) enqueues the kernel on torch's current stream of this device.
+    def bind(self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, overlap: bool = False) -> Start:
+        """Prepares a launch: start(params, buffers) enqueues the kernel on torch's current stream of this device.
 
-        Only the emulator asks for a call's buffers, which are naming(*given). `overlap` lets the kernel begin before
-        the one ahead of it on the stream ends, where the device can; the kernel waits itself before it reads that one's
-        results.
+        Only a driver that `checks_buffers` looks at them. `overlap` lets the kernel begin before the one ahead of it on
+        the stream ends, where the device can; the kernel waits itself before it reads that one's results.
         """
         ...
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from mla_suite.archs import ArchSpec
 from mla_suite.build.manifest import KernelEntry
-from mla_suite.launch.driver import DriverError, Grid, Kernel, KernelCache, Naming, Start, TorchDevice
+from mla_suite.launch.driver import DriverError, Grid, Kernel, KernelCache, Start, TorchDevice
 
 _CAPTURE_ERRORS = range(900, 909)
 CAPTURE_MODE_RELAXED = 2  # of cuda.h and hip_runtime_api.h alike
@@ -29,6 +29,7 @@ class GpuDriver(ABC):
     __slots__ = ("_cache", "_current", "_launch", "_library", "_stream", "_torch", "arch", "ordinal")
 
     name: str
+    checks_buffers = False
     launch_function: ClassVar[str]
     exchange_capture_mode: ClassVar[str]
     """The library's functions that enqueue a kernel, and that exchange a thread's capture mode."""
@@ -50,12 +51,10 @@ class GpuDriver(ABC):
 
     def launch(self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, params: bytes) -> None:
         """Enqueues one launch that is not repeated."""
-        self.bind(kernel, grid, block, dynamic_lds, None)(params, ())
+        self.bind(kernel, grid, block, dynamic_lds)(params, ())
 
     @abstractmethod
-    def bind(
-        self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, naming: Naming | None, overlap: bool = False
-    ) -> Start:
+    def bind(self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, overlap: bool = False) -> Start:
         """Prepares a launch; see `Driver.bind`."""
 
     @abstractmethod

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from ctypes import byref, c_char_p, c_void_p
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from mla_suite.archs import ArchSpec
 from mla_suite.build.manifest import KernelEntry
-from mla_suite.launch.driver import DriverError, Grid, Kernel, Naming, Start, TorchDevice, check_hip_grid, fits_hip_grid
+from mla_suite.launch.driver import Buffer, DriverError, Grid, Kernel, Start, TorchDevice, check_hip_grid, fits_hip_grid
 from mla_suite.launch.gpu_driver import GpuDriver
 
 # AMD's own packages, then those of Debian and its derivatives, whose folder is named for the architecture.
@@ -104,18 +103,16 @@ class HipDriver(GpuDriver):
             self._call("hipModuleGetFunction", byref(function), module, entry.symbol.encode())
         return Kernel(entry, function, self.arch)
 
-    def bind(
-        self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, naming: Naming | None, overlap: bool = False
-    ) -> Start:
+    def bind(self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, overlap: bool = False) -> Start:
         """`overlap` is a permission that AMD GPUs have no use for."""
         current, ordinal, stream_of, launch = self._current, self.ordinal, self._stream, self._launch
         handle, size, shape = kernel.handle, kernel.params_size, (*grid, block, 1, 1, dynamic_lds)
         fits = block == kernel.threads and dynamic_lds <= kernel.max_dynamic_lds and fits_hip_grid(grid, block)
 
-        def start(params: bytes, given: tuple[Any, ...]) -> None:
+        def start(params: bytes, buffers: Sequence[Buffer]) -> None:
             if current() != ordinal:
                 with self._torch.guard(ordinal):
-                    return start(params, given)
+                    return start(params, buffers)
             if len(params) != size or not fits:
                 kernel.check(block, dynamic_lds, params)
                 check_hip_grid(grid, block)

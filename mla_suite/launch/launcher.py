@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ from mla_suite.archs import ArchSpec
 from mla_suite.build import instances, manifest
 from mla_suite.build.locations import ObjectError
 from mla_suite.core import dispatch
-from mla_suite.launch.driver import Driver, DriverError, Grid, Kernel, LaunchError, Naming, Start
+from mla_suite.launch.driver import Driver, DriverError, Kernel, LaunchError
 
 EMULATED_BY_ENVIRONMENT = os.environ.get("MLA_SUITE_EMULATE") or None
 """ArchSpec named by MLA_SUITE_EMULATE when this module was imported; a wrong name is reported at its first use."""
@@ -123,50 +122,16 @@ def has_kernel(arch: ArchSpec | str, instance_id: str) -> bool:
     return manifest.is_built(name, instance_id)
 
 
-def bind(
-    op: str,
-    instance_id: str,
-    tensor: torch.Tensor,
-    grid: Grid,
-    block: int,
-    dynamic_lds: int,
-    naming: Naming | None = None,
-    overlap: bool = False,
-) -> Start:
-    """Finds driver and kernel for repeated launches on a device: returns `enqueue(params, given)`.
-
-    op            operator named in errors
-    instance_id   kernel, as in the manifest
-    tensor        any tensor on the device
-    grid, block   workgroups in x, y, z; threads per workgroup
-    dynamic_lds   bytes of LDS beside the static
-    naming        naming(*given) gives the tensors that one call may touch; only the emulator asks for them
-    overlap       the kernel may begin before the previous one on the stream ends (it must wait itself)
-
-    `enqueue` puts the kernel on torch's current stream of the device. `params` is the packed parameter struct; the
-    caller keeps the tensors alive that it points to, since nothing here holds one. LaunchError names op, kernel, arch,
-    shape and the driver's explanation.
-    """
-    driver, kernel = _find(op, instance_id, tensor)
-    start = driver.bind(kernel, grid, block, dynamic_lds, naming, overlap)
-
-    def enqueue(params: bytes, given: tuple[Any, ...]) -> None:
-        try:
-            start(params, given)
-        except (DriverError, LaunchError) as error:
-            if type(error) not in (DriverError, LaunchError):
-                raise  # the emulator's findings, which carry their own account
-            named = naming(*given) if naming else ()
-            shapes = ", ".join(f"{buffer.name} {tuple(buffer.tensor.shape)}" for buffer in named) or "not given"
-            raise LaunchError(
-                f"{op}: kernel {instance_id} on {driver.arch.name}, grid {tuple(grid)} x {block} threads, "
-                f"{dynamic_lds} bytes of dynamic LDS, shapes: {shapes}: {error}"
-            ) from error
-
-    return enqueue
+def missing(arch: ArchSpec, *instances: str) -> dispatch.Unsupported | None:
+    """The reason why kernels that exist in source cannot run: one was not built. None when all were."""
+    wanted = next((instance for instance in instances if not has_kernel(arch, instance)), None)
+    if wanted is None:
+        return None
+    return dispatch.Unsupported(f"kernel {wanted} is not built for {arch.name}; {dispatch.HOW_TO_BUILD}")
 
 
-def _find(op: str, instance_id: str, tensor: torch.Tensor) -> tuple[Driver, Kernel]:
+def find(op: str, instance_id: str, tensor: torch.Tensor) -> tuple[Driver, Kernel]:
+    """Driver and loaded kernel for a tensor's device. LaunchError names the operator where there is none."""
     index: int | str = tensor.get_device()
     if index == -1:
         index = _emulated_name(op)

@@ -222,8 +222,8 @@ def test_a_row_without_a_commit_is_refused() -> None:
 
 def test_tiles_of_decodes_own_kernels_become_crossover_rows(tmp_path: Path) -> None:
     """Each kernel is tried once, its row is a limit on batch and context, and the row decides up to there."""
-    from mla_suite.archs.common import decode_search as native_search
-    from mla_suite.archs.common import decode_table
+    from mla_suite.archs import decode_search as native_search
+    from mla_suite.archs import decode_table
     from mla_suite.ops.decode import DECODE
 
     gfx950, space = arch.get("gfx950"), native_search.SPACES["native"]

@@ -5,9 +5,8 @@ import torch
 
 from mla_suite import archs
 from mla_suite.__main__ import main
-from mla_suite.archs.common.decode import shape_of
-from mla_suite.archs.sm_90.decode import split_count
-from mla_suite.archs.sm_90.decode_config import Sm90Config
+from mla_suite.archs.attention import decode_shape
+from mla_suite.archs.sm_90.decode import Sm90Config, split_count
 from mla_suite.cli import problem
 from mla_suite.core import register
 from mla_suite.core.explain import Explanation, explain_on
@@ -49,7 +48,7 @@ def test_the_splits_it_names_are_those_of_the_launch():
     given = DecodeArgs(*args, **kwargs)
     out = torch.empty(4, 1, 128, 512, dtype=torch.bfloat16, device="meta")
     config = Sm90Config(archs.get("sm_90"), "bf16", 576, "tma")
-    number = split_count(config, given, shape_of(given, given.q, out))
+    number = split_count(config, given, decode_shape(given, out))
     assert number > 1
     assert any(note.startswith(f"{number} splits of each sequence") for note in on("sm_90", "decode", **options).notes)
 
@@ -82,4 +81,4 @@ def test_the_command_prints_one_problem(capsys):
     )
     first, *rest = capsys.readouterr().out.splitlines()
     assert first == "sparse_decode on gfx950 -> native (gfx950): dsv4 records, tiles of 16 rows for 16 heads"
-    assert "  16 splits of each query token" in rest
+    assert "  16 splits of each query token, whose 16 partial results combine merges" in rest

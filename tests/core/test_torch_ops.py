@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_suite
-from mla_suite.archs.common import decode_table
+from mla_suite.archs import decode_table
 from mla_suite.core import allocation, dispatch, register
 
 OPS = torch.ops.mla_suite

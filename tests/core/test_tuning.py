@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mla_suite.archs.common.combine_config import FORMAT
+from mla_suite.archs.combine import FORMAT
 from mla_suite.core import tuning
 from mla_suite.core.tuning import Choice, Format, Integer
 

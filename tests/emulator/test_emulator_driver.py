@@ -21,12 +21,12 @@ def kernel(arch, programs):
 
 
 def launch(driver, loaded, grid, block, dynamic_lds, params, buffers):
-    driver.bind(loaded, grid, block, dynamic_lds, buffers)(params, ())
+    driver.bind(loaded, grid, block, dynamic_lds)(params, buffers)
 
 
 def arguments(a, b, out):
     params = struct.pack("<QQQi", a.data_ptr(), b.data_ptr(), out.data_ptr(), a.numel())
-    return params, lambda: [Buffer("a", a, "r"), Buffer("b", b, "r"), Buffer("out", out, "w")]
+    return params, [Buffer("a", a, "r"), Buffer("b", b, "r"), Buffer("out", out, "w")]
 
 
 @pytest.mark.parametrize(
@@ -64,12 +64,12 @@ def test_findings_raise_once_all_is_done(kernel):
     params, _ = arguments(a, b, out)
     buffers = [Buffer("a", a, "r"), Buffer("b", b, "r"), Buffer("out", out[:496], "w")]
     with pytest.raises(SanitizerError, match=r"global_out_of_bounds: add: `global_store_dword.*4 times") as caught:
-        launch(driver, loaded, (2, 1, 1), 256, 0, params, lambda: buffers)
+        launch(driver, loaded, (2, 1, 1), 256, 0, params, buffers)
     assert torch.equal(out[:496], (a + b)[:496])
     assert not out[496:].any()
     assert caught.value.report.stored["out"] == 4 * 496
     with configured(collect=True) as reports:
-        launch(driver, loaded, (2, 1, 1), 256, 0, params, lambda: buffers)
+        launch(driver, loaded, (2, 1, 1), 256, 0, params, buffers)
     assert [finding.kind for finding in reports[0].findings] == ["global_out_of_bounds"]
 
 
@@ -94,6 +94,6 @@ def test_refusals(kernel):
     with pytest.raises(LaunchError, match=f"{room + 16} bytes of LDS; {driver.arch.name} has {room}"):
         Emulator(driver.arch.name).launch(loaded.handle, (1, 1, 1), 256, room + 16, params, [])
     with pytest.raises(LaunchError, match="needs the buffers"):
-        launch(driver, loaded, (1, 1, 1), 256, 0, params, None)
+        launch(driver, loaded, (1, 1, 1), 256, 0, params, [])
     with pytest.raises(LaunchError, match="buffer a is on meta"):
-        launch(driver, loaded, (1, 1, 1), 256, 0, params, lambda: [Buffer("a", a.to("meta"), "r")])
+        launch(driver, loaded, (1, 1, 1), 256, 0, params, [Buffer("a", a.to("meta"), "r")])

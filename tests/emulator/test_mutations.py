@@ -28,8 +28,8 @@ from mutations import KINDS, Launch, contents, deletions, instruction, mutate, t
 import mla_suite
 from mla_suite import archs
 from mla_suite.archs import CSRC
-from mla_suite.archs.common import combine_config
-from mla_suite.archs.common.append_kv import MAX_TOKENS, AppendConfig
+from mla_suite.archs import combine as combine_config
+from mla_suite.archs.append_kv import MAX_TOKENS, AppendConfig
 from mla_suite.build import compilers
 from mla_suite.core import dispatch, register
 from mla_suite.emulator import Emulator, Memory
@@ -164,17 +164,17 @@ def first_launch(most: int = 1) -> Iterator[list[Launch]]:
     found: list[Launch] = []
     usual = EmulatorDriver.bind
 
-    def recorded(self, kernel, grid, block, dynamic_lds, naming, overlap=False):
-        start = usual(self, kernel, grid, block, dynamic_lds, naming, overlap)
+    def recorded(self, kernel, grid, block, dynamic_lds, overlap=False):
+        start = usual(self, kernel, grid, block, dynamic_lds, overlap)
 
-        def recording(params, given):
+        def recording(params, buffers):
             if len(found) < most:
-                owners = list(naming(*given))
+                owners = list(buffers)
                 memory = [Memory.of(*buffer) for buffer in owners]
                 text, symbol = kernel.entry.read_text(), kernel.entry.symbol
                 machine, before = Emulator(self.arch.name), contents(memory)
                 found.append(Launch(machine, text, symbol, grid, block, dynamic_lds, params, memory, owners, before))
-            start(params, given)
+            start(params, buffers)
 
         return recording
 

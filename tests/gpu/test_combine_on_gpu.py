@@ -8,7 +8,7 @@ import pytest
 import torch
 from merges import HEADS, INF, NAN, SPLITS, TOKENS, assert_rounded, exact, hard_to_round, partials, special
 
-from mla_suite.archs.common import combine_config as config
+from mla_suite.archs import combine as config
 from mla_suite.core import dispatch
 from mla_suite.ops.combine import COMBINE
 from mla_suite.testing import Exact, assert_close, poison

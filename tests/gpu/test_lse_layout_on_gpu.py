@@ -15,12 +15,11 @@ import pytest
 import torch
 
 import mla_suite
-from mla_suite.archs.common import combine as combine_launches
-from mla_suite.archs.common import decode as decode_launches
 from mla_suite.core import dispatch
 from mla_suite.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
+from mla_suite.launch import launcher
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
 SCALE = 576**-0.5
@@ -86,13 +85,13 @@ def assert_the_same(call, operator, out, lse):
 def launched(monkeypatch):
     """Names of the kernels that were prepared for decode and the combine behind it."""
     names = set()
-    for module in (decode_launches, combine_launches):
+    find = launcher.find
 
-        def bind(op, instance, *args, _bind=module.bind, **kwargs):
-            names.add(instance)
-            return _bind(op, instance, *args, **kwargs)
+    def noting(op, kernel, tensor):
+        names.add(kernel)
+        return find(op, kernel, tensor)
 
-        monkeypatch.setattr(module, "bind", bind)
+    monkeypatch.setattr(launcher, "find", noting)
     dispatch.clear_caches()
     yield names
     dispatch.clear_caches()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from backend_calls import BackendCalls
 
-from mla_suite.archs.common.plan import FEW, MAX_SEQUENCES
+from mla_suite.archs.plan import FEW, MAX_SEQUENCES
 from mla_suite.core import dispatch
 from mla_suite.ops.plan import PLAN, scheduler
 from mla_suite.testing import poison

@@ -26,6 +26,7 @@ class Chosen:
     """A driver that hands each launch to one of two: AMD's HIP runtime, or the emulator's own driver."""
 
     name = "chosen"
+    checks_buffers = True
 
     def __init__(self, session, direct):
         self.arch, self.session, self.direct = session.arch, session, direct
@@ -43,8 +44,8 @@ class Chosen:
         return self.current.load(entry)
 
     def bind(self, kernel, *how):
-        def start(params, given):
-            self.current.bind(self.current.load(kernel.entry), *how)(params, given)
+        def start(params, buffers):
+            self.current.bind(self.current.load(kernel.entry), *how)(params, buffers)
 
         return start
 

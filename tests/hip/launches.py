@@ -36,12 +36,12 @@ def recorded(session, call=append_kv):
     seen = []
     inner = session.bind
 
-    def bind(kernel, grid, block, dynamic_lds, naming, overlap=False):
-        start = inner(kernel, grid, block, dynamic_lds, naming, overlap)
+    def bind(kernel, grid, block, dynamic_lds, overlap=False):
+        start = inner(kernel, grid, block, dynamic_lds, overlap)
 
-        def recording(packed, given):
-            seen.append((kernel, grid, block, dynamic_lds, packed, list(naming(*given))))
-            start(packed, given)
+        def recording(packed, buffers):
+            seen.append((kernel, grid, block, dynamic_lds, packed, list(buffers)))
+            start(packed, buffers)
 
         return recording
 

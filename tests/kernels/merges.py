@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from mla_suite.archs.common.combine_config import CombineConfig
+from mla_suite.archs.combine import CombineConfig
 from mla_suite.testing import Exact, ulp
 
 INF, NAN = torch.inf, torch.nan

@@ -6,12 +6,13 @@ import torch
 from merges import exact, partials
 
 import mla_suite
-from mla_suite.archs.common import combine as native
+from mla_suite.archs import combine as native
 from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.plan.metadata import Plan
 from mla_suite.testing import assert_close, poison
 
-POINTERS = 7 * 8  # bytes of the addresses that begin the parameters
+NAMES = ("partial_out", "partial_lse", "split_indptr", "cu_seqlens_q", "attn_sink", "out", "lse")
+POINTERS = dict.fromkeys(NAMES)
 
 
 class PlanMerge:
@@ -38,11 +39,11 @@ class PlanMerge:
     def prepared(self, config, num_splits=1, skip_none=1):
         """The launch of a combine with this configuration."""
         rows = self.heads * self.q_len
-        return native.prepare(
+        return native.launch_of(
             *(config, (self.batch, rows, self.heads)),
             ((rows * 512, 512), (rows, 1), (self.heads * 512, 512)),
             (LseLayout.contiguous(self.heads), False),
-            *(True, torch.float32, self.heads, num_splits, (skip_none, False)),
+            *(True, torch.float32, self.heads, num_splits, (skip_none, False), POINTERS),
         )
 
     def check(self):

@@ -14,9 +14,10 @@ import torch
 
 from mla_suite import archs
 from mla_suite.archs import CSRC
-from mla_suite.archs.common import plan as native
-from mla_suite.archs.common.plan import PlanConfig
+from mla_suite.archs import plan as native
+from mla_suite.archs.plan import PlanConfig
 from mla_suite.archs.sm_90 import PLAN_WAVES
+from mla_suite.build.params import load
 from mla_suite.ops.plan import PLAN, reference
 
 HOST = Path(__file__).parent / "cuda_on_host" / "plan"
@@ -80,7 +81,7 @@ def definition(problem: Problem) -> np.ndarray:
 def words_of_kernels(
     program: Path, problems: Sequence[Problem], sizes: Sequence[int], seed: int = 1, seconds: float = 600
 ) -> Found:
-    """The words that the kernels make, with archs/common/plan.py's launches; `sizes` is the number of each plan's."""
+    """The words that the kernels make, with archs/plan.py's launches; `sizes` is the number of each plan's."""
     given = program.with_name(f"problems_{seed}")
     made = program.with_name(f"plans_{seed}")
     with given.open("wb") as file:
@@ -99,11 +100,15 @@ def words_of_kernels(
 def _packed(problem: Problem, words: int) -> bytes:
     split = problem.max_seqlen_kv, problem.num_splits, problem.split_size
     batch = len(problem.lens)
-    numbers, steps = native._prepare(CONFIG, batch, problem.rows, problem.num_sm_parts, *split)
-    params = bytes(24) + numbers
-    queries = problem.cu_seqlens_q or ()
+    numbers, groups = native.numbers_and_groups(CONFIG, batch, problem.rows, problem.num_sm_parts, *split)
+    params = load("plan").pack(**numbers, seq_lens=0, cu_seqlens_q=0, plan=0)
+    queries, steps = problem.cu_seqlens_q or (), native.steps(problem.num_splits, problem.split_size)
     head = batch, bool(queries), words, len(steps), len(params) // 4
-    launches = [(KERNELS.index((s.name, s.threads // SM_90.wavefront)), s.grid[0], s.threads) for s in steps]
+    waves = [CONFIG.waves_of(step, batch) for step in steps]
+    launches = [
+        (KERNELS.index((step, most)), groups[step], most * SM_90.wavefront)
+        for step, most in zip(steps, waves, strict=True)
+    ]
     ints = [*head, *(number for launch in launches for number in launch)]
     after = [*problem.lens, *queries]
     return struct.pack(f"<{len(ints)}i", *ints) + params + struct.pack(f"<{len(after)}i", *after)

@@ -11,11 +11,11 @@ from built import require_built
 
 import mla_suite
 from mla_suite import archs, emulator
-from mla_suite.archs.common import combine
-from mla_suite.archs.common.append_kv import MAX_TOKENS, AppendConfig
+from mla_suite.archs.append_kv import MAX_TOKENS, AppendConfig
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import KV_FORMATS, get_kv_format
 from mla_suite.kv_formats import cache as caches
+from mla_suite.launch import launcher
 from mla_suite.ops.append_kv import APPEND_KV
 
 NATIVE = BackendCalls(APPEND_KV, "native")
@@ -231,7 +231,7 @@ def test_refusals_are_sentences(monkeypatch):
     answer = NATIVE.supports(problem, archs.get("gfx950"))
     assert isinstance(answer, dispatch.Unsupported)
     assert "aligned to 1 bytes; kv_format v32 needs 4" in answer.reason
-    monkeypatch.setattr(combine, "has_kernel", lambda arch, instance: False)
+    monkeypatch.setattr(launcher, "has_kernel", lambda arch, instance: False)
     even = APPEND_KV.problem(kv_c, k_pe, filled(kind, 2, 4), torch.arange(2), kv_format="v32")
     answer = NATIVE.supports(even, archs.get("gfx950"))
     assert isinstance(answer, dispatch.Unsupported)

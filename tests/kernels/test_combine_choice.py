@@ -13,12 +13,13 @@ from static_asserts import assert_compiles
 
 import mla_suite
 from mla_suite import archs
-from mla_suite.archs.common import combine as kernels
-from mla_suite.archs.common import combine_config as config
-from mla_suite.archs.common import combine_search
-from mla_suite.archs.common.combine_config import CombineConfig
+from mla_suite.archs import combine as config
+from mla_suite.archs import combine as kernels
+from mla_suite.archs import combine_search
+from mla_suite.archs.combine import CombineConfig
 from mla_suite.archs.sm_90 import combine as sm_90_combine
 from mla_suite.core import dispatch, tuning
+from mla_suite.launch import launcher
 from mla_suite.ops.combine import COMBINE
 
 NATIVE = BackendCalls(COMBINE, "native")
@@ -294,7 +295,7 @@ def test_which_rows_are_merged_while_decode_runs(changed, taken):
 
 
 def test_without_its_kernel_the_refusal_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(kernels, "has_kernel", lambda arch, instance: False)
+    monkeypatch.setattr(launcher, "has_kernel", lambda arch, instance: False)
     args, kwargs = (torch.zeros(2, 3, 512), torch.zeros(2, 3)), dict(num_splits=2, out_dtype=torch.bfloat16)
     answer = NATIVE.supports(COMBINE.problem(*args, **kwargs), archs.get("gfx942"))
     assert isinstance(answer, dispatch.Unsupported)

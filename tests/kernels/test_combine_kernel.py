@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import subprocess
-from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,12 +29,14 @@ from merges import (
 import mla_suite
 from mla_suite import archs, emulator
 from mla_suite.archs import CSRC
-from mla_suite.archs.common import combine as kernels
-from mla_suite.archs.common import combine_config as config
-from mla_suite.archs.common.combine_config import CombineConfig
+from mla_suite.archs import combine as config
+from mla_suite.archs import combine as kernels
+from mla_suite.archs.combine import CombineConfig
 from mla_suite.build import compilers
 from mla_suite.core import dispatch
+from mla_suite.launch import launcher, run
 from mla_suite.launch.driver import LaunchError
+from mla_suite.launch.spec import CallSpec, Input
 from mla_suite.ops.combine import COMBINE
 from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.testing import assert_close, poison
@@ -215,7 +217,10 @@ def test_merge_of_ragged_queries(arch):
     heads, bounds, tokens = 8, [0, 2, 2, 7], [0, 1, 4, 4]
     partial_out, partial_lse = partials(7, 3 * heads)
     out, lse = poison(torch.empty(4, heads, 512)), poison(torch.empty(4, heads))
-    prepared = kernels.prepare(
+    splits, cu_seqlens_q = (torch.tensor(words, dtype=torch.int32) for words in (bounds, tokens))
+    names = ("partial_out", "partial_lse", "split_indptr", "cu_seqlens_q")
+    slots = {name: Input(position) for position, name in enumerate(names)}
+    launch = kernels.launch_of(
         config.invariant(arch, 512, 9 * heads),
         (3, 3 * heads, heads),
         tuple(tensor.stride()[:2] for tensor in (partial_out, partial_lse, out)),
@@ -225,12 +230,10 @@ def test_merge_of_ragged_queries(arch):
         1,
         0,
         (True, False),
+        {**slots, "attn_sink": None, **kernels.OUTPUTS},
     )
-    splits, cu_seqlens_q = (torch.tensor(words, dtype=torch.int32) for words in (bounds, tokens))
-    given = partial_out, partial_lse, splits, cu_seqlens_q, None, out, lse
-    launch = kernels.bind_launch(prepared, out, partial(kernels.buffers, partly=True))
-    addresses = kernels.pack_pointers(*(0 if tensor is None else tensor.data_ptr() for tensor in given))
-    launch(addresses + prepared.numbers, given)
+    given = partial_out, partial_lse, splits, cu_seqlens_q
+    run.prepare("combine", CallSpec((launch,)), (out, lse), given)((out, lse), given)
     wanted = exact(partial_out[:, :heads], partial_lse[:, :heads], [0, 2])
     assert_close(out[:1], lse[:1], wanted)
     assert bool(out[1:].isnan().all())
@@ -362,15 +365,16 @@ def launch_compiled(point, folder, monkeypatch):
     machine, reports = emulator.Emulator(point.arch.name), []
     program = machine.load_text(compiled(point.arch, point, folder), "combine_point")
 
-    def bind(op, instance, place, grid, block, lds, naming, overlap):
-        def run(params, given):
-            memories = [emulator.Memory.of(*buffer) for buffer in naming(*given)]
-            reports.append(machine.launch(program, grid, block, lds, params, memories))
+    def bind(kernel, grid, threads, smem, overlap):
+        def start(params, buffers):
+            memories = [emulator.Memory.of(*buffer) for buffer in buffers]
+            reports.append(machine.launch(program, grid, threads, smem, params, memories))
             assert not reports[-1].findings, reports[-1].findings
 
-        return run
+        return start
 
-    monkeypatch.setattr(kernels, "bind", bind)
+    driver = SimpleNamespace(checks_buffers=True, bind=bind)
+    monkeypatch.setattr(launcher, "find", lambda op, kernel, tensor: (driver, kernel))
     return reports
 
 

@@ -16,7 +16,7 @@ from decode_grid import CPU, HEADS, LENS, PAGES, Q_LENS, assert_within_bound
 
 import mla_suite
 from mla_suite import archs, emulator
-from mla_suite.archs.common import combine_config as combine_configs
+from mla_suite.archs import combine as combine_configs
 from mla_suite.core import tuning
 from mla_suite.launch import current_arch
 from mla_suite.ops.decode.samples import decode_sample

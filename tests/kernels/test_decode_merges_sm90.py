@@ -6,9 +6,9 @@ import pytest
 import torch
 from decode_launches import launched
 
-from mla_suite.archs.common import combine
+from mla_suite.archs import combine
+from mla_suite.archs.attention import DECODE_INPUTS
 from mla_suite.archs.sm_90.costs import Estimate
-from mla_suite.archs.sm_90.decode import PLAN
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan.metadata import Layout
 
@@ -34,10 +34,9 @@ from mla_suite.ops.plan.metadata import Layout
 )
 def test_which_partials_are_streamed(monkeypatch, options, streamed):
     merges = []
-    monkeypatch.setattr(combine, "bind_launch", lambda merge, *_: merges.append(merge.instance) or (lambda *call: None))
-    (*_, fields, _, _), _, _ = launched(monkeypatch, decode_sample((700, 90, 5), **options))
+    (*_, fields, _, _), _, _ = launched(monkeypatch, decode_sample((700, 90, 5), **options), merges=merges)
     assert fields["streaming"] == int(streamed)
-    assert ("streaming" in merges[0]) is streamed
+    assert ("streaming" in merges[0]["kernel"]) is streamed
 
 
 @pytest.mark.parametrize(
@@ -57,10 +56,9 @@ def test_which_cuts_a_cluster_merges(monkeypatch, options, exchange):
     """Two take no scratch, and nothing is launched behind them."""
     merged = exchange != "none"
     launches = []
-    monkeypatch.setattr(combine, "bind_launch", lambda *given: launches.append(given) or (lambda *call: None))
     split = {} if "split_size" in options else dict(num_splits=2)
     sample = decode_sample(**dict(lens=(700, 90, 5)) | split | options)
-    (instance, grid, _, shared, fields, _, buffers), _, _ = launched(monkeypatch, sample)
+    (instance, grid, _, shared, fields, _, buffers), _, _ = launched(monkeypatch, sample, merges=launches)
     assert instance.endswith(f"_clustermode-{exchange}")
     assert (len(launches), fields["partial_out"] == 0, "partial_out" not in buffers) == (not merged, merged, merged)
     if merged:
@@ -72,24 +70,22 @@ def test_which_cuts_a_cluster_merges(monkeypatch, options, exchange):
 def test_more_cuts_leave_half_as_many_partials(monkeypatch, keys, exchange, blocks):
     """Which combine merges: each two splits are one partial."""
     merges = []
-    monkeypatch.setattr(
-        combine, "prepare", lambda *given, prepare=combine.prepare: merges.append(given) or prepare(*given)
-    )
     boxes = []
     sample = decode_sample((keys,) * 16, heads=128, num_splits=4)
-    (instance, grid, _, _, fields, _, buffers), _, _ = launched(monkeypatch, sample, asked=boxes)
+    (instance, grid, _, _, fields, _, buffers), _, _ = launched(monkeypatch, sample, asked=boxes, merges=merges)
     assert instance.endswith(f"_clustermode-{exchange}")
     assert (grid, fields["num_splits"], fields["streaming"]) == ((2, 64, 1), 4, 0)
     assert buffers["partial_out"].tensor.shape == (32, 128, 512)
-    assert [merge[7] for merge in merges] == [2], "partials of each sequence"
+    assert [merge["num_splits"] for merge in merges] == [2], "partials of each sequence"
     assert boxes[0][-1] == (64, 32, blocks, 1), "keys of a box"
 
 
 def with_plan(options, batch, parts, bound):
     """The arguments of a call with a plan of this size, whose words a launch does not depend on."""
     args, kwargs = decode_sample((100,) * batch, **options).make(torch.device("cpu"))
+    at = DECODE_INPUTS["plan"].position
     plan = torch.zeros(Layout(batch, parts, batch + parts).words, dtype=torch.int32)
-    return (*args[:PLAN], plan, *args[PLAN + 1 :]), {**kwargs, "max_seqlen_kv": bound}
+    return (*args[:at], plan, *args[at + 1 :]), {**kwargs, "max_seqlen_kv": bound}
 
 
 @pytest.mark.parametrize(
@@ -110,13 +106,11 @@ def test_which_plans_are_walked_in_pairs(monkeypatch, batch, options, parts, bou
     """By sizes alone, since the plan is on the device; combine then looks for rows that were merged."""
     monkeypatch.setattr(Estimate, "plan_saves_little", lambda self, splits: False)
     merges = []
-    monkeypatch.setattr(
-        combine, "prepare", lambda *given, prepare=combine.prepare: merges.append(given) or prepare(*given)
-    )
     given = with_plan(options, batch, parts, bound)
-    (instance, grid, _, shared, _, _, _), _, _ = launched(monkeypatch, None, given=given)
+    (instance, grid, _, shared, _, _, _), _, _ = launched(monkeypatch, None, given=given, merges=merges)
     assert instance.endswith(f"_clustermode-{'reduce_last' if pairs else 'none'}")
-    assert [merge[-1] for merge in merges] == [(combine.MAY_BE_MERGED if pairs else 1, False)]
+    skipped = [(merge["skip_none"], merge["skip_single"]) for merge in merges]
+    assert skipped == [(combine.MAY_BE_MERGED if pairs else 1, 0)]
     assert grid[:2] == (-(-options["heads"] // 64), parts)
     if pairs:
         assert shared == 210992 + 5 * 4 * 64 + 8 * 20

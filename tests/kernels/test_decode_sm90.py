@@ -13,12 +13,12 @@ from decode_launches import CPU, H200, launched
 from static_asserts import assert_compiles
 
 from mla_suite import archs
-from mla_suite.archs.common import combine as combine_kernels
 from mla_suite.archs.sm_90.decode import Sm90Config
 from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N
 from mla_suite.build import manifest, params
 from mla_suite.build.instances import instances
 from mla_suite.core.dispatch import Supported, Unsupported
+from mla_suite.launch import launcher
 from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan.metadata import most_work_tiles
@@ -123,7 +123,7 @@ def test_what_was_built():
 
 
 def answer_of(monkeypatch, built=True, **options):
-    monkeypatch.setattr(combine_kernels, "has_kernel", lambda arch, instance: built)
+    monkeypatch.setattr(launcher, "has_kernel", lambda arch, instance: built)
     args, kwargs = decode_sample(options.pop("lens", (70,)), **options).make(CPU)
     return NATIVE.supports(DECODE.problem(*args, **kwargs), H200)
 
@@ -175,7 +175,7 @@ def test_what_it_cannot_take_is_refused_in_a_sentence(monkeypatch, options, sent
 
 
 def test_a_cache_off_alignment_is_refused(monkeypatch):
-    monkeypatch.setattr(combine_kernels, "has_kernel", lambda arch, instance: True)
+    monkeypatch.setattr(launcher, "has_kernel", lambda arch, instance: True)
     args, kwargs = decode_sample((70,)).make(CPU)
     flat = torch.zeros(args[1].numel() + 4, dtype=torch.bfloat16)
     shifted = flat[4:].view(args[1].shape)

@@ -26,7 +26,7 @@ class Merge(PlanMerge):
     def run(self, text, workgroups):
         launch = self.prepared(PersistentCombineConfig(archs.get("sm_90"), 512))
         fields = load("combine")
-        values = fields.unpack(bytes(POINTERS) + launch.numbers)
+        values = {**launch.numbers, **dict.fromkeys(POINTERS, 0)}
         assert values["workgroups"] == launch.grid[0]
         numbers = fields.pack(**{**values, "workgroups": workgroups})[POINTERS:]
         named = dict(partial_out=self.partial_out, partial_lse=self.partial_lse, plan=self.plan)

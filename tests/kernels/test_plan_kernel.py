@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 import mla_suite
 from mla_suite import archs, emulator
+from mla_suite.archs import plan as kernels
 from mla_suite.archs.cdna import PLAN_WAVES
-from mla_suite.archs.common import combine
-from mla_suite.archs.common import plan as kernels
-from mla_suite.archs.common.plan import MAX_SEQUENCES, PlanConfig
+from mla_suite.archs.plan import MAX_SEQUENCES, PlanConfig
 from mla_suite.core import dispatch
+from mla_suite.launch import launcher
 from mla_suite.ops.plan import PLAN, reference, samples, scheduler
 from mla_suite.testing import poison
 
@@ -129,7 +129,7 @@ def test_the_figures_of_sm_90(monkeypatch, name):
 
     for module in (kernels, reference):
         monkeypatch.setattr(module, "scheduler_costs", figures)
-    monkeypatch.setattr(kernels, "_prepare", kernels._prepare.__wrapped__)
+    monkeypatch.setattr(kernels, "numbers_and_groups", kernels.numbers_and_groups.__wrapped__)
     for seq_lens in (lens(8192), lens(*[3200] * 32), lens(*[512] * 128), torch.randint(0, 30_000, (50,)).int()):
         for rows, num_sm_parts in ((16, 132), (128, 66), (300, 33)):
             check((seq_lens,), arguments(num_heads=rows, num_sm_parts=num_sm_parts), names=(name,))
@@ -191,7 +191,7 @@ def test_a_batch_it_does_not_take_is_refused(batch):
 
 
 def test_without_its_kernels_the_refusal_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(combine, "has_kernel", lambda arch, instance: False)
+    monkeypatch.setattr(launcher, "has_kernel", lambda arch, instance: False)
     answer = NATIVE.supports(PLAN.problem(lens(5), **arguments()), archs.get("gfx950"))
     assert isinstance(answer, dispatch.Unsupported)
     assert "python -m mla_suite build" in answer.reason

@@ -18,7 +18,7 @@ from plan_merges import POINTERS, PlanMerge
 from planted import each_of
 
 from mla_suite import archs
-from mla_suite.archs.common import combine as native
+from mla_suite.archs import combine as native
 from mla_suite.archs.sm_90.combine import ResidentCombineConfig
 from mla_suite.build.params import load
 from mla_suite.ops.plan.metadata import OPEN, Plan, Word
@@ -72,7 +72,7 @@ class Merge(PlanMerge):
     def run(self, program, blocks, seed=1):
         launch = self.prepared(CONFIG, self.groups, native.MAY_BE_MERGED if self.groups else 1)
         fields = load("combine")
-        values = fields.unpack(bytes(POINTERS) + launch.numbers)
+        values = {**launch.numbers, **dict.fromkeys(POINTERS, 0)}
         params = fields.pack(**{**values, "workgroups": blocks})
         tensors = (self.partial_out, self.partial_lse, self.plan, self.tokens if self.ragged else None, self.sink)
         arrays = [np.zeros(0, np.int32) if x is None else x.numpy().view(np.int32) for x in tensors]

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_suite
 from mla_suite import archs, emulator
-from mla_suite.archs.common.sparse_decode import record_of
+from mla_suite.archs.attention import record_of
 from mla_suite.build import compilers, manifest
 from mla_suite.build.instances import instances
 from mla_suite.core.dispatch import Unsupported

@@ -6,21 +6,19 @@ import pytest
 import torch
 from backend_calls import BackendCalls
 from built import require_built
+from launch_records import mapped_to, record
 from sparse_problems import POOLS, in_mode, problem
 from static_asserts import assert_compiles
 
 import mla_suite
 from mla_suite import archs
-from mla_suite.archs.common import combine
-from mla_suite.archs.common import combine as combine_kernels
-from mla_suite.archs.common import sparse_decode as launching
 from mla_suite.archs.sm_90 import sparse_decode as sm_90
 from mla_suite.archs.sm_90.sparse_decode import SLOTS, STAGES, SWAP_AB, TOKEN_BYTES, WIDTHS, Sm90SparseConfig
 from mla_suite.build import manifest, params
 from mla_suite.build.instances import instances
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.core.explain import explain_on
-from mla_suite.launch import tensor_map
+from mla_suite.launch import launcher, tensor_map
 from mla_suite.launch.launcher import read_rate
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
 
@@ -93,7 +91,7 @@ def test_what_was_built():
 
 
 def answer_of(monkeypatch, pools, heads=16, built=True, **changes):
-    monkeypatch.setattr(combine_kernels, "has_kernel", lambda arch, instance: built)
+    monkeypatch.setattr(launcher, "has_kernel", lambda arch, instance: built)
     args, kwargs = problem(pools, 2, heads)
     args[0] = args[0].to(changes.pop("dtype", torch.bfloat16))
     return NATIVE.supports(SPARSE_DECODE.problem(*args, **kwargs | changes), H200)
@@ -201,16 +199,8 @@ def test_a_planned_batch_has_keys_as_the_first_operand_where_its_parts_are_long(
 @pytest.mark.parametrize("mode", ["one split", "splits and sink", "planned", "invariant", "ragged", "mtp"])
 def test_a_launch(monkeypatch, pools, mode):
     """Every parameter of a call, as the kernel would read it."""
-    seen = {}
-
-    def bind(*given, **options):
-        return lambda packed, call: seen.update(
-            given=given, options=options, packed=packed, named={item.name: item.tensor for item in given[6](*call)}
-        )
-
-    monkeypatch.setattr(tensor_map, "swizzled", lambda address, *rest: tuple(range(tensor_map.WORDS)))
-    monkeypatch.setattr(launching, "bind", bind)
-    monkeypatch.setattr(combine, "bind", lambda *given, **options: lambda *call: seen.update(merged=call))
+    seen = record(monkeypatch)
+    mapped_to(monkeypatch, lambda *given: tuple(range(tensor_map.WORDS)))
     args, kwargs = problem(POOLS[pools], 6, 100)
     in_mode(mode, args, kwargs, 3)
     facts = SPARSE_DECODE.problem(*args, **kwargs)
@@ -218,10 +208,9 @@ def test_a_launch(monkeypatch, pools, mode):
     outputs = tuple(torch.empty(o.shape, dtype=o.dtype) for o in SPARSE_DECODE.specify(*args, **kwargs))
     NATIVE.run(config, outputs, *args, **kwargs)
     struct = params.load("sparse_decode_tma")
-    op, instance, _, grid, threads, shared, _ = seen["given"]
-    read = struct.unpack(seen["packed"])
-    assert (op, instance, threads, shared) == ("sparse_decode", config.instance, 512, config.lds)
-    assert seen["options"] == {"overlap": True}
+    (instance, grid, threads, shared, overlap, packed, named), *merges = seen
+    read = struct.unpack(packed)
+    assert (instance, threads, shared, overlap) == (config.instance, 512, config.lds, True)
     assert grid == (2, read["grid_stride"], 1)
     assert grid[0] * grid[1] <= H200.compute_units
     assert [read[f"q_map_{word}"] for word in range(16)] == list(range(16))
@@ -233,10 +222,10 @@ def test_a_launch(monkeypatch, pools, mode):
         assert read[f"cache_{i}"] == cache.data_ptr()
         assert read[f"slots_{i}"] == cache.shape[0] * cache.shape[1]
     assert all(read[f"slots_{i}"] == 0 for i in range(len(args[1]), 4))
-    for name, tensor in seen["named"].items():
+    for name, tensor in named.items():
         assert name == "q" or read[name] == tensor.data_ptr()
-    assert ("merged" in seen) == (read["partial_out"] != 0)
-    assert "merged" in seen or mode in ("one split", "mtp", "ragged")
+    assert bool(merges) == (read["partial_out"] != 0)
+    assert merges or mode in ("one split", "mtp", "ragged")
 
 
 def apart(tensor):
@@ -247,16 +236,8 @@ def apart(tensor):
 @pytest.mark.parametrize("copied", ["nothing", "q", "indices", "lengths", "out and lse", "negative scale"])
 def test_a_call_after_another_with_its_metadata(monkeypatch, copied):
     """The prepared state of one call serves another: the numbers stay, every address is the other's or its copy's."""
-    launches, merges = [], []
-
-    def binder(noted):
-        return lambda *given, **options: (
-            lambda packed, call: noted.append((packed, {b.name: b.tensor for b in given[6](*call)}))
-        )
-
-    monkeypatch.setattr(tensor_map, "swizzled", lambda address, *rest: (address,) * tensor_map.WORDS)
-    monkeypatch.setattr(launching, "bind", binder(launches))
-    monkeypatch.setattr(combine, "bind", binder(merges))
+    seen = record(monkeypatch)
+    mapped_to(monkeypatch, lambda address, *rest: (address,) * tensor_map.WORDS)
     started = None
     for turn in range(2):
         args, kwargs = problem(POOLS["both scales"], 6, 24, seed=turn)
@@ -272,8 +253,12 @@ def test_a_call_after_another_with_its_metadata(monkeypatch, copied):
             config = sm_90.config_for(SPARSE_DECODE.problem(*args, **kwargs), H200)
             started = NATIVE.prepare(config, outputs, *args, **kwargs)
         started(outputs, (*args, *[None] * (7 - len(args))))
-        packed, named = launches[turn]
-        read, merged = params.load("sparse_decode_tma").unpack(packed), params.load("combine").unpack(merges[turn][0])
+        launch, merge = seen[2 * turn :]
+        named = launch.buffers
+        read, merged = (
+            params.load("sparse_decode_tma").unpack(launch.params),
+            params.load("combine").unpack(merge.params),
+        )
         expected = {"q": -args[0] if copied == "negative scale" else args[0]}
         for i in range(2):
             expected |= {f"cache_{i}": args[1][i], f"indices_{i}": args[2][i]}
@@ -290,7 +275,7 @@ def test_a_call_after_another_with_its_metadata(monkeypatch, copied):
             assert (read[name] != tensor.data_ptr()) == (copied == "out and lse" and name == "out"), "lse lies anywhere"
         assert merged["partial_out"] == read["partial_out"] == named["partial_out"].data_ptr() != 0
         assert (read["index_stride_0"], read["index_stride_1"], read["out_token_stride"]) == (33, 40, 24 * 512)
-    first, second = (params.load("sparse_decode_tma").unpack(packed) for packed, _ in launches)
+    first, second = (params.load("sparse_decode_tma").unpack(packed) for packed in (seen[0].params, seen[2].params))
     pointers = {field.name for field in params.load("sparse_decode_tma").fields if field.is_pointer}
     moved = {name for name in first if first[name] != second[name]}
     assert moved <= pointers | {f"q_map_{word}" for word in range(tensor_map.WORDS)}

@@ -45,7 +45,7 @@ def test_the_map_that_is_asked_for(monkeypatch, dtype, number):
     monkeypatch.setattr(tensor_map, "open_library", lambda: driver)
     tensor_map.swizzled.cache_clear()
     cache = torch.empty(9, 70, 576, dtype=dtype)[:, :64]  # room between the pages
-    words = tensor_map.swizzled(cache.data_ptr(), *tensor_maps.kv_map(cache.shape, cache.stride(), dtype, 9))
+    words = tensor_map.swizzled(cache.data_ptr(), *tensor_maps.kv_map(None, cache.shape, cache.stride(), dtype, 9)[1:])
     assert driver.given == (
         (0, number, cache.data_ptr(), [64, 64, 9, 9], [1152, 128, 70 * 1152]),
         ([64, 32, 9, 1], [1, 1, 1, 1], 0, 3, 2, 0),
@@ -103,16 +103,16 @@ def test_queries_in_boxes(monkeypatch, q_len, rows):
 def test_a_cache_of_one_page_or_none(monkeypatch):
     """A stride between pages means nothing then, and the map of nothing takes the queries' address."""
     boxes = [
-        tensor_maps.kv_map(shape, strides, torch.bfloat16, 9)
+        tensor_maps.kv_map(None, shape, strides, torch.bfloat16, 9)
         for shape, strides in (((1, 64, 576), (1, 576, 1)), ((0, 64, 576), (36864, 576, 1)))
     ]
-    assert [given[1:] for given in boxes] == [((64, 64, 9, 1), (1152, 128, 64 * 1152), (64, 32, 9, 1))] * 2
-    asked = []
-    monkeypatch.setattr(tensor_map, "swizzled", lambda *args: asked.append(args) or (0,) * 16)
-    queries = tensor_maps.q_map((1, 1, 16, 576), (9216, 9216, 576, 1), torch.bfloat16, 1)
-    for cache_at in (4096, 0):
-        tensor_maps.decode_packer(boxes[0], queries)(32, cache_at, *[0] * 15)
-    assert [call[0] for call in asked] == [4096, 32, 32, 32]
+    assert [given[2:] for given in boxes] == [((64, 64, 9, 1), (1152, 128, 64 * 1152), (64, 32, 9, 1))] * 2
+    args, kwargs = decode_sample((0,), num_splits=1).make(CPU)
+    for pages in (1, 0):
+        asked, cache = [], args[1][:pages]
+        with monkeypatch.context() as patch:
+            launched(patch, None, ((args[0], cache, *args[2:]), kwargs), asked)
+        assert [call[0] for call in asked] == [(cache if pages else args[0]).data_ptr(), args[0].data_ptr()]
 
 
 def test_a_map_the_driver_refuses():

@@ -39,7 +39,7 @@ class Rig:
         key = tuple(shape.values())
         kernel = self.driver.load(self.entry)
         if key not in self.bound:
-            self.bound[key] = self.driver.bind(kernel, *key[:3], None, key[3])
+            self.bound[key] = self.driver.bind(kernel, *key)
         self.bound[key](params, ())
 
     def launches(self):

@@ -8,13 +8,12 @@ from functools import partial
 
 import pytest
 import torch
+from launch_records import record
 from stub_drivers import FakeTorch, Stub
 
 import mla_suite
 from mla_suite import archs as arch
-from mla_suite.archs.common import combine as combine_launches
-from mla_suite.archs.common import combine_config as configs
-from mla_suite.archs.common import decode as decode_launches
+from mla_suite.archs import combine as configs
 from mla_suite.build import manifest
 from mla_suite.build.params import load
 from mla_suite.core import dispatch, register
@@ -154,12 +153,7 @@ def test_python_frames_of_a_call(hip, name, launches, frames, mode, ops):
 
 def test_calls_share_metadata_and_nothing_else(hip, monkeypatch):
     """Another address goes into the next launch; rows that 16-byte loads cannot reach are copied."""
-    given = []
-
-    def bind(*args, **kwargs):
-        return lambda params, call: given.append((params, [*args[6](*call)]))
-
-    monkeypatch.setattr(decode_launches, "bind", bind)
+    launches = record(monkeypatch)
     fields = load("decode")
     numbers = [field.name for field in fields.fields if not field.is_pointer]
     room = torch.randn(2, 4 * 16 * 576 + 8).bfloat16()
@@ -168,8 +162,8 @@ def test_calls_share_metadata_and_nothing_else(hip, monkeypatch):
     for q in queries:
         table = torch.arange(4, **INT32).view(4, 1)
         mla_suite.decode(q.view(4, 1, 16, 576), cache, lens, table, softmax_scale=0.1, num_splits=1)
-    words = [fields.unpack(params) for params, _ in given]
-    named = [{buffer.name: buffer.tensor for buffer in buffers} for _, buffers in given]
+    words = [fields.unpack(params) for params in [launch.params for launch in launches]]
+    named = [launch.buffers for launch in launches]
     assert [word["q"] == q.data_ptr() for word, q in zip(words, queries, strict=True)] == [True, True, False]
     for word, tensors, q in zip(words, named, queries, strict=True):
         assert torch.equal(tensors["q"].flatten(), q)
@@ -180,14 +174,7 @@ def test_calls_share_metadata_and_nothing_else(hip, monkeypatch):
 def test_prepared_calls_are_cleared_with_the_choices(hip, monkeypatch):
     """A combine whose tuned table has changed is chosen anew after `dispatch.clear_caches()`, not before."""
     call = attention("cpu")["decode in splits"]
-    combines = []
-    bind = combine_launches.bind
-
-    def noting(*args, **kwargs):
-        bound = bind(*args, **kwargs)
-        return lambda *given: combines.append(args[1]) or bound(*given)
-
-    monkeypatch.setattr(combine_launches, "bind", noting)
+    combines = record(monkeypatch)
     dispatch.clear_caches()
     call()
     other = configs.unaligned(arch.get("gfx942"), 512)
@@ -196,7 +183,8 @@ def test_prepared_calls_are_cleared_with_the_choices(hip, monkeypatch):
     dispatch.clear_caches()
     call()
     dispatch.clear_caches()
-    assert combines[0] == combines[1] != combines[2] == other.instance
+    names = [launch.kernel for launch in combines[1::2]]
+    assert names[0] == names[1] != names[2] == other.instance
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")

@@ -10,15 +10,26 @@ from mla_suite import archs as arch
 from mla_suite import launch
 from mla_suite.build import ObjectError, manifest, params
 from mla_suite.launch import launcher
-from mla_suite.launch.driver import Buffer, DriverError, Kernel, LaunchError
+from mla_suite.launch import run as running
+from mla_suite.launch.driver import DriverError, Kernel, LaunchError
+from mla_suite.launch.run import prepare
+from mla_suite.launch.spec import CallSpec, Input, LaunchSpec, Output
 
 NAME = "scale_threads-64"
+
+
+@pytest.fixture(autouse=True)
+def headers(monkeypatch, amd_objects):
+    """Parameter headers are those of the sample tree."""
+    csrc = amd_objects.find("gfx942", NAME).csrc
+    monkeypatch.setattr(running, "load", lambda name: params.load(name, csrc))
 
 
 class RecordingDriver:
     """Stands for the emulator."""
 
     name = "emulator"
+    checks_buffers = False
 
     def __init__(self, record):
         self.arch = record
@@ -28,11 +39,11 @@ class RecordingDriver:
     def load(self, entry):
         return Kernel(entry, None, self.arch)
 
-    def bind(self, kernel, grid, block, dynamic_lds, naming, overlap):
-        def start(params, given):
+    def bind(self, kernel, grid, block, dynamic_lds, overlap):
+        def start(params, buffers):
             if self.error:
                 raise self.error
-            self.launched.append((kernel.entry.arch, kernel.entry.id, grid, block, dynamic_lds, params, naming))
+            self.launched.append((kernel.entry.arch, kernel.entry.id, grid, block, dynamic_lds, params))
 
         return start
 
@@ -54,10 +65,12 @@ def drivers(monkeypatch, amd_objects):
     return made
 
 
-def run(tensor, **changes):
-    params = changes.pop("params", bytes(40))
-    arguments = {"grid": (1, 1, 1), "block": 64, "dynamic_lds": 0, **changes}
-    launch.bind("scale", NAME, tensor, **arguments)(params, ())
+def run(tensor, grid=(1, 1, 1), out=None, **numbers):
+    """scale of the sample tree, as an operator would launch it."""
+    out = tensor if out is None else out
+    numbers = {"scale": 0.5, "count": 2, "stride": 128, **numbers}
+    spec = LaunchSpec(NAME, grid, 64, 0, False, "scale", numbers, {"in": Input(0), "out": Output(0)})
+    prepare("scale", CallSpec((spec,)), (out,), (tensor,))((out,), (tensor,))
 
 
 def test_a_cpu_tensor_goes_to_the_emulated_arch(drivers):
@@ -172,9 +185,8 @@ def test_an_error_names_operator_kernel_arch_shape_and_cause(drivers):
     with launch.emulate("gfx942"):
         run(torch.empty(1))
         drivers["gfx942"].error = DriverError("hipErrorIllegalAddress: an illegal memory access was encountered")
-        tensors = [Buffer("in", torch.empty(3, 5), "r"), Buffer("out", torch.empty(3, 5), "w")]
         with pytest.raises(LaunchError) as caught:
-            run(torch.empty(1), grid=(7, 1, 1), naming=lambda: tensors)
+            run(torch.empty(3, 5), grid=(7, 1, 1))
     assert str(caught.value) == (
         "scale: kernel scale_threads-64 on gfx942, grid (7, 1, 1) x 64 threads, 0 bytes of dynamic LDS, "
         "shapes: in (3, 5), out (3, 5): hipErrorIllegalAddress: an illegal memory access was encountered"
@@ -207,13 +219,9 @@ def test_machine_code_runs_end_to_end(monkeypatch, amd_objects):
     monkeypatch.setattr(launcher, "_drivers", {})
     monkeypatch.setattr(launcher, "_prepared", {})
     monkeypatch.setattr(manifest, "_found", lambda: amd_objects)
-    mirror = params.load("scale", amd_objects.find("gfx942", NAME).csrc)
     x, out = torch.randn(64 * 5), torch.full((64 * 5,), float("nan"))
-    values = {"in": x.data_ptr(), "out": out.data_ptr(), "scale": 0.5, "count": x.numel(), "stride": 128}
-    tensors = [Buffer("in", x, "r"), Buffer("out", out, "w")]
     with launch.emulate("gfx942"):
-        run(x, grid=(2, 1, 1), params=mirror.pack(**values), naming=lambda: tensors)
+        run(x, (2, 1, 1), out, count=x.numel())
         assert torch.equal(out, x.view(-1, 2).flip(1).reshape(-1) * 0.5)
-        values["count"] += 1
         with pytest.raises(SanitizerError, match="scale_threads"):
-            run(x, grid=(2, 1, 1), params=mirror.pack(**values), naming=lambda: tensors)
+            run(x, (2, 1, 1), out, count=x.numel() + 1)

@@ -11,7 +11,9 @@ import torch
 from mla_suite import launch
 from mla_suite.build import build, compilers, manifest, params
 from mla_suite.launch import launcher, scratch
+from mla_suite.launch import run as running
 from mla_suite.launch.driver import LaunchError
+from mla_suite.launch.spec import CallSpec, Input, LaunchSpec, Output
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
 NAME = "scale_threads-64"
@@ -30,17 +32,18 @@ def objects(tmp_path_factory):
 
 @pytest.fixture
 def scale(objects, monkeypatch):
-    """scale(x, factor, out) through launch.bind; nothing is loaded yet."""
+    """scale(x, factor, out) through launch.run; nothing is loaded yet."""
     monkeypatch.setattr(manifest, "_found", lambda: objects)
     monkeypatch.setattr(launcher, "_drivers", {})
     monkeypatch.setattr(launcher, "_prepared", {})
-    pack = params.load("scale", objects.find(*next(iter(objects.kernels))).csrc).pack
+    csrc = objects.find(*next(iter(objects.kernels))).csrc
+    monkeypatch.setattr(running, "load", lambda name: params.load(name, csrc))
 
     def run(x, factor, out, **changes):
-        packed = pack(**{"in": x.data_ptr()}, out=out.data_ptr(), scale=factor, count=x.numel(), stride=64 * 40)
-        arguments = {"grid": (40, 1, 1), "block": 64, "dynamic_lds": 0, **changes}
-        shape = [arguments.pop(name) for name in ("grid", "block", "dynamic_lds")]
-        launch.bind("scale", NAME, x, *shape, **arguments)(packed, ())
+        shape = {"grid": (40, 1, 1), "block": 64, "dynamic_lds": 0, "overlap": False, **changes}
+        numbers, pointers = dict(scale=factor, count=x.numel(), stride=64 * 40), {"in": Input(0), "out": Output(0)}
+        spec = LaunchSpec(NAME, *shape.values(), "scale", numbers, pointers)
+        running.prepare("scale", CallSpec((spec,)), (out,), (x,))((out,), (x,))
         return out
 
     return run
@@ -164,7 +167,8 @@ def test_host_time_of_a_launch(scale, objects, record_property):
     scale(x, 1.0, out)
     pack = params.load("scale", objects.find(*next(iter(objects.kernels))).csrc).pack
 
-    start = launch.bind("scale", NAME, x, (1, 1, 1), 64, 0)
+    driver, kernel = launcher.find("scale", NAME, x)
+    start = driver.bind(kernel, (1, 1, 1), 64, 0)
 
     def launch_once():
         start(pack(**{"in": x.data_ptr()}, out=out.data_ptr(), scale=1.0, count=64, stride=64), ())

@@ -11,9 +11,9 @@ from bench_reduce import KEYS_PER_SPLIT
 
 import mla_suite
 from mla_suite import archs, emulator
+from mla_suite.archs import decode_table
+from mla_suite.archs.attention import MIN_SPLIT, decode_shape, default_splits
 from mla_suite.archs.cdna.decode import CdnaConfig
-from mla_suite.archs.common import decode_table
-from mla_suite.archs.common.decode import MIN_SPLIT, default_splits, shape_of
 from mla_suite.archs.sm_90.decode import Sm90Config, split_count
 from mla_suite.build import manifest
 from mla_suite.core import dispatch, tuning
@@ -30,11 +30,11 @@ def count(name: str, batch: int, rows: int, bound: int = LONG) -> int:
     cache = torch.empty(4, 64, 576, dtype=torch.bfloat16, device=meta)
     lens, table = (torch.empty(*shape, dtype=torch.int32, device=meta) for shape in ((batch,), (batch, 4)))
     args = DecodeArgs(q, cache, lens, table, softmax_scale=1.0, max_seqlen_kv=bound)
-    shape = shape_of(args, q, torch.empty(batch, 1, rows, 512, dtype=torch.bfloat16, device=meta))
+    shape = decode_shape(args, torch.empty(batch, 1, rows, 512, dtype=torch.bfloat16, device=meta))
     if name == "sm_90":
         return split_count(Sm90Config(record, "bf16", 576, "tma"), args, shape)
     config = CdnaConfig(record, "bf16", "bf16", min(128, -(-rows // 16) * 16), 576, False)
-    return default_splits(config, args, shape)
+    return default_splits(record, config.tiles(rows), args, shape)
 
 
 @pytest.mark.parametrize("name", ["gfx942", "gfx950"])

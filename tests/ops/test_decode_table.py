@@ -12,8 +12,8 @@ import torch
 
 import mla_suite
 from mla_suite import archs
+from mla_suite.archs import decode_table
 from mla_suite.archs.cdna import decode as cdna_decode
-from mla_suite.archs.common import decode_table
 from mla_suite.build import compilers, manifest
 from mla_suite.core import dispatch, tuning
 from mla_suite.launch import has_kernel

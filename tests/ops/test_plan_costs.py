@@ -9,7 +9,7 @@ import torch
 from plan_checks import check, make
 
 from mla_suite import archs as arch
-from mla_suite.archs.common.plan import PlanConfig
+from mla_suite.archs.plan import PlanConfig
 from mla_suite.archs.sm_90 import PLAN_WAVES, costs, tile
 from mla_suite.ops.plan import dealing, reference
 from mla_suite.ops.plan.scheduler import TILE_COST, SchedulerCosts, balanced_splits, round_up, scheduler_costs

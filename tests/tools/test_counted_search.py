@@ -11,7 +11,8 @@ import counted_search
 import pytest
 
 from mla_suite import archs
-from mla_suite.archs.common import combine_config, combine_search
+from mla_suite.archs import combine as combine_config
+from mla_suite.archs import combine_search
 from mla_suite.bench import sets
 from mla_suite.build import manifest
 from mla_suite.core import dispatch, tuning

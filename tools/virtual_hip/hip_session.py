@@ -7,10 +7,10 @@ as well. The runtime is AMD's, unchanged; the GPU it sees is the virtual one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mla_suite.archs import ArchSpec
 from mla_suite.build import params as param_structs
@@ -18,7 +18,7 @@ from mla_suite.build.manifest import KernelEntry
 from mla_suite.emulator.driver import options
 from mla_suite.emulator.machine import Memory, Schedule
 from mla_suite.emulator.report import SanitizerError
-from mla_suite.launch.driver import Buffer, Grid, Kernel, LaunchError, Naming, Start, TorchDevice
+from mla_suite.launch.driver import Buffer, Grid, Kernel, LaunchError, Start, TorchDevice
 from mla_suite.launch.hip import HipDriver, open_library
 from virtual_hip.hip_runtime import Handle, HipRuntime
 from virtual_hip.virtual_gpu import Expectation, VirtualGpu
@@ -84,6 +84,7 @@ class HipSession:
     """Runs an arch's kernels on CPU tensors through a HIP runtime. Every thread has a stream of its own."""
 
     name = "hip"
+    checks_buffers = True
 
     def __init__(self, arch: ArchSpec, library: Path) -> None:
         self.arch = arch
@@ -106,20 +107,18 @@ class HipSession:
     def load(self, entry: KernelEntry) -> Kernel:
         return self.driver.load(entry)
 
-    def bind(
-        self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, naming: Naming | None, overlap: bool = False
-    ) -> Start:
+    def bind(self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, overlap: bool = False) -> Start:
         """A launch waits for its end. It raises what HipDriver, HIP or the sanitizer say. `overlap` has no effect."""
 
-        def start(params: bytes, given: tuple[Any, ...]) -> None:
-            if naming is None:
-                raise LaunchError("the HIP session needs the buffers a kernel may touch; pass `naming` to bind")
-            self._launch(kernel, grid, block, dynamic_lds, params, list(naming(*given)))
+        def start(params: bytes, buffers: Sequence[Buffer]) -> None:
+            if not buffers:
+                raise LaunchError("the HIP session needs the buffers that a kernel may touch")
+            self._launch(kernel, grid, block, dynamic_lds, params, buffers)
 
         return start
 
     def _launch(
-        self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, params: bytes, items: list[Buffer]
+        self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, params: bytes, items: Sequence[Buffer]
     ) -> None:
         how, stream = options.get(), self.stream()
         mirror = Mirror(self.gpu, self.runtime)
@@ -142,7 +141,7 @@ class HipSession:
                 raise SanitizerError(report)
 
     def _declare(
-        self, kernel: Kernel, params: bytes, items: list[Buffer], mirror: Mirror, schedule: Schedule
+        self, kernel: Kernel, params: bytes, items: Sequence[Buffer], mirror: Mirror, schedule: Schedule
     ) -> tuple[bytes, Expectation]:
         """The parameters with the GPU's addresses, and what their dispatches may touch."""
         layout = param_structs.load(kernel.entry.params)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from mla_suite.archs.attention import sparse_supports
+from mla_suite.archs.base import CommonKernels
 from mla_suite.archs.cdna import decode
 from mla_suite.archs.cdna.decode import MAX_ROWS, CdnaConfig
 from mla_suite.archs.cdna.sparse_decode import CdnaSparseConfig
-from mla_suite.archs.common import sparse_decode as sparse_kernels
-from mla_suite.archs.common.kernels import CommonKernels
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.ops.combine import Problem as CombineProblem
 from mla_suite.ops.decode import Problem as DecodeProblem
@@ -33,7 +33,7 @@ class CdnaKernels(CommonKernels):
 
     def sparse_decode(self, problem: SparseDecodeProblem) -> Supported | Unsupported:
         kernels = self.sparse_config
-        return sparse_kernels.supports(problem, self.arch, kernels.for_problem, kernels.records)
+        return sparse_supports(problem, self.arch, kernels.for_problem, kernels.records)
 
     def combine(self, problem: CombineProblem) -> Supported | Unsupported:
         if problem.plus_inf_lse:

@@ -7,29 +7,26 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mla_suite.archs import ArchSpec
-from mla_suite.archs.common import combine, decode_table
-from mla_suite.archs.common import combine_config as combine_configs
-from mla_suite.archs.common.attention import MAX_ROW_TILES
-from mla_suite.archs.common.combine import missing
-from mla_suite.archs.common.decode import (
+from mla_suite.archs import ArchSpec, combine, decode_table
+from mla_suite.archs.attention import (
+    DECODE_INPUTS,
+    MAX_ROW_TILES,
     NO_MASK,
-    POINTERS,
-    Prepared,
     Shape,
     Splits,
-    combine_launch,
-    copies_out,
+    call_of,
+    combined,
+    decode_numbers,
+    decode_out_is_apart,
+    decode_pointers,
+    decode_shape,
     default_splits,
-    launch_of,
-    negated,
-    numbers_of,
-    shape_of,
 )
-from mla_suite.build.params import pack_numbers, packer
+from mla_suite.archs.combine import OUTPUTS
 from mla_suite.core import dispatch
-from mla_suite.core.dispatch import Launch, Supported, Unsupported
-from mla_suite.launch import has_kernel
+from mla_suite.core.dispatch import Supported, Unsupported
+from mla_suite.launch import has_kernel, missing
+from mla_suite.launch.spec import CallSpec, Copy, LaunchSpec, Temporary
 from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.decode import DecodeArgs, Problem
 from mla_suite.ops.plan.metadata import splits_of
@@ -47,7 +44,6 @@ FP8_KV_FORMATS = {"fnuz": "fp8_fnuz", "ocp": "fp8"}  # by the arch's flavour
 FP8_QUERIES = {"fnuz": torch.float8_e4m3fnuz, "ocp": torch.float8_e4m3fn}
 PAIRS = (("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "fp8"), ("fp8", "fp8"))
 """(query, cache) that have instances; fp8 is e4m3 in the arch's own flavour."""
-_pack_pointers = packer(len(POINTERS)).pack
 
 
 @dataclass(frozen=True)
@@ -116,55 +112,47 @@ class CdnaConfig:
         """Workgroups that share the keys of one work tile."""
         return -(-rows // self.rows)
 
-    def notes(self, outputs: tuple[torch.Tensor, ...], args: DecodeArgs) -> tuple[str, ...]:
-        """Returns what `explain` says of a call: how its keys are split."""
-        if args.seq_lens.shape[0] == 0 or outputs[0].numel() == 0:
-            return ()
-        shape = shape_of(args, args.q, outputs[0])
-        return (_splits(self, args, shape).note(shape),)
-
-    def prepare(self, outputs: tuple[torch.Tensor, ...], args: DecodeArgs) -> Launch:
+    def spec(self, outputs: tuple[torch.Tensor, ...], args: DecodeArgs) -> CallSpec:
         """The launch of decode, and of the combine behind it."""
         out, lse = outputs
         if args.seq_lens.shape[0] == 0 or out.numel() == 0:
-            return lambda outputs, tensors: None
-        q = negated(args.q) if args.softmax_scale < 0 else args.q
-        shape = shape_of(args, q, out)
+            return CallSpec()
+        shape = decode_shape(args, out)
         splits = _splits(self, args, shape)
         slots, work_tiles = splits.slots(shape), splits.tiles(shape)
         if shape.plan_words:
             work_tiles = min(work_tiles, self.arch.compute_units)
-        copies_q, temporary = not shape.q.in_whole_vectors, copies_out(shape)
-        queries = shape.q.copied() if copies_q else shape.q
-        results = shape.out.copied() if temporary else shape.out
-        numbers = pack_numbers(
-            "decode",
-            POINTERS,
+        queries, results, copies, temporaries = shape.q, shape.out, list[Copy](), list[Temporary]()
+        if args.softmax_scale < 0 or not queries.in_whole_vectors:
+            queries = queries.copied()
+            copies.append(Copy(DECODE_INPUTS["q"], args.softmax_scale < 0))
+        if decode_out_is_apart(shape):
+            results = results.copied()
+            temporaries.append(Temporary(OUTPUTS["out"]))
+        # The kernels store lse as [tokens, heads] with -inf, and it is converted for who wants it otherwise.
+        if args.plus_inf_lse or not lse.is_contiguous():
+            temporaries.append(Temporary(OUTPUTS["lse"], args.plus_inf_lse))
+        numbers = dict(
             q_batch_stride=0 if shape.ragged else queries.strides[0],
             q_token_stride=queries.strides[-3],
             q_head_stride=queries.strides[-2],
             kv_token_stride=args.kv_cache.stride(1),
             block_table_stride=0 if args.block_table is None else args.block_table.stride(0),
             grid_stride=work_tiles,
-            **numbers_of(args, shape, results, splits),
+            **decode_numbers(args, shape, results, splits),
         )
-        combined = None
+        grid, pointers = (work_tiles, self.tiles(shape.rows), 1), decode_pointers(args, slots > 0)
+        launch = LaunchSpec(self.instance, grid, self.threads, 0, False, "decode", numbers, pointers)
+        merge = None
         if slots:
             partials = -(-slots // shape.batch)
             uniform = not (shape.plan_words or shape.ragged)
             chosen = combine.config_for(
                 self.arch, args.head_dim_v, out.dtype, shape.rows, shape.batch, partials, splits.size > 0, uniform
             )
-            combined = combine_launch(
-                chosen, args, shape, results, (LseLayout.contiguous(shape.heads), False), splits.partials
-            )
-        grid = (work_tiles, self.tiles(shape.rows), 1)
-        prepared = Prepared(
-            # The kernels store lse as [tokens, heads] with -inf, and it is converted for who wants it otherwise.
-            *(self, grid, 0, False, numbers, copies_q, temporary, args.plus_inf_lse or not lse.is_contiguous()),
-            *(slots, shape.rows, combined),
-        )
-        return launch_of(prepared, args, _pack_pointers)
+            merge = combined(chosen, args, shape, results, (LseLayout.contiguous(shape.heads), False), splits.partials)
+        note = splits.note(shape, "sequence")
+        return call_of(launch, merge, shape, slots, args.head_dim_v, copies, temporaries, (note,))
 
 
 def tile_rows(rows: int, most: int = MAX_ROWS) -> int:
@@ -195,7 +183,7 @@ def supports(problem: Problem, arch: ArchSpec, rule: Rule) -> Supported | Unsupp
         config, row = rule(problem, MAX_ROWS), None
     tiles = f"tiles of {config.rows} rows for {problem.q_len} x {problem.heads} query rows"
     answer = Supported(config, tiles if row is None else f"{tiles}, by {decode_table.reason(row)}")
-    return missing(arch, config.instance, *combine_configs.invariant_instances(arch, problem.head_dim_v)) or answer
+    return missing(arch, config.instance, *combine.invariant_instances(arch, problem.head_dim_v)) or answer
 
 
 def _unsupported(problem: Problem, arch: ArchSpec) -> str | None:
@@ -228,6 +216,6 @@ def _splits(config: CdnaConfig, args: DecodeArgs, shape: Shape) -> Splits:
     if shape.plan_words:
         return Splits(1, 1, args.split_size)
     has_sink = args.attn_sink is not None
-    by_size = int(splits_of(shape.bound, args.split_size, has_sink)) if args.split_size else 0
-    count = args.num_splits or by_size or default_splits(config, args, shape)
+    by_size = int(splits_of(shape.keys, args.split_size, has_sink)) if args.split_size else 0
+    count = args.num_splits or by_size or default_splits(config.arch, config.tiles(shape.rows), args, shape)
     return Splits(count, count, args.split_size)

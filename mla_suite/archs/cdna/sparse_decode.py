@@ -8,29 +8,25 @@ from typing import ClassVar
 
 import torch
 
-from mla_suite.archs import ArchSpec
-from mla_suite.archs.common import combine
-from mla_suite.archs.common.sparse_decode import (
-    MIN_SPLIT,
-    POINTERS,
-    Prepared,
-    Shape,
-    combine_launch,
-    launch_of,
-    numbers_of,
+from mla_suite.archs import ArchSpec, combine
+from mla_suite.archs.attention import (
+    SPARSE_INPUTS,
+    call_of,
+    combined,
     record_of,
-    shape_of,
-    slots_and_tiles,
-    split_note,
-    splits_of_call,
+    sparse_copies,
+    sparse_numbers,
+    sparse_pointers,
+    sparse_shape,
+    sparse_splits,
 )
-from mla_suite.build.params import packer
-from mla_suite.core.dispatch import Launch
+from mla_suite.archs.combine import OUTPUTS
+from mla_suite.launch.spec import CallSpec, Copy, LaunchSpec, Temporary
+from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs
 
+MIN_SPLIT = 128  # keys: below this, combining costs more than another compute unit saves
 WAVES = 4
-LEADING = ("q", *POINTERS)
-_pack_leading = packer(len(LEADING)).pack
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,7 @@ class CdnaSparseConfig:
     record  how a selected token is stored: a value of `records`
     rows    query rows (heads of one token) that a workgroup holds: one of `rows_of(record)`
 
-    A subclass names the arch that it belongs to, its records as `archs.common.sparse_decode.RECORDS` has them, and the
+    A subclass names the arch that it belongs to, its records as `archs.attention.RECORDS` has them, and the
     rows of its instances, fewest first.
     """
 
@@ -93,39 +89,43 @@ class CdnaSparseConfig:
         """Workgroups that share the keys of one query token."""
         return -(-heads // self.rows)
 
-    def notes(self, outputs: tuple[torch.Tensor, ...], args: SparseDecodeArgs) -> tuple[str, ...]:
-        """Returns what `explain` says of a call: how its keys are split."""
-        if outputs[0].numel() == 0:
-            return ()
-        shape = shape_of(args, args.q, outputs, any_lse=False)
-        return (split_note(shape, _splits(self, args, shape)),)
-
-    def prepare(self, outputs: tuple[torch.Tensor, ...], args: SparseDecodeArgs) -> Launch:
-        """The launch of sparse_decode."""
-        if outputs[0].numel() == 0:
-            return lambda outputs, tensors: None
-        q = -args.q if args.softmax_scale < 0 else args.q  # the kernels find the largest score before they scale
-        shape = shape_of(args, q, outputs, any_lse=False)
-        units, tiles = self.arch.compute_units, self.tiles(shape.heads)
-        splits = _splits(self, args, shape)
-        slots, work_tiles = slots_and_tiles(shape, splits)
-        groups = min(work_tiles, units) if shape.plan_words else work_tiles
-        own = {"q_token_stride": shape.q.strides[0], "q_head_stride": shape.q.strides[1], "grid_stride": groups}
-        numbers = numbers_of("sparse_decode", LEADING, args, shape, splits, **own)
-        combined = None
+    def spec(self, outputs: tuple[torch.Tensor, ...], args: SparseDecodeArgs) -> CallSpec:
+        """The launch of sparse_decode, and of the combine behind it."""
+        out, lse = outputs
+        if out.numel() == 0:
+            return CallSpec()
+        shape = sparse_shape(args, out)
+        copies, temporaries = sparse_copies(args), list[Temporary]()
+        if args.softmax_scale < 0 or not shape.q.in_whole_vectors:
+            shape = shape._replace(q=shape.q.copied())
+            copies.append(Copy(SPARSE_INPUTS["q"], args.softmax_scale < 0))
+        if not shape.out.in_whole_vectors:
+            shape = shape._replace(out=shape.out.copied())
+            temporaries.append(Temporary(OUTPUTS["out"]))
+        # The kernels store lse as [tokens, heads] with -inf, and it is converted for who wants it otherwise.
+        if args.plus_inf_lse or not lse.is_contiguous():
+            temporaries.append(Temporary(OUTPUTS["lse"], args.plus_inf_lse))
+        groups = shape.batch * self.tiles(shape.heads)
+        # Without any other number, the splits fill the device once.
+        splits = sparse_splits(
+            args, shape, lambda: max(1, min(self.arch.compute_units // groups, shape.keys // MIN_SPLIT))
+        )
+        slots, work_tiles = splits.slots(shape), splits.tiles(shape)
+        if shape.plan_words:
+            work_tiles = min(work_tiles, self.arch.compute_units)
+        numbers = sparse_numbers(args, shape, splits) | dict(
+            q_token_stride=shape.q.strides[0], q_head_stride=shape.q.strides[1], grid_stride=work_tiles
+        )
+        pointers = {"q": SPARSE_INPUTS["q"], **sparse_pointers(args, slots > 0)}
+        grid = (work_tiles, self.tiles(shape.heads), 1)
+        launch = LaunchSpec(self.instance, grid, self.threads, 0, False, "sparse_decode", numbers, pointers)
+        merge = None
         if slots:
-            partials, fixed = -(-slots // shape.tokens), args.split_size > 0
+            partials, fixed = -(-slots // shape.batch), args.split_size > 0
             chosen = combine.config_for(
-                self.arch, args.head_dim_v, shape.out.dtype, shape.heads, shape.tokens, partials, fixed
+                self.arch, args.head_dim_v, out.dtype, shape.heads, shape.batch, partials, fixed
             )
-            combined = combine_launch(chosen, args, shape, splits)
-        prepared = Prepared(self, (groups, tiles, 1), 0, False, numbers, shape, slots, combined)
-        return launch_of(prepared, args, _pack_leading)
-
-
-def _splits(config: CdnaSparseConfig, args: SparseDecodeArgs, shape: Shape) -> int:
-    """Splits of each query token; the kernel's own fill the device once, with MIN_SPLIT keys at least."""
-    groups = shape.tokens * config.tiles(shape.heads)
-    return splits_of_call(
-        args, shape, lambda: max(1, min(config.arch.compute_units // groups, shape.keys // MIN_SPLIT))
-    )
+            wanted = LseLayout.contiguous(shape.heads), False
+            merge = combined(chosen, args, shape, shape.out, wanted, splits.partials)
+        note = splits.note(shape, "query token")
+        return call_of(launch, merge, shape, slots, args.head_dim_v, copies, temporaries, (note,))

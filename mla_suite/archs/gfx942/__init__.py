@@ -2,10 +2,10 @@
 
 from typing import ClassVar
 
+from mla_suite.archs.attention import RECORDS
 from mla_suite.archs.cdna import CdnaKernels
 from mla_suite.archs.cdna.decode import ELEMENTS, FP8_KV_FORMATS, CdnaConfig, tile_rows
 from mla_suite.archs.cdna.sparse_decode import CdnaSparseConfig
-from mla_suite.archs.common.sparse_decode import RECORDS
 from mla_suite.ops.decode import Problem as DecodeProblem
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mla_suite.archs.common import sparse_decode as sparse_kernels
-from mla_suite.archs.common.kernels import CommonKernels
+from mla_suite.archs.attention import sparse_supports
+from mla_suite.archs.base import CommonKernels
 from mla_suite.archs.sm_90 import costs, decode, sparse_decode
 from mla_suite.archs.sm_90.tile import BLOCK_M
 from mla_suite.core.dispatch import Supported, Unsupported
@@ -26,7 +26,7 @@ class Kernels(CommonKernels):
         return decode.supports(problem, self.arch)
 
     def sparse_decode(self, problem: SparseDecodeProblem) -> Supported | Unsupported:
-        return sparse_kernels.supports(problem, self.arch, sparse_decode.config_for)
+        return sparse_supports(problem, self.arch, sparse_decode.config_for)
 
     def scheduler_costs(self, num_q_rows: int) -> SchedulerCosts:
         return costs.scheduler_costs(num_q_rows)

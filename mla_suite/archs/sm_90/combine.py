@@ -6,10 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mla_suite.archs import ArchSpec
-from mla_suite.archs.common import combine
-from mla_suite.archs.common import combine_config as configs
-from mla_suite.archs.common.combine_config import CombineConfig
+from mla_suite.archs import ArchSpec, combine
+from mla_suite.archs.combine import CombineConfig
 
 PLANNED_GROUPS = 4  # workgroups for each compute unit, that walk the splits of a plan
 RESIDENT = 4224  # waves of a whole H200; the compiled kernel takes from it how many splits are many
@@ -119,7 +117,7 @@ def for_plan(
     """
     if head_dim_v != 512:
         return None
-    every_row = configs.rule(arch, head_dim_v, rows * batch, 2)
+    every_row = combine.rule(arch, head_dim_v, rows * batch, 2)
     if every_row.parts > 1:
         return None
     if every_row.grid(rows * batch) > every_row.resident * arch.compute_units:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mla_suite.archs import ArchSpec
-from mla_suite.archs.common import combine_config
+from mla_suite.archs import combine as combine_config
 from mla_suite.archs.sm_90.combine import MAX_STREAMED_ROWS, MAX_STREAMED_SPLITS, STREAMING_POINTS
 from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N, groups_of
 from mla_suite.ops.plan.scheduler import TILE_COST, SchedulerCosts

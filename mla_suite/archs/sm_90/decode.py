@@ -1,44 +1,237 @@
-"""decode on sm_90: which instance, how many splits, and how it is launched."""
+"""decode on sm_90: its instances, which of them runs, how many splits, and its launches."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from mla_suite.archs import ArchSpec
-from mla_suite.archs.common import combine as combine_kernels
-from mla_suite.archs.common import combine_config as combine_configs
-from mla_suite.archs.common import decode_table
-from mla_suite.archs.common.combine import AnyCombineConfig, missing
-from mla_suite.archs.common.decode import (
-    INPUTS,
+from mla_suite.archs import ArchSpec, decode_table
+from mla_suite.archs import combine as combine_kernels
+from mla_suite.archs.attention import (
+    DECODE_INPUTS,
     NO_MASK,
-    Prepared,
     Shape,
     Splits,
-    combine_launch,
-    copies_out,
-    launch_of,
-    negated,
-    numbers_of,
-    shape_of,
+    call_of,
+    combined,
+    decode_numbers,
+    decode_out_is_apart,
+    decode_pointers,
+    decode_shape,
     tuned_splits,
 )
+from mla_suite.archs.combine import OUTPUTS, AnyCombineConfig
 from mla_suite.archs.sm_90 import combine, tensor_maps
 from mla_suite.archs.sm_90.costs import Estimate, best_splits, pairing_pays
-from mla_suite.archs.sm_90.decode_config import ELEMENTS, KV_LOADS, ROPE, WIDTHS, Sm90Config
-from mla_suite.archs.sm_90.tile import BLOCK_N, groups_of
-from mla_suite.build.params import pack_numbers, reciprocal
-from mla_suite.core.dispatch import Launch, Supported, Unsupported
-from mla_suite.launch import tensor_map
+from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N, P_BYTES, REGISTER_STEPS, block_bytes, groups_of, swap_ab_bytes
+from mla_suite.build.params import reciprocal
+from mla_suite.core.dispatch import Supported, Unsupported
+from mla_suite.launch import missing, tensor_map
+from mla_suite.launch.spec import CallSpec, Copy, LaunchSpec, Temporary
 from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.decode import DecodeArgs, Problem
 from mla_suite.ops.plan.metadata import splits_of
 
-PLAN = INPUTS.index("plan")
 MAX_M = 2**25 - 1  # query rows of a sequence: 32 bits count its partial results in 16 bytes
+REDUCE_BYTES = 5 * 4 * BLOCK_M + 8 * (4 + 4 * 4)  # cluster_mode reduce_o: the statistics of both splits, and barriers
+SENTINEL_BYTES = 16 + 4096  # streaming combine: one mbarrier and the pattern that the sentinels are filled from
+EXCHANGE_STAGES = 4
+RAW_STAGES = 2  # stages of keys as they are stored, which the producer of e4m3 rows copies ahead
+# cluster_mode exchange_p: two stages of 256 columns of the other CTA's keys, two buffers of its P, the statistics of
+# both splits, barriers, and the sentinel pattern of one row's half.
+EXCHANGE_BYTES = 2 * BLOCK_N * 512 + 2 * P_BYTES + 5 * 4 * BLOCK_M + 8 * (2 + 2 * 2 + 2 * 2 + 2 * 4) + 16 + 1024
+ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
+CLUSTER_MODES = ("none", "reduce_o", "reduce_last", "exchange_p")
+WIDTHS = (576, 512)
+ROPE = 64
+ROTATED_KEY_BYTES = 2 * ROPE + 4 * ROPE  # beside an un-rotated key: what rounding its rope part leaves, and its angles
+
+
+@dataclass(frozen=True)
+class KvLoad:
+    """One way in which keys come, and the instances that have it.
+
+    dtypes         types of queries
+    cluster_modes  width of a cached row -> its cluster modes
+    stages         (width, most query rows of a CTA) -> stages of its ring of keys; with 'exchange_p' EXCHANGE_STAGES
+    costs_as       width -> the kv_load whose times the cost model has (`Estimate`)
+    by_box         the copy engine brings keys, 32 of one page at a time
+    rotates        keys are un-rotated in the cache: 'rotated' in REGISTER_STEPS, and ROTATED_KEY_BYTES
+    instance       its name, from the members of Sm90Config
+    threads        of a CTA: four warpgroups of which one loads keys, one computes P and two hold the result; or three
+                   of which one loads keys and two compute P and the result
+    """
+
+    dtypes: tuple[str, ...]
+    cluster_modes: Mapping[int, tuple[str, ...]]
+    stages: Mapping[tuple[int, int], int]
+    costs_as: Mapping[int, str]
+    instance: str = "decode_dtype-{dtype}_dqk-{width}_kvsource-{kv_load}_clustermode-{cluster_mode}"
+    threads: int = 512
+    by_box: bool = False
+    rotates: bool = False
+
+
+_ROTATED = "decode_rotated_dtype-{{dtype}}_dqk-{{width}}_kvsource-{}_clustermode-{{cluster_mode}}_rotate-1"
+KV_LOADS = {
+    "tma": KvLoad(
+        dtypes=("bf16", "fp16"),
+        cluster_modes=dict.fromkeys(WIDTHS, CLUSTER_MODES),
+        stages={(576, BLOCK_M): 5, (512, BLOCK_M): 5},
+        costs_as={576: "tma", 512: "tma"},
+        by_box=True,
+    ),
+    "cp_async": KvLoad(
+        dtypes=("bf16", "fp16"),
+        cluster_modes=dict.fromkeys(WIDTHS, ("none",)),
+        stages={(576, BLOCK_M): 5, (512, BLOCK_M): 5},
+        costs_as={576: "cp_async", 512: "cp_async"},
+    ),
+    "fp8": KvLoad(  # beside five stages of 512 values there is no room for what a cluster needs
+        dtypes=("bf16", "fp16", "fp8"),
+        cluster_modes={576: ("none", "reduce_o"), 512: ("none",)},
+        stages={(576, BLOCK_M): 4, (512, BLOCK_M): 5},
+        costs_as={576: "fp8", 512: "cp_async"},
+    ),
+    "swap_ab": KvLoad(
+        dtypes=("bf16", "fp16", "fp8"),
+        cluster_modes={576: ("none",)},
+        stages={(576, 16): 11, (576, 32): 9},
+        costs_as={576: "fp8"},
+        instance="swap_ab_decode_dtype-{dtype}_qrows-{q_rows}",
+        threads=384,
+    ),
+    "tma_rotated": KvLoad(  # the warp that a streaming combine needs rotates, and a peer's keys find no room
+        dtypes=("bf16", "fp16"),
+        cluster_modes={576: ("none", "reduce_o", "reduce_last")},
+        stages={(576, BLOCK_M): 4},
+        costs_as={576: "tma_rotated"},
+        instance=_ROTATED.format("tma"),
+        by_box=True,
+        rotates=True,
+    ),
+    "cp_async_rotated": KvLoad(
+        dtypes=("bf16", "fp16"),
+        cluster_modes={576: ("none",)},
+        stages={(576, BLOCK_M): 4},
+        costs_as={576: "cp_async"},
+        instance=_ROTATED.format("cp_async"),
+        rotates=True,
+    ),
+}
+"""The ways in which keys come, by the values of `kv_load`.
+
+tma       the copy engine brings 32 keys of one page at a time
+cp_async  threads bring keys of any pages
+fp8       keys of any pages are e4m3, which threads convert
+swap_ab   the same, converted where they are multiplied, as the first operand (csrc/sm_90/decode/swap_ab), for few rows
+tma_rotated, cp_async_rotated  as 'tma' and 'cp_async' bring them, then their rope parts are rotated in shared memory
+"""
+
+
+@dataclass(frozen=True)
+class Sm90Config:
+    """One instance of csrc/sm_90/decode. Construction raises ValueError, in a sentence, for an illegal point.
+
+    dtype     type of queries; the result has it, too, or bf16 for fp8
+    width     values of a cached row
+    kv_load   how keys come, one of KV_LOADS; but for 'fp8' and 'swap_ab' they have the queries' type
+    cluster_mode  each CTA of a cluster of two processes one split of a sequence, and the two write one result or
+              partial: they reduce O ('reduce_o') or exchange P ('exchange_p') over DSMEM; with a plan they reduce O
+              of their last work tiles where these are splits of one sequence ('reduce_last'); 'none' without a
+              cluster
+    q_rows    query rows of a CTA at most; fewer than 64 only with 'swap_ab'
+    """
+
+    arch: ArchSpec = field(repr=False)
+    dtype: str
+    width: int
+    kv_load: str
+    cluster_mode: str = "none"
+    q_rows: int = BLOCK_M
+
+    def __post_init__(self) -> None:
+        if self.arch.name != "sm_90":
+            self._raise(f"{self.arch.name} is not sm_90")
+        self._check("kv_load", tuple(KV_LOADS))
+        self._check("dtype", self.load.dtypes)
+        self._check("width", tuple(self.load.cluster_modes))
+        self._check("cluster_mode", self.load.cluster_modes[self.width])
+        self._check("q_rows", tuple(rows for width, rows in self.load.stages if width == self.width))
+        if self.lds > self.arch.lds_bytes:
+            self._raise(f"it needs {self.lds} bytes of shared memory of {self.arch.lds_bytes}")
+
+    def _check(self, name: str, possible: tuple[str | int, ...]) -> None:
+        if getattr(self, name) not in possible:
+            self._raise(f"{name} is one of {', '.join(map(str, possible))}")
+
+    def _raise(self, why: str) -> None:
+        point = f"dtype={self.dtype} width={self.width} kv_load={self.kv_load}"
+        raise ValueError(f"decode: no kernel at {point} on {self.arch.name}: {why}")
+
+    @property
+    def load(self) -> KvLoad:
+        return KV_LOADS[self.kv_load]
+
+    @property
+    def threads(self) -> int:
+        return self.load.threads
+
+    @property
+    def stages(self) -> int:
+        return EXCHANGE_STAGES if self.cluster_mode == "exchange_p" else self.load.stages[self.width, self.q_rows]
+
+    @property
+    def lds(self) -> int:
+        """Dynamic shared memory in bytes, as csrc/sm_90/decode/shared_storage.hpp lays it out."""
+        if self.kv_load == "swap_ab":
+            return swap_ab_bytes(self.width, self.stages, self.q_rows)
+        if self.load.rotates:
+            rotated = block_bytes(self.width, self.stages, REGISTER_STEPS["rotated"], ROTATED_KEY_BYTES)
+            return rotated + (0 if self.cluster_mode == "none" else REDUCE_BYTES) + 8 * self.stages
+        alone = block_bytes(self.width, self.stages, REGISTER_STEPS[self.kv_load])
+        reduced = dict.fromkeys(("reduce_o", "reduce_last"), REDUCE_BYTES)
+        beside = {"none": SENTINEL_BYTES, "exchange_p": EXCHANGE_BYTES, **reduced}[self.cluster_mode]
+        if self.kv_load == "fp8":
+            cluster = 0 if self.cluster_mode == "none" else beside
+            raw = RAW_STAGES * (BLOCK_N * self.width + 2 * 8)
+            return -(-(alone + cluster) // 128) * 128 + raw
+        return alone + (beside if self.kv_load == "tma" else 0)
+
+    @property
+    def instance(self) -> str:
+        return self.load.instance.format_map(vars(self))
+
+    @property
+    def costs_as(self) -> str:
+        """The kv_load whose times the cost model has."""
+        return self.load.costs_as[self.width]
+
+    @property
+    def cluster_modes(self) -> tuple[str, ...]:
+        """The modes that `clustered` takes."""
+        return KV_LOADS[self.costs_as].cluster_modes[self.width]
+
+    def clustered(self, cluster_mode: str) -> Sm90Config:
+        """The instance with a cluster mode. One without clusters gives way to the one that it costs as."""
+        if cluster_mode in self.load.cluster_modes[self.width]:
+            return replace(self, cluster_mode=cluster_mode)
+        return Sm90Config(self.arch, self.dtype, self.width, self.costs_as, cluster_mode)
+
+    @property
+    def box_blocks(self) -> int:
+        """Blocks of 64 values of 32 keys that the copy engine brings at a time."""
+        return 1 if self.cluster_mode == "exchange_p" or self.load.rotates else self.width // 64
+
+    def tiles(self, rows: int) -> int:
+        """CTAs that share the keys of one work tile."""
+        return -(-rows // BLOCK_M)
+
+    def spec(self, outputs: tuple[torch.Tensor, ...], args: DecodeArgs) -> CallSpec:
+        """The launch of decode, and of the combine behind it."""
+        return _spec(self, outputs, args)
 
 
 def config_for(problem: Problem, arch: ArchSpec) -> Sm90Config:
@@ -66,7 +259,7 @@ def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
     clusters = [config.clustered(mode).instance for mode in config.cluster_modes]
     reason = f"tiles of {config.q_rows} rows for {problem.q_len} x {problem.heads} query rows"
     answer = Supported(config, reason if row is None else f"{reason}, by {decode_table.reason(row)}")
-    return missing(arch, *clusters, *combine_configs.invariant_instances(arch, problem.head_dim_v)) or answer
+    return missing(arch, *clusters, *combine_kernels.invariant_instances(arch, problem.head_dim_v)) or answer
 
 
 def _unsupported(problem: Problem) -> str | None:
@@ -99,7 +292,7 @@ def whole_blocks(split_size: int) -> int:
 def split_count(config: Sm90Config, args: DecodeArgs, shape: Shape) -> int:
     """Splits per sequence where arguments say nothing: the tuned row's, else those of the least estimated time."""
     return tuned_splits(config.arch, args, shape) or best_splits(
-        config.arch, config.costs_as, shape.batch, shape.rows, -(-shape.bound // BLOCK_N)
+        config.arch, config.costs_as, shape.batch, shape.rows, -(-shape.keys // BLOCK_N)
     )
 
 
@@ -110,35 +303,20 @@ def _split(
     if shape.plan_words:
         splits = Splits(1, 1, args.split_size)
         groups = groups_of(config.arch, splits.tiles(shape), config.tiles(shape.rows))
-        merges = may_pair_parts(config, args, groups) and pairing_pays(shape.batch, shape.rows, groups, shape.bound)
+        merges = may_pair_parts(config, args, groups) and pairing_pays(shape.batch, shape.rows, groups, shape.keys)
         return config.clustered("reduce_last" if merges else "none"), splits, None
     size = whole_blocks(args.split_size)
-    by_size = int(splits_of(shape.bound, size, args.attn_sink is not None)) if size else 0
+    by_size = int(splits_of(shape.keys, size, args.attn_sink is not None)) if size else 0
     count = args.num_splits or by_size or split_count(config, args, shape)
     if size:
         return config, Splits(count, count, size), None
-    estimate = Estimate(config.arch, config.costs_as, shape.batch, shape.rows, -(-shape.bound // BLOCK_N))
+    estimate = Estimate(config.arch, config.costs_as, shape.batch, shape.rows, -(-shape.keys // BLOCK_N))
     mode = estimate.cluster_mode(count)
     partials, runs = (count, 2) if mode == "none" else (count // 2, 4)
     streaming = None
     if estimate.streams(count, mode):
         streaming = combine.streaming(config.arch, 512, shape.rows, shape.batch, partials, estimate.busy(count), runs)
     return config.clustered(mode), Splits(count, partials, size), streaming
-
-
-def notes(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArgs) -> tuple[str, ...]:
-    """Returns what `explain` says of a call: how its keys are split."""
-    out = outputs[0]
-    if args.seq_lens.shape[0] == 0 or out.numel() == 0:
-        return ()
-    if _needs_no_plan(config, args, out):
-        unread = "the plan is not read: equal splits take less time for these sequences"
-        return unread, *notes(config, outputs, replace(args, plan=None))
-    shape = shape_of(args, args.q, out)
-    clustered, splits, streaming = _split(config, args, shape)
-    beside = " while decode runs" if streaming is not None else ""
-    pairs = "" if clustered.cluster_mode == "none" else f"; clusters of two CTAs, cluster_mode {clustered.cluster_mode}"
-    return (f"{splits.note(shape)}{beside}{pairs}",)
 
 
 def may_pair_parts(config: Sm90Config, args: DecodeArgs, groups: int) -> bool:
@@ -158,43 +336,51 @@ def _needs_no_plan(config: Sm90Config, args: DecodeArgs, out: torch.Tensor) -> b
         return False
     if args.seq_lens.shape[0] == 1:
         return True
-    shape = shape_of(args, args.q, out)
-    estimate = Estimate(config.arch, config.costs_as, shape.batch, shape.rows, -(-shape.bound // BLOCK_N))
+    shape = decode_shape(args, out)
+    estimate = Estimate(config.arch, config.costs_as, shape.batch, shape.rows, -(-shape.keys // BLOCK_N))
     return estimate.plan_saves_little(split_count(config, args, shape))
 
 
-def prepare(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArgs) -> Launch:
+def _spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArgs) -> CallSpec:
     out, lse = outputs
     if args.seq_lens.shape[0] == 0 or out.numel() == 0:
-        return lambda outputs, tensors: None
+        return CallSpec()
+    notes = []
     if _needs_no_plan(config, args, out):
-        unplanned = prepare(config, outputs, replace(args, plan=None))
-        return lambda outputs, tensors: unplanned(outputs, (*tensors[:PLAN], None, *tensors[PLAN + 1 :]))
-    q = negated(args.q) if args.softmax_scale < 0 else args.q
-    shape = shape_of(args, q, out)
+        args = replace(args, plan=None)
+        notes.append("the plan is not read: equal splits take less time for these sequences")
+    shape = decode_shape(args, out)
     config, splits, streaming = _split(config, args, shape)
     slots, tiles = splits.slots(shape), config.tiles(shape.rows)
     groups = groups_of(config.arch, splits.tiles(shape), tiles)
-    copies_q = not shape.q.in_whole_vectors or tensor_maps.pitch(shape.q.shape, shape.q.strides) is None
-    within_span = tensor_maps.within_span(shape.q_len, shape.heads, shape.out.strides)
-    temporary = copies_out(shape) or not within_span
-    queries = shape.q.copied() if copies_q else shape.q
-    results = shape.out.copied() if temporary else shape.out
-    kv_map = None
+    queries, results, copies, temporaries = shape.q, shape.out, list[Copy](), list[Temporary]()
+    reached = queries.in_whole_vectors and tensor_maps.pitch(queries.shape, queries.strides) is not None
+    if args.softmax_scale < 0 or not reached:
+        queries = queries.copied()
+        copies.append(Copy(DECODE_INPUTS["q"], args.softmax_scale < 0))
+    if decode_out_is_apart(shape) or not tensor_maps.within_span(shape.q_len, shape.heads, shape.out.strides):
+        results = results.copied()
+        temporaries.append(Temporary(OUTPUTS["out"]))
+    if config.load.rotates and args.rope_cos_sin.data_ptr() % tensor_map.ALIGNMENT:  # type: ignore[union-attr]  # rotated by it
+        copies.append(Copy(DECODE_INPUTS["rope_cos_sin"]))
+    maps = dict.fromkeys(("kv_map", "q_map"))
     if config.load.by_box:
-        kv_map = tensor_maps.kv_map(args.kv_cache.shape, args.kv_cache.stride(), q.dtype, config.box_blocks)
-    q_map = None
+        # Nothing is read of a cache without pages, which has no address, but a map needs one.
+        cache = DECODE_INPUTS["kv_cache" if args.kv_cache.shape[0] else "q"]
+        kv_map = tensor_maps.kv_map(
+            cache, args.kv_cache.shape, args.kv_cache.stride(), queries.dtype, config.box_blocks
+        )
+        maps["kv_map"] = kv_map
     if queries.dtype.itemsize > 1:
-        q_map = tensor_maps.q_map(queries.shape, queries.strides, queries.dtype, shape.q_len)
+        q_map = tensor_maps.q_map(DECODE_INPUTS["q"], queries.shape, queries.strides, queries.dtype, shape.q_len)
+        maps["q_map"] = q_map
     q_row_stride = tensor_maps.pitch(queries.shape, queries.strides)
     if q_row_stride is None:
         raise RuntimeError(f"decode: rows of queries with strides {queries.strides} are not evenly apart, even copied")
     splits_reciprocal, splits_shift = reciprocal(splits.number)
     table = args.block_table
     wanted_lse = LseLayout.of(lse), args.plus_inf_lse
-    numbers = pack_numbers(
-        "decode_tma",
-        tensor_maps.LEADING,
+    numbers = dict(
         q_row_stride=q_row_stride,
         **combine_kernels.lse_numbers(*wanted_lse),
         heads_reciprocal=(2**32 - 1) // shape.heads + 1 if shape.heads > 1 else 0,
@@ -205,10 +391,16 @@ def prepare(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeA
         splits_shift=splits_shift,
         grid_stride=groups,
         streaming=int(streaming is not None),
-        rope_cos_sin=0,
-        **numbers_of(args, shape, results, splits),
+        **decode_numbers(args, shape, results, splits),
     )
-    combined = None
+    pointers = decode_pointers(args, slots > 0)
+    in_table, in_list = pointers.pop("block_table"), pointers.pop("kv_indices")
+    pointers["page_ids"] = in_list if in_table is None else in_table
+    launch = LaunchSpec(
+        *(config.instance, (tiles, groups, 1), config.threads, config.lds, True),
+        *("decode_tma", numbers, pointers, maps),
+    )
+    merge = None
     if slots:
         merges = config.cluster_mode == "reduce_last"
         chosen: AnyCombineConfig = streaming or combine.config_for(
@@ -223,27 +415,8 @@ def prepare(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeA
             merges,
         )
         # A plan says itself how many partials a sequence has; which of them decode merges depends on `groups`.
-        partials = groups if merges else splits.partials
-        combined = combine_launch(chosen, args, shape, results, wanted_lse, partials, merges)
-    pack = tensor_maps.decode_packer(kv_map, q_map)
-    if config.load.rotates:
-        numbers, pack = b"", tensor_maps.with_cos_sin(pack, numbers)
-    prepared = Prepared(
-        *(config, (tiles, groups, 1), config.lds, True, numbers, copies_q, temporary, False),
-        *(slots, shape.rows, combined),
-    )
-    launch = launch_of(prepared, args, pack)
-    return _with_aligned_cos_sin(launch) if config.load.rotates else launch
-
-
-def _with_aligned_cos_sin(launch: Launch) -> Launch:
-    """The launch with a copy of rope_cos_sin where that is not aligned to 16 bytes, as bulk copies ask."""
-    at = tensor_maps.COS_SIN
-
-    def aligned(outputs: tuple[torch.Tensor, ...], tensors: tuple[Any, ...]) -> None:
-        cos_sin = tensors[at]
-        if cos_sin.data_ptr() % tensor_map.ALIGNMENT:
-            tensors = (*tensors[:at], cos_sin.clone(), *tensors[at + 1 :])
-        launch(outputs, tensors)
-
-    return aligned
+        merge = combined(chosen, args, shape, results, wanted_lse, groups if merges else splits.partials, merges)
+    beside = " while decode runs" if streaming is not None else ""
+    pairs = "" if config.cluster_mode == "none" else f"; clusters of two CTAs, cluster_mode {config.cluster_mode}"
+    notes.append(f"{splits.note(shape, 'sequence')}{beside}{pairs}")
+    return call_of(launch, merge, shape, slots, args.head_dim_v, copies, temporaries, notes)

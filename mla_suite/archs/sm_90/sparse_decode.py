@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
-from struct import Struct
+from functools import lru_cache
 
 import torch
 
 from mla_suite.archs import ArchSpec
-from mla_suite.archs.common import combine as combine_kernels
-from mla_suite.archs.common.sparse_decode import (
-    POINTERS,
-    Prepared,
+from mla_suite.archs import combine as combine_kernels
+from mla_suite.archs.attention import (
+    SPARSE_INPUTS,
     Shape,
-    combine_launch,
-    launch_of,
-    numbers_of,
+    Splits,
+    call_of,
+    combined,
     record_of,
-    shape_of,
-    slots_and_tiles,
-    split_note,
-    splits_of_call,
+    sparse_copies,
+    sparse_numbers,
+    sparse_pointers,
+    sparse_shape,
+    sparse_splits,
 )
+from mla_suite.archs.combine import OUTPUTS
 from mla_suite.archs.sm_90 import combine, tensor_maps
 from mla_suite.archs.sm_90.costs import max_splits, splits_worth_trying
-from mla_suite.archs.sm_90.tile import (
-    BLOCK_M,
-    BLOCK_N,
-    REGISTER_STEPS,
-    block_bytes,
-    groups_of,
-    sparse_swap_ab_bytes,
-)
-from mla_suite.build.params import load, packer
-from mla_suite.core.dispatch import Launch
-from mla_suite.launch import tensor_map
+from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N, REGISTER_STEPS, block_bytes, groups_of, sparse_swap_ab_bytes
+from mla_suite.launch.spec import CallSpec, Copy, LaunchSpec, Output, Temporary
+from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs
 
 WIDTHS = {"dsv4": 512, "v32": 576, "bf16x512": 512, "bf16x576": 576}
@@ -54,8 +46,6 @@ the same; the slower the memory, the less there is to gain."""
 FAST_MEMORY = 4_000_000_000_000  # bytes a second; an H200 reads 4.6e12 and an H100 3.1e12
 TOKEN_BYTES = {"v32": 656}
 """Record that such a kernel reads -> bytes of one."""
-LEADING = (*(f"q_map_{word}" for word in range(tensor_map.WORDS)), *POINTERS)
-_pack_leading = packer(len(LEADING)).pack
 
 # Time of a launch, in microseconds; only differences between split counts matter. Fitted to 44 times of 18 shapes on
 # an H200 (csrc/sm_90/sparse_decode/PERF.md), which the sum meets within 7 % on average.
@@ -127,7 +117,7 @@ class Sm90SparseConfig:
 
     @property
     def returns_max_logits(self) -> bool:
-        """Whether `prepare` takes a third output [tokens, heads], fp32 and -inf, and raises it to the largest scaled
+        """Whether `spec` takes a third output [tokens, heads], fp32 and -inf, and raises it to the largest scaled
         scores."""
         return self.record not in SLOTS
 
@@ -146,19 +136,9 @@ class Sm90SparseConfig:
         """Blocks that share the keys of one query token."""
         return -(-heads // self.q_rows)
 
-    def notes(self, outputs: tuple[torch.Tensor, ...], args: SparseDecodeArgs) -> tuple[str, ...]:
-        """Returns what `explain` says of a call: how its keys are split, and whether they are the first operand."""
-        if outputs[0].numel() == 0:
-            return ()
-        shape = shape_of(args, args.q, outputs, any_lse=True)
-        splits = _splits(self, args, shape)
-        config = _for_splits(self, args, shape, splits)
-        swapped = f"keys are the first operand: {config.instance}, whose blocks have {config.q_rows} query rows"
-        return (split_note(shape, splits), swapped) if config.swaps else (split_note(shape, splits),)
-
-    def prepare(self, outputs: tuple[torch.Tensor, ...], args: SparseDecodeArgs) -> Launch:
-        """The launch of sparse_decode."""
-        return _prepare(self, outputs, args)
+    def spec(self, outputs: tuple[torch.Tensor, ...], args: SparseDecodeArgs) -> CallSpec:
+        """The launch of sparse_decode, and of the combine behind it."""
+        return _spec(self, outputs, args)
 
 
 def config_for(problem: Problem, arch: ArchSpec) -> Sm90SparseConfig:
@@ -184,12 +164,7 @@ def best_splits(config: Sm90SparseConfig, tokens: int, heads: int, keys: int) ->
     return min(splits_worth_trying(max_splits(config.arch, tokens * tiles, stages), stages), key=microseconds)
 
 
-def _splits(config: Sm90SparseConfig, args: SparseDecodeArgs, shape: Shape) -> int:
-    """Splits of each query token; the kernel's own take the least estimated time."""
-    return splits_of_call(args, shape, lambda: best_splits(config, shape.tokens, shape.heads, shape.keys))
-
-
-def _for_splits(config: Sm90SparseConfig, args: SparseDecodeArgs, shape: Shape, splits: int) -> Sm90SparseConfig:
+def _for_splits(config: Sm90SparseConfig, args: SparseDecodeArgs, shape: Shape, splits: Splits) -> Sm90SparseConfig:
     """The instance for a call: with keys as the first operand for few heads if splits are long, else `config`.
 
     In batch-invariant mode it depends on GPU, heads and split_size alone, so a sequence has the same bits in any batch.
@@ -200,51 +175,50 @@ def _for_splits(config: Sm90SparseConfig, args: SparseDecodeArgs, shape: Shape, 
     if args.split_size and not args.num_splits:
         keys = args.split_size
     else:
-        keys = shape.tokens * shape.keys // max(slots_and_tiles(shape, splits)[1], 1)
+        keys = shape.batch * shape.keys // max(splits.tiles(shape), 1)
     least = LEAST_KEYS[q_rows][config.arch.memory_bytes_per_s < FAST_MEMORY]
     return replace(config, q_rows=q_rows) if keys >= least else config
 
 
-def _prepare(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: SparseDecodeArgs) -> Launch:
-    if outputs[0].numel() == 0:
-        return lambda outputs, tensors: None
-    q = -args.q if args.softmax_scale < 0 else args.q  # the kernels find the largest score before they scale
-    shape = shape_of(args, q, outputs[:2], any_lse=True)
-    if tensor_maps.pitch(shape.q.shape, shape.q.strides) is None:
-        shape = shape._replace(q=shape.q.copied(), copies_q=True)
-    if not tensor_maps.within_span(1, shape.heads, shape.out.strides):
-        shape = shape._replace(out=shape.out.copied(), copies_out=True)
-    splits = _splits(config, args, shape)
+def _spec(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: SparseDecodeArgs) -> CallSpec:
+    out, lse = outputs[:2]
+    if out.numel() == 0:
+        return CallSpec()
+    shape = sparse_shape(args, out)
+    copies, temporaries = sparse_copies(args), list[Temporary]()
+    reached = shape.q.in_whole_vectors and tensor_maps.pitch(shape.q.shape, shape.q.strides) is not None
+    if args.softmax_scale < 0 or not reached:
+        shape = shape._replace(q=shape.q.copied())
+        copies.append(Copy(SPARSE_INPUTS["q"], args.softmax_scale < 0))
+    if not shape.out.in_whole_vectors or not tensor_maps.within_span(1, shape.heads, shape.out.strides):
+        shape = shape._replace(out=shape.out.copied())
+        temporaries.append(Temporary(OUTPUTS["out"]))
+    splits = sparse_splits(args, shape, lambda: best_splits(config, shape.batch, shape.heads, shape.keys))
     config = _for_splits(config, args, shape, splits)
-    slots, work_tiles = slots_and_tiles(shape, splits)
-    tiles = config.tiles(shape.heads)
-    groups = groups_of(config.arch, work_tiles, tiles)
-    lse = combine_kernels.lse_numbers(*shape.lse)
-    numbers = numbers_of("sparse_decode_tma", LEADING, args, shape, splits, grid_stride=groups, max_logits=0, **lse)
-    combined = None
+    slots, tiles, wanted = splits.slots(shape), config.tiles(shape.heads), (LseLayout.of(lse), args.plus_inf_lse)
+    groups = groups_of(config.arch, splits.tiles(shape), tiles)
+    numbers = sparse_numbers(args, shape, splits) | {"grid_stride": groups} | combine_kernels.lse_numbers(*wanted)
+    pointers = sparse_pointers(args, slots > 0) | {"max_logits": Output(2) if len(outputs) > 2 else None}
+    maps = {"q_map": tensor_maps.q_map(SPARSE_INPUTS["q"], shape.q.shape, shape.q.strides, shape.q.dtype, 1)}
+    launch = LaunchSpec(
+        *(config.instance, (tiles, groups, 1), config.threads, config.lds, True),
+        *("sparse_decode_tma", numbers, pointers, maps),
+    )
+    merge = None
     if slots:
         chosen = combine.config_for(
             config.arch,
             args.head_dim_v,
             shape.out.dtype,
             shape.heads,
-            shape.tokens,
-            -(-slots // shape.tokens),
+            shape.batch,
+            -(-slots // shape.batch),
             args.split_size > 0,
             shape.plan_words > 0,
         )
-        combined = combine_launch(chosen, args, shape, splits)
-    q_map = tensor_maps.q_map(shape.q.shape, shape.q.strides, shape.q.dtype, 1)
-    prepared = Prepared(config, (tiles, groups, 1), config.lds, True, numbers, shape, slots, combined)
-    return launch_of(prepared, args, partial(_pack, q_map), _max_logits() if len(outputs) > 2 else None)
-
-
-def _max_logits() -> Struct:
-    """Packs the address of max_logits, which only padding follows among the parameters."""
-    struct = load("sparse_decode_tma")
-    return Struct(f"<Q{struct.size - struct.offsets['max_logits'] - 8}x")
-
-
-def _pack(q_map: tensor_maps.TensorMapDesc, q_at: int, *addresses: int) -> bytes:
-    """The parameters before the pools."""
-    return _pack_leading(*tensor_map.swizzled(q_at, *q_map), *addresses)
+        merge = combined(chosen, args, shape, shape.out, wanted, splits.partials)
+    notes = [splits.note(shape, "query token")]
+    if config.swaps:
+        swapped = f"keys are the first operand: {config.instance}, whose blocks have {config.q_rows} query rows"
+        notes.append(swapped)
+    return call_of(launch, merge, shape, slots, args.head_dim_v, copies, temporaries, notes)

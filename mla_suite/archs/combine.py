@@ -1,21 +1,31 @@
-"""Configurations of the combine kernel, which every arch has: legal points of its template axes, and the choice."""
+"""combine: the legal points of its kernel, which every arch has, the choice among them, and its launch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Protocol
 
 import torch
 
 from mla_suite import archs
 from mla_suite.archs import ArchSpec
 from mla_suite.build.instances import instance_id
+from mla_suite.build.params import reciprocal
 from mla_suite.core import dispatch, tuning
-from mla_suite.core.dispatch import Launch
-from mla_suite.launch import has_kernel
+from mla_suite.core.dispatch import Supported, Unsupported, cached
+from mla_suite.launch import has_kernel, missing
+from mla_suite.launch.spec import CallSpec, LaunchSpec, Output, Slot, inputs, present
+from mla_suite.ops.combine import CombineArgs, Problem
+from mla_suite.ops.combine.reference import LseLayout, empty_lse
 
+_INPUTS = inputs(CombineArgs)
+OUTPUTS = {"out": Output(0), "lse": Output(1)}
+OUT_TYPES = {torch.bfloat16: (0, "bf16"), torch.float16: (1, "fp16"), torch.float32: (2, "fp32")}
+MAY_BE_MERGED = 2
+"""The first of `skip` behind a decode that may have merged rows itself (csrc/sm_90/combine/merged_rows.hpp)."""
+MAX_ROWS = 2**31 - 1  # over the batch: the kernel's row numbers are 31 bits
 HEAD_DIMS_V = (512, 128)
 ROW_COUNTS = (1, 2, 4, 8)
 VECS = (1, 2, 4, 8)
@@ -125,11 +135,113 @@ class CombineConfig:
         """Workgroups for `rows` rows over the whole batch."""
         return -(-rows // self.rows) * self.slices
 
-    def prepare(self, outputs: tuple[torch.Tensor, ...], args: Any) -> Launch:
-        """The launch of the operator `combine`."""
-        from mla_suite.archs.common import combine
+    def spec(self, outputs: tuple[torch.Tensor, ...], args: CombineArgs) -> CallSpec:
+        """The launch of the operator."""
+        out, lse = outputs
+        partial_out, partial_lse = args.partial_out, args.partial_lse
+        batch, rows = lse.shape
+        if batch == 0 or rows == 0:
+            return CallSpec()
+        launch = launch_of(
+            self,
+            (batch, rows, rows),
+            (partial_out.stride(), partial_lse.stride(), out.stride()),
+            (LseLayout.of(lse), args.plus_inf_lse),
+            (partial_out.data_ptr() | out.data_ptr()) % 16 == 0,
+            out.dtype,
+            1 if args.attn_sink is None else args.attn_sink.shape[0],
+            args.num_splits,
+            (0, args.skip_single),
+            {**present(args, _INPUTS), "cu_seqlens_q": None, **OUTPUTS},
+        )
+        return CallSpec((launch,))
 
-        return combine.prepare_operator(self, outputs, args)
+
+class AnyCombineConfig(Protocol):
+    """The configuration of any kernel that takes the parameters of combine."""
+
+    @property
+    def arch(self) -> ArchSpec: ...
+    @property
+    def head_dim_v(self) -> int: ...
+    @property
+    def vec(self) -> int: ...
+    @property
+    def instance(self) -> str: ...
+    @property
+    def threads(self) -> int: ...
+    def grid(self, rows: int) -> int: ...
+
+
+def launch_of(
+    config: AnyCombineConfig,
+    shape: tuple[int, int, int],
+    strides: tuple[tuple[int, ...], ...],
+    lse: tuple[LseLayout, bool],
+    aligned: bool,
+    out_dtype: torch.dtype,
+    sink_heads: int,
+    num_splits: int,
+    skip: tuple[int, bool],
+    pointers: Mapping[str, Slot],
+) -> LaunchSpec:
+    """A combine of tensors with this metadata, by itself as an operator or behind a decode that left partials.
+
+    shape       (batch, rows, heads), with rows = q_len x heads
+    strides     those of partial_out and of partial_lse, which begin with [splits, rows], and of out: [tokens, heads]
+    lse         where it lies, and whether a row without keys has +inf there instead of -inf
+    num_splits  splits of every sequence where there is no split_indptr, which says which splits a sequence owns; behind
+                a decode that merges rows itself (MAY_BE_MERGED), the SM parts that it walks at once
+    skip        which sequences are left as they are: those without a split (MAY_BE_MERGED: and rows that decode has
+                marked as merged), and those with one split
+    """
+    batch, rows, heads = shape
+    partial, partial_lse, out = strides
+    # 16-byte accesses must reach every vector of every row.
+    whole = (partial[0] | partial[1]) % 4 == 0 and (out[0] | out[1]) * out_dtype.itemsize % 16 == 0
+    if config.vec > 1 and not (aligned and whole):
+        config = unaligned(config.arch, config.head_dim_v)
+    rows_reciprocal, rows_shift = reciprocal(rows)
+    heads_reciprocal, heads_shift = reciprocal(heads)
+    grid = config.grid(batch * rows)
+    numbers = dict(
+        partial_split_stride=partial[0],
+        partial_row_stride=partial[1],
+        partial_lse_split_stride=partial_lse[0],
+        partial_lse_row_stride=partial_lse[1],
+        out_token_stride=out[0],
+        out_head_stride=out[1],
+        **lse_numbers(*lse),
+        batch=batch,
+        q_len=rows // heads,
+        heads=heads,
+        sink_heads=sink_heads,
+        num_splits=num_splits,
+        out_type=OUT_TYPES[out_dtype][0],
+        skip_none=skip[0],
+        skip_single=int(skip[1]),
+        rows_reciprocal=rows_reciprocal,
+        rows_shift=rows_shift,
+        heads_reciprocal=heads_reciprocal,
+        heads_shift=heads_shift,
+        workgroups=grid,
+    )
+    some = any(skip) or pointers["cu_seqlens_q"] is not None
+    fills = () if some else ("out", "lse")
+    return LaunchSpec(config.instance, (grid, 1, 1), config.threads, 0, True, "combine", numbers, pointers, {}, fills)
+
+
+def lse_numbers(layout: LseLayout, plus_inf: bool) -> dict[str, int | float]:
+    """The parameters that say where and how a kernel stores lse."""
+    lse_tokens_reciprocal, lse_tokens_shift = reciprocal(layout.tokens)
+    return dict(
+        lse_token_stride=layout.token,
+        lse_head_stride=layout.head,
+        lse_batch_stride=layout.batch,
+        lse_tokens_reciprocal=lse_tokens_reciprocal,
+        lse_tokens_shift=lse_tokens_shift,
+        empty_lse=empty_lse(plus_inf),
+    )
 
 
 def rule(arch: ArchSpec, head_dim_v: int, rows: int, splits: int) -> CombineConfig:
@@ -252,3 +364,35 @@ def choose(
         )
         return ruled, f"{reason}, since {tuned.instance} of {match.reason} is not built"
     return tuned, match.reason
+
+
+def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
+    if problem.head_dim_v not in HEAD_DIMS_V:
+        possible = " or ".join(map(str, HEAD_DIMS_V))
+        return Unsupported(f"head_dim_v {problem.head_dim_v}; its kernels hold rows of {possible}")
+    if problem.rows * problem.batch > MAX_ROWS:
+        return Unsupported(f"{problem.rows} rows x {problem.batch} sequences; it takes {MAX_ROWS} rows")
+    splits = problem.num_splits or -(-problem.splits // max(problem.batch, 1))
+    out_dtype = OUT_TYPES[problem.out_dtype][1]
+    uniform = problem.num_splits > 0 and not problem.skip_single
+    config, reason = choose(arch, problem.head_dim_v, out_dtype, problem.rows, problem.batch, splits, uniform)
+    answer = Supported(config, f"{config.instance}, {reason}; one value at a time where an address or stride is odd")
+    return missing(arch, config.instance, unaligned(arch, problem.head_dim_v).instance) or answer
+
+
+@cached
+def config_for(
+    arch: ArchSpec,
+    head_dim_v: int,
+    out_dtype: torch.dtype,
+    rows: int,
+    batch: int,
+    splits: int,
+    fixed: bool,
+    uniform: bool = False,
+) -> CombineConfig:
+    """The kernel that combines `splits` per sequence of `rows` rows; `fixed` asks for the one that does not depend on
+    the batch, `uniform` says that all sequences have that many splits and rows."""
+    if fixed:
+        return invariant(arch, head_dim_v, rows * batch)
+    return choose(arch, head_dim_v, OUT_TYPES[out_dtype][1], rows, batch, splits, uniform)[0]

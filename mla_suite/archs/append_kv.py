@@ -1,21 +1,19 @@
-"""append_kv on native kernels: tensors and the numbers of a KV format become parameters and a launch."""
+"""append_kv on native kernels: the layout of a KV format and the metadata of tensors become a launch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
 import torch
 
 from mla_suite.archs import ArchSpec
-from mla_suite.archs.common.combine import missing
-from mla_suite.build.params import pack_numbers, packer, reciprocal
+from mla_suite.build.params import reciprocal
 from mla_suite.core import checks
-from mla_suite.core.dispatch import Launch, Supported, Unsupported
+from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.kv_formats import get_kv_format
-from mla_suite.launch import Buffer, bind
+from mla_suite.launch import missing
+from mla_suite.launch.spec import CallSpec, LaunchSpec, inputs, present
 from mla_suite.ops.append_kv import AppendKvArgs, Problem
 
 WAVES = 8  # waves of a workgroup that writes one token
@@ -53,44 +51,35 @@ class AppendConfig:
         """Bytes of dynamic shared memory."""
         return self.bulk_bytes if self.tokens > 1 else 0
 
-    def prepare(self, outputs: tuple[torch.Tensor, ...], args: AppendKvArgs) -> Launch:
-        """The launch of the operator."""
-        kv_c, kv_cache, cos_sin, positions = args.kv_c, args.kv_cache, args.cos_sin, args.positions
-        tokens, latent = kv_c.shape
-        num_pages, page_size, _ = kv_cache.shape
+    def spec(self, outputs: tuple[torch.Tensor, ...], args: AppendKvArgs) -> CallSpec:
+        """One launch."""
+        (tokens, latent), (num_pages, page_size, _) = args.kv_c.shape, args.kv_cache.shape
         slots = num_pages * page_size
         if tokens == 0 or slots == 0:
-            return lambda outputs, tensors: None
+            return CallSpec()
         if slots > MAX_SLOTS:
             checks.fail("append_kv", "kv_cache", f"has {slots} slots", f"the native kernel takes {MAX_SLOTS}")
-        numbers = _numbers(
-            args.kv_format,
-            self.tokens,
-            (tokens, latent, args.k_pe.shape[1], slots, page_size),
-            (kv_c.stride(0), args.k_pe.stride(0), 0 if cos_sin is None else cos_sin.stride(0)),
-            kv_cache.stride(0) * kv_cache.element_size(),
-            (kv_c.dtype, None if cos_sin is None else cos_sin.dtype),
-            (args.slot_mapping.dtype, None if positions is None else positions.dtype),
-            args.interleaved,
+        cos_sin, positions = args.cos_sin, args.positions
+        numbers = dict(
+            kv_c_stride=args.kv_c.stride(0),
+            k_pe_stride=args.k_pe.stride(0),
+            cos_sin_stride=0 if cos_sin is None else cos_sin.stride(0),
+            block_bytes=args.kv_cache.stride(0) * args.kv_cache.element_size(),
+            tokens=tokens,
+            group=self.tokens,
+            slots=slots,
+            in_type=IN_TYPES[args.kv_c.dtype],
+            angle_type=0 if cos_sin is None else IN_TYPES[cos_sin.dtype],
+            wide_slots=int(args.slot_mapping.dtype == torch.int64),
+            wide_positions=int(positions is not None and positions.dtype == torch.int64),
+            interleaved=int(args.interleaved),
+            **_of_kv_format(args.kv_format, latent, args.k_pe.shape[1], page_size),
         )
         grid = (-(-tokens // self.tokens), 1, 1)
-        shape = grid, self.threads, self.shared
-        enqueue = bind("append_kv", self.instance, kv_c, *shape, _buffers, overlap=True)
-
-        def launch(outputs: tuple[torch.Tensor, ...], tensors: tuple[Any, ...]) -> None:
-            kv_c, k_pe, kv_cache, slot_mapping, kv_descale, cos_sin, positions = tensors
-            pointers = _pack_pointers(
-                kv_c.data_ptr(),
-                k_pe.data_ptr(),
-                kv_cache.data_ptr(),
-                slot_mapping.data_ptr(),
-                0 if kv_descale is None else kv_descale.data_ptr(),
-                0 if cos_sin is None else cos_sin.data_ptr(),
-                0 if positions is None else positions.data_ptr(),
-            )
-            enqueue(pointers + numbers, tensors)
-
-        return launch
+        launch = LaunchSpec(
+            self.instance, grid, self.threads, self.shared, True, "append_kv", numbers, present(args, _POINTERS)
+        )
+        return CallSpec((launch,))
 
 
 def supports(problem: Problem, arch: ArchSpec, bulk_bytes: int) -> Supported | Unsupported:
@@ -113,42 +102,10 @@ def supports(problem: Problem, arch: ArchSpec, bulk_bytes: int) -> Supported | U
     return missing(arch, config.instance) or answer
 
 
-_POINTERS = ("kv_c", "k_pe", "kv_cache", "slot_mapping", "kv_descale", "cos_sin", "positions")
-_pack_pointers = packer(len(_POINTERS)).pack
+_POINTERS = inputs(AppendKvArgs)
 
 
-@lru_cache(maxsize=4096)
-def _numbers(
-    kv_format: str,
-    group: int,
-    sizes: tuple[int, int, int, int, int],
-    strides: tuple[int, int, int],
-    block_bytes: int,
-    values: tuple[torch.dtype, torch.dtype | None],
-    indices: tuple[torch.dtype, torch.dtype | None],
-    interleaved: bool,
-) -> bytes:
-    """The parameters after the pointers. sizes: tokens, latent, rope, slots, page; strides: kv_c, k_pe, cos_sin."""
-    tokens, latent, rope, slots, page = sizes
-    return pack_numbers(
-        "append_kv",
-        _POINTERS,
-        kv_c_stride=strides[0],
-        k_pe_stride=strides[1],
-        cos_sin_stride=strides[2],
-        block_bytes=block_bytes,
-        tokens=tokens,
-        group=group,
-        slots=slots,
-        in_type=IN_TYPES[values[0]],
-        angle_type=0 if values[1] is None else IN_TYPES[values[1]],
-        wide_slots=int(indices[0] == torch.int64),
-        wide_positions=int(indices[1] == torch.int64),
-        interleaved=int(interleaved),
-        **_of_kv_format(kv_format, latent, rope, page),
-    )
-
-
+@lru_cache(maxsize=1024)
 def _of_kv_format(kv_format: str, latent: int, rope: int, page: int) -> dict[str, int | float]:
     """The parameters that follow from the kv_format and the page size."""
     kind = get_kv_format(kv_format).sized(latent, rope)
@@ -174,18 +131,3 @@ def _of_kv_format(kv_format: str, latent: int, rope: int, page: int) -> dict[str
         if name != "pad":
             found[f"{name}_encoding"] = 0 if field is None else ENCODINGS[field.encoding]
     return found
-
-
-def _buffers(*tensors: torch.Tensor | None) -> Iterator[Buffer]:
-    for name, tensor in zip(_POINTERS, tensors, strict=True):
-        if tensor is not None:
-            whole = name == "kv_cache"
-            yield Buffer(name, _blocks(tensor) if whole else tensor, "rw" if whole else "r")
-
-
-def _blocks(kv_cache: torch.Tensor) -> torch.Tensor:
-    """The bytes of the cache's tokens, without the room between blocks, which is not written."""
-    pages, page, width = kv_cache.shape
-    block = page * width
-    rows = kv_cache.as_strided((pages, block), (kv_cache.stride(0) if pages > 1 else block, 1))
-    return rows.view(torch.uint8)

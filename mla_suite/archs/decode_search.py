@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mla_suite import archs
-from mla_suite.archs import ArchSpec
+from mla_suite.archs import ArchSpec, decode_table
 from mla_suite.archs.cdna import CdnaKernels
-from mla_suite.archs.common import decode_table
-from mla_suite.archs.common.decode_table import FORMAT, TILES
+from mla_suite.archs.decode_table import FORMAT, TILES
 from mla_suite.core.tuning import SearchSpace, Value
 from mla_suite.launch import has_kernel
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from mla_suite.archs import ArchSpec
-from mla_suite.archs.common import append_kv, combine, plan
-from mla_suite.archs.common.plan import PlanConfig
+from mla_suite.archs import ArchSpec, append_kv, combine, plan
+from mla_suite.archs.plan import PlanConfig
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.ops.append_kv import Problem as AppendKvProblem
 from mla_suite.ops.combine import Problem as CombineProblem

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mla_suite.archs import ArchSpec
-from mla_suite.archs.common import combine_config as configs
-from mla_suite.archs.common.combine import OUT_TYPES
-from mla_suite.archs.common.combine_config import FIXED_SPLITS, ROW_COUNTS, VECS, CombineConfig
+from mla_suite.archs import combine as configs
+from mla_suite.archs.combine import FIXED_SPLITS, OUT_TYPES, ROW_COUNTS, VECS, CombineConfig
 from mla_suite.build.builder import build_tuned
 from mla_suite.build.instances import instance
 from mla_suite.core import tuning

@@ -1,0 +1,134 @@
+"""A launch as data: which kernel runs, how large, with which numbers, and where each of its pointers leads.
+
+An arch answers a call with a `CallSpec`, from metadata alone: it holds no tensor and no address, so records of equal
+calls are equal, and `run.prepare` makes a launch of them. A name among numbers, pointers and maps is a field of the
+parameter header `csrc/common/params/<params>.hpp`; together they are all of its fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+
+class Input(NamedTuple):
+    """The address of an argument of the operator.
+
+    position  among its tensors, in the order of the schema
+    item      which tensor of an argument that is a list
+    first     element of the tensor where the kernel's part begins, and `length`, how many it may touch: 0 for all
+    """
+
+    position: int
+    item: int = -1
+    first: int = 0
+    length: int = 0
+
+
+class Output(NamedTuple):
+    """The address of an output, or of the temporary that stands for it."""
+
+    position: int
+
+
+class Scratch(NamedTuple):
+    """The address of fp32 memory that lasts for the call."""
+
+    name: str
+
+
+Slot = Input | Output | Scratch | None
+"""Where a pointer leads; None is a null pointer."""
+
+
+class TensorMap(NamedTuple):
+    """A tensor map of the copy engine; the members beside the address are arguments of `tensor_map.swizzled`."""
+
+    address: Slot
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+
+
+class LaunchSpec(NamedTuple):
+    """One launch.
+
+    kernel    id of the instance, as in the manifest
+    grid      workgroups along x, y and z
+    threads   of a workgroup
+    smem      bytes of dynamic shared memory of a workgroup
+    overlap   the kernel may begin before the one ahead of it on the stream ends; it waits itself
+    params    the parameter header
+    numbers   its fields that are no addresses
+    pointers  its pointers. A kernel reads what a pointer to const leads to and writes the others
+    maps      its tensor maps; None is one that the kernel does not use
+    fills     the pointers to memory of which the kernel writes every element
+    """
+
+    kernel: str
+    grid: tuple[int, int, int]
+    threads: int
+    smem: int
+    overlap: bool
+    params: str
+    numbers: Mapping[str, int | float]
+    pointers: Mapping[str, Slot]
+    maps: Mapping[str, TensorMap | None] = {}
+    fills: tuple[str, ...] = ()
+
+
+class Copy(NamedTuple):
+    """An argument that the kernels take as a contiguous copy, of the negated values if `negated`."""
+
+    of: Input
+    negated: bool = False
+
+
+class Temporary(NamedTuple):
+    """An output that the kernels write contiguously elsewhere, from where it is copied.
+
+    plus_inf  -inf, which the kernels leave where a row has no keys, becomes +inf
+    """
+
+    of: Output
+    plus_inf: bool = False
+
+
+class CallSpec(NamedTuple):
+    """All that a call does on the device: copies of arguments, launches one after another, copies of temporaries.
+
+    scratch  name -> shape
+    notes    sentences about the choice, for `explain`
+    """
+
+    launches: tuple[LaunchSpec, ...] = ()
+    scratch: Mapping[str, tuple[int, ...]] = {}
+    copies: tuple[Copy, ...] = ()
+    temporaries: tuple[Temporary, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """The record as a table, without numbers that are 0 and null pointers."""
+        lines = [f"  scratch {name}: {' x '.join(map(str, shape))} fp32" for name, shape in self.scratch.items()]
+        lines += [f"  first copied: {copy.of}{', negated' if copy.negated else ''}" for copy in self.copies]
+        for launch in self.launches:
+            overlap = ", may begin before the launch ahead of it ends" if launch.overlap else ""
+            lines.append(
+                f"  {launch.kernel}: grid {launch.grid}, {launch.threads} threads, {launch.smem} bytes{overlap}"
+            )
+            shown = {**launch.numbers, **launch.pointers, **launch.maps}
+            lines += [f"    {name:24} {value}" for name, value in shown.items() if value not in (0, None)]
+        return lines + [f"  copied back: {temporary.of}" for temporary in self.temporaries]
+
+
+def inputs(record: type) -> dict[str, Input]:
+    """The slots of an operator's tensors by name, from its record of arguments."""
+    return {name: Input(position) for position, name in enumerate(record.__match_args__)}  # type: ignore[attr-defined]  # a dataclass
+
+
+def present(args: object, slots: Mapping[str, Input]) -> dict[str, Slot]:
+    """The slots, None for tensors that a call leaves out."""
+    return {name: None if getattr(args, name) is None else slot for name, slot in slots.items()}
