@@ -190,15 +190,15 @@ def flash_mla_with_kvcache(
         *(topk_length, extra_topk_length, descale_q, descale_k, plan, out),
     )
     try:
-        results, lse = call.run(given, head_dim_v, out)
+        written, lse = call.run(given, head_dim_v, out)
     except (CallError, RuntimeError) as error:
         restate(name, _WORDS, error)
     if holder is not None:
         holder.have_initialized, holder.config = True, config
         holder.tile_scheduler_metadata = plan
         settings = head_dim_v, softmax_scale, causal, is_fp8_kvcache, enable_batch_invariant, kv_format, config
-        call.remember(_SLOT, given, settings, (results, lse), allocates_out=out is None)
-    return results, lse.transpose(1, 2)
+        call.remember(_SLOT, given, settings, (written, lse), allocates_out=out is None)
+    return written, lse.transpose(1, 2)
 
 
 def _dense_tensors(given: tuple[Any, ...]) -> tuple[Any, ...]:

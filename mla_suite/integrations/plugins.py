@@ -116,7 +116,7 @@ def _dsa_backend(theirs: Any, model_runner: Any) -> Any:
 
     The class goes by SGLang's name in SGLang's module, since the backends of draft layers are made by that name.
     """
-    from sglang.srt.runtime_context import get_exec  # type: ignore[import-not-found]  # optional
+    from sglang.srt.runtime_context import get_exec
 
     if get_exec().kernel.dsa_decode_backend == SGLANG_NAME:
         from sglang.srt.layers.attention import dsa_backend  # type: ignore[import-not-found]  # optional

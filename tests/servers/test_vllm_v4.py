@@ -7,13 +7,15 @@ laid out as vLLM lays them out.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import types
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="this needs vLLM for CPUs: tox -e vllm")
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("this needs vLLM for CPUs: tox -e vllm", allow_module_level=True)
 
 import vllm_v4_cpu as v4
 from vllm.model_executor.models import ModelRegistry
