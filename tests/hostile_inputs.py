@@ -70,13 +70,19 @@ def hostile(args, window_left=-1):
     return tuple(args)
 
 
-def poisoned(name, pages, page, used, seed, head_dim=None):
-    """A cache of random rows at the slots `used`; every other byte is 0xff, which reads as NaN in every kv_format."""
-    one = get_kv_format(name) if head_dim is None else get_kv_format(name).sized(head_dim, 0)
-    cache = caches.empty(one, pages, page)
+def poisoned(name, pages, page, used, seed, head_dim=None, padded=True, spread=0):
+    """A cache of random rows at the slots `used`; every other byte is 0xff, which reads as NaN in every kv_format.
+
+    Rows are scaled by up to 2^+-spread. `head_dim` is the width of dense rows, where that is not the format's own.
+    """
+    one = get_kv_format(name)
+    one = one.sized(head_dim, 0) if head_dim is not None and one.dense else one
+    cache = caches.empty(one, pages, page, padded=padded)
     raw(cache).fill_(0xFF)
     slots = torch.tensor(sorted(used), dtype=torch.int64)
     rows = torch.randn(len(slots), one.head_dim, generator=torch.Generator().manual_seed(seed))
+    if spread:
+        rows *= 2.0 ** torch.randint(-spread, spread + 1, (len(slots), 1))
     caches.scatter(one, cache, slots, rows)
     return cache
 
@@ -106,6 +112,6 @@ def problem(shape, tokens, heads, seed=0, dtype=torch.bfloat16):
     for i, (name, pages, page, topk) in enumerate(shape):
         index = select(tokens, topk, pages * page, seed + i)
         used = {s for s in index.flatten().tolist() if 0 <= s < pages * page}
-        kv_caches.append(poisoned(name, pages, page, used, seed + i, head_dim if get_kv_format(name).dense else None))
+        kv_caches.append(poisoned(name, pages, page, used, seed + i, head_dim))
         indices.append(index)
     return q, kv_caches, indices, [name for name, *_ in shape]

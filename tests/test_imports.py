@@ -202,6 +202,17 @@ print(mla_suite.archs.get("gfx950").name, len(mla_suite.kv_formats.KV_FORMATS))
     assert run(code, "-S", "-P").startswith("gfx950")
 
 
+def test_the_import_brings_in_nothing_heavy():
+    heavy = ("torch._dynamo", "torch._inductor", "torch.fx", "sympy", "triton", "matplotlib", "rich", "transformers")
+    code = f"""
+import sys, torch
+before = set(sys.modules)
+import mla_suite
+print([name for name in set(sys.modules) - before if name.startswith({heavy!r})])
+"""
+    assert run(code) == "[]\n"
+
+
 def test_a_module_is_reached_by_its_name():
     """The package binds functions, its folders stay modules: `mla_suite.ops.decode` has reference and samples."""
     code = """

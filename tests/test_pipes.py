@@ -72,13 +72,3 @@ def test_a_build_says_how_far_it_is(tmp_path: Path) -> None:
     assert lines[-1] == f"compiling {steps} of {steps}"
     assert int(steps) > 1
     assert f"{tmp_path}: 2 for gfx942" in printed
-
-
-def test_the_demo_says_first_what_it_runs_on() -> None:
-    with started("demo", "--tokens", "2", "--layers", "1") as process:
-        assert process.stdout is not None
-        first = process.stdout.readline()
-        assert process.poll() is None
-    assert first.startswith("device: ")
-    assert "it could use " in first
-    assert "--emulate gfx942 or gfx950" in first

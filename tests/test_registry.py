@@ -171,7 +171,7 @@ def test_a_write_counts_as_a_new_version(op, sample, arch):
     """On every backend, the first time and on the fast path: autograd raises where it saved what was overwritten."""
     args, kwargs = sample.make(CPU)
     outputs = outputs_for(op, args, kwargs)
-    written = [*outputs.values(), *(args[position] for position in op.mutated)]
+    written = [*outputs.values(), *(args[position] for position in op.known.mutated)]
     with mla_suite.emulate(arch) if arch else contextlib.nullcontext():
         for _ in range(3):
             before = [tensor._version for tensor in written]

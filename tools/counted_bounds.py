@@ -32,7 +32,7 @@ def countable(case: Case) -> bool:
 
 @dataclass
 class Bounds:
-    """What an arch's native kernels execute on a case.
+    """Counts of an arch's native kernels on a case.
 
     config        what the kernel was run with
     clocks        bounds per compute unit, by resource; never times

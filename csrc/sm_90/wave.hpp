@@ -3,7 +3,9 @@
 #pragma once
 
 #include "common/device.hpp"
+#include "sm_90/ptx/convert.hpp"
 #include "sm_90/ptx/griddep.hpp"
+#include "sm_90/ptx/math.hpp"
 #include "sm_90/ptx/memory.hpp"
 
 namespace mla::sm_90 {
@@ -21,11 +23,11 @@ struct Wave {
   template <class Params>
   MLA_DEVICE static const Params& reread(const Params& p) { return p; }
 
-  // Makes the compiler have these values in registers here, which also brings the 64 bytes around a parameter to the
-  // constant cache. Otherwise the compiler sinks the constant load behind a following wait.
+  // Makes the compiler have these values in registers here. Otherwise it sinks the load of a parameter behind a following
+  // wait.
   template <class... Words>
   MLA_DEVICE static void materialize(Words... words) {
-    (materialize_word(words), ...);
+    sm_90::materialize(words...);
   }
 
   // Prefetches the line that holds an address into L1.
@@ -57,43 +59,18 @@ struct Wave {
   }
 
   // 2^x, denormal results included.
-  MLA_DEVICE static float exp2(float x) {
-    float y;
-    asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-  }
-  MLA_DEVICE static float log2(float x) {
-    float y;
-    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-  }
-  MLA_DEVICE static float reciprocal(float x) {
-    float y;
-    asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-  }
+  MLA_DEVICE static float exp2(float x) { return exp2_with_denormals(x); }
+  MLA_DEVICE static float log2(float x) { return log2_approx(x); }
+  MLA_DEVICE static float reciprocal(float x) { return reciprocal_approx(x); }
 
   // The same value: this compiler honours NaN, so nothing must be hidden from it.
   MLA_DEVICE static float opaque(float x) { return x; }
   MLA_DEVICE static float not_a_number() { return bit_cast<float>(0x7fc00000); }
 
   // Two values rounded to nearest even, the first in the low half; a NaN stays a NaN.
-  MLA_DEVICE static uint32_t pack_bf16(float low, float high) {
-    uint32_t pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-  }
-  MLA_DEVICE static uint32_t pack_fp16(float low, float high) {
-    uint32_t pair;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-  }
-
-  MLA_DEVICE static float fp16_value(uint16_t bits) {
-    float x;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
-    return x;
-  }
+  MLA_DEVICE static uint32_t pack_bf16(float low, float high) { return pack_pair<bf16>(low, high); }
+  MLA_DEVICE static uint32_t pack_fp16(float low, float high) { return pack_pair<fp16>(low, high); }
+  MLA_DEVICE static float fp16_value(uint16_t bits) { return fp16_value(bits); }
 
   // a * b and a - b, each rounded by itself and never fused with what follows.
   MLA_DEVICE static float product(float a, float b) { return __fmul_rn(a, b); }
@@ -121,11 +98,6 @@ struct Wave {
   MLA_DEVICE static void release_consumer() { griddep_launch_dependents(); }
 
  private:
-  template <class Word>
-  MLA_DEVICE static void materialize_word(Word word) {
-    asm volatile("" ::"l"(word) : "memory");
-  }
-
   template <int team>
   MLA_DEVICE static unsigned members(int lane) {
     if constexpr (team == lanes) return ~0u;

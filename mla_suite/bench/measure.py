@@ -53,7 +53,7 @@ class Measured:
         return timer.median(self.rounds) if self.rounds else 0.0
 
     def facts(self) -> dict[str, str | float | int]:
-        """What was measured and what that means in rates, by name, as a row of a CSV file or a benchmark's extra."""
+        """Times, rates and the error by name, as a row of a CSV file or the extra of a benchmark."""
         us, sample = self.us, self.case.sample
         return {
             "op": self.case.op,

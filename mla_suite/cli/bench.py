@@ -86,10 +86,10 @@ def run(args: argparse.Namespace) -> int:
             rows.about["ceilings"] = str(ceilings)
         wrong, refused = 0, dict[str, list[str]]()
         effort = Effort(args.rounds, sustained_s=args.sustained, warmup=args.warmup, iters=args.iters)
-        more, names = not args.no_third_party, args.backend or ()
+        others, names = not args.no_third_party, args.backend or ()
         for case in cases:
             update(description=case.id[:60])
-            for found in measure(case, device, effort, backends=names, with_third_party=more, floors=ceilings):
+            for found in measure(case, device, effort, backends=names, with_third_party=others, floors=ceilings):
                 rows.add(found.facts())
                 wrong += found.wrong
                 if found.failure and not found.wrong:

@@ -102,7 +102,7 @@ def measure(op: Op, sample: Sample, arch: str) -> dict[str, Any]:
         """Returns the outputs of the operator, and behind them the arguments that it writes."""
         returned = operator(*args, **kwargs)
         made = returned if isinstance(returned, tuple) else () if returned is None else (returned,)
-        return [*made, *(args[position] for position in op.mutated)]
+        return [*made, *(args[position] for position in op.known.mutated)]
 
     expected = results(*sample.make(device))
     args, kwargs = sample.make(device)

@@ -186,7 +186,7 @@ def arch_of(tensor: torch.Tensor) -> ArchSpec | None:
 def choose(name: str, backends: Sequence[Backend], problem: Hashable, arch: ArchSpec | None, device: str) -> Choice:
     """The first backend that takes the problem on this arch and device type; cached."""
     key = (name, problem, device, arch, policy.get())
-    choice = _choices.get(key)
+    choice = last_used(_choices, key)
     if choice is None:
         choice = ask(name, backends, problem, arch, device)
         bounded(_choices)[key] = choice
@@ -262,14 +262,23 @@ def ask(name: str, backends: Sequence[Backend], problem: Hashable, arch: ArchSpe
 MAX_CACHED = 4096  # entries of a cache of choices or calls; a server's lengths and batch sizes come back
 
 
-_Cache = TypeVar("_Cache", dict[Any, Any], set[Any])
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 
-def bounded(cache: _Cache) -> _Cache:
-    """The cache, emptied if it is full: a server meets ever new shapes."""
-    if len(cache) >= MAX_CACHED:
-        cache.clear()
+def bounded(cache: dict[_Key, _Value]) -> dict[_Key, _Value]:
+    """The cache, without its first entry if it is full: a server meets ever new shapes."""
+    while len(cache) >= MAX_CACHED:
+        cache.pop(next(iter(cache)), None)  # another thread may have taken it
     return cache
+
+
+def last_used(cache: dict[_Key, _Value], key: _Key) -> _Value | None:
+    """The value of a key, whose entry becomes the last that `bounded` drops."""
+    value = cache.pop(key, None)
+    if value is not None:
+        cache[key] = value
+    return value
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -76,7 +76,7 @@ def explain_on(arch: ArchSpec, op: str, *args: Any, **kwargs: Any) -> Explanatio
 
 
 def _checked(record: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[torch.Tensor, ...]]:
-    """(the operator's record of the arguments, checked; its outputs without values)."""
+    """(what a choice sees of the arguments, which are checked; the outputs without values)."""
     try:
         if record.defaults is not None:
             kwargs = record.defaults(*args, **kwargs)
@@ -84,7 +84,7 @@ def _checked(record: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     except TypeError as error:
         raise TypeError(f"explain: {record.name}: {error}; give the arguments of mla_suite.{record.name}") from None
     given = record.Args(*args, **kwargs)
-    return given, allocation.empty(record.check(given), torch.device("meta"))
+    return record.seen(given), allocation.empty(record.check(given), torch.device("meta"))
 
 
 def _explanation(

@@ -11,6 +11,7 @@ import torch
 
 from mla_suite.core import dispatch
 from mla_suite.core.dispatch import Backend, Choice
+from mla_suite.core.prepared import KnownCalls, Rounded
 
 NAMESPACE = "mla_suite"
 
@@ -85,6 +86,10 @@ class Op:
               without it outputs are equal to the reference's. Runs no kernel, and reads what `validate` accepted
     pages     (Args) -> name of each argument with caches -> for each of them the page ids whose values a call reads;
               without it the operator reads no cache
+    rounded   (tensors, options) -> the options by which calls are known: those that only bound a length rounded up, and
+              behind them, if there are any of `sized`, how many values each of those counts as having. Choices and
+              launches are made from these, so one call serves many lengths. It gets whatever a caller gives
+    sized     names of tensors [n] that count as `rounded` says
     """
 
     name: str
@@ -102,6 +107,8 @@ class Op:
     defaults: Callable[..., dict[str, Any]] | None = None
     compare: Callable[[Any, tuple[torch.Tensor, ...], Any], Sequence[Compared]] | None = None
     pages: Callable[[Any], dict[str, Sequence[torch.Tensor]]] | None = None
+    rounded: Rounded | None = None
+    sized: tuple[str, ...] = ()
 
     def specify(self, *args: Any, **kwargs: Any) -> tuple[Output, ...]:
         """The outputs of a call with these arguments; raises on bad ones."""
@@ -109,11 +116,27 @@ class Op:
 
     def problem(self, *args: Any, **kwargs: Any) -> Hashable:
         """The facts that the choice of implementation may depend on in a call with these arguments."""
-        return self.describe(self.Args(*args, **kwargs))
+        return self.describe(self.seen(self.Args(*args, **kwargs)))
 
     def bind(self, tensors: Sequence[Any], options: Sequence[Any]) -> Any:
         """`Args` from all positional and all keyword arguments, those of the `.out` overload too, in schema order."""
         return self.Args(*tensors, **dict(zip(self.out_options, options, strict=False)))
+
+    def seen(self, record: Any) -> Any:
+        """The `Args` of all calls that are known as this one: what choices and launches are made from.
+
+        Tensors of `sized` have no values there, and the sizes that `rounded` says.
+        """
+        if self.rounded is None:
+            return record
+        tensors = [getattr(record, name) for name in record.__match_args__]
+        options = tuple([getattr(record, name) for name in self.out_options])
+        rounded = self.rounded(tuple(tensors), options)
+        for name, size in zip(self.sized, rounded[len(options) :], strict=False):
+            at = record.__match_args__.index(name)
+            if tensors[at] is not None:
+                tensors[at] = torch.empty(size, dtype=tensors[at].dtype, device="meta")
+        return self.bind(tensors, rounded[: len(options)])
 
     def first(self, record: Any) -> torch.Tensor:
         """The tensor of an `Args` on whose device the call runs."""
@@ -123,9 +146,8 @@ class Op:
     def choose(self, record: Any) -> Choice:
         """The backend that serves the call of an `Args`."""
         first = self.first(record)
-        return dispatch.choose(
-            self.name, self.backends, self.describe(record), dispatch.arch_of(first), first.device.type
-        )
+        problem = self.describe(self.seen(record))
+        return dispatch.choose(self.name, self.backends, problem, dispatch.arch_of(first), first.device.type)
 
     @cached_property
     def schema(self) -> str:
@@ -142,9 +164,21 @@ class Op:
         return (self.writes,) if self.writes else ()
 
     @cached_property
-    def mutated(self) -> tuple[int, ...]:
-        """Positions of the arguments that the functional schema declares as written."""
-        return tuple(self.arguments.index(name) for name in self.mutates)
+    def known(self) -> KnownCalls:
+        """The prepared calls of the functional overload."""
+        return self._known(self.name, self.mutates)
+
+    @cached_property
+    def known_out(self) -> KnownCalls:
+        """Those of the `.out` overload, whose outputs are the last of its tensors."""
+        return self._known(f"{self.name}.out", self.outputs)
+
+    def _known(self, name: str, mutated: Sequence[str]) -> KnownCalls:
+        positional = [a for a in self._arguments(self.schema) if not a.kwarg_only]
+        names = [*(a.name for a in positional), *self.outputs]
+        lists = any(isinstance(a.type, torch._C.ListType) for a in positional)
+        written, sized = (tuple(map(names.index, some)) for some in (mutated, self.sized))
+        return KnownCalls(name, lists, written, sized, self.rounded)
 
     def validate_values(self, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> None:
         """Raise on bad values inside tensors, which reads device data."""

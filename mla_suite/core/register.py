@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from mla_suite.core import allocation, check_mode, checks, dispatch, eager, overlap, torch_ops
-from mla_suite.core.eager import PreparedCall
 from mla_suite.core.op import NAMESPACE, Op
+from mla_suite.core.prepared import KnownCalls, PreparedCall, add_prepared, hashable, prepared_call
 from mla_suite.errors import UsageError
 
 DEVICE_KEYS = ("CPU", "CUDA")  # ROCm builds of torch register under CUDA
@@ -87,7 +87,7 @@ class _OutOverload(NamedTuple):
     options: dict[str, Any]
     required: frozenset[str]
     converters: tuple[Callable[[Any], Any] | None, ...]
-    mutated: tuple[int, ...]
+    known: KnownCalls
 
     @classmethod
     def of(cls, op: Op) -> _OutOverload:
@@ -100,11 +100,11 @@ class _OutOverload(NamedTuple):
             options,
             op.required | set(op.outputs),
             (*op.converters, *[None] * (len(options) - len(op.options))),
-            tuple(range(first, first + len(op.outputs))),
+            op.known_out,
         )
 
     def validate_values(self, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> None:
-        self.op.validate_values(tensors[: self.mutated[0]], options)
+        self.op.validate_values(tensors[: self.known.mutated[0]], options)
 
 
 def _define(schema: str) -> None:
@@ -125,29 +125,29 @@ def _returned(outputs: tuple[torch.Tensor, ...]) -> Any:
 
 def _functional(op: Op) -> Callable[..., Any]:
     # A keyword argument that the dispatcher leaves out is at its default.
-    positional, names, defaults = op.positional, tuple(op.options), tuple(op.options.values())
+    positional, names, defaults, known = op.positional, tuple(op.options), tuple(op.options.values()), op.known
 
     def call(*args: Any, **kwargs: Any) -> Any:
         args += positional[len(args) :]
-        options = eager.hashable(tuple(map(kwargs.get, names, defaults)))
-        if op.mutated:
-            overlap.refuse(op.name, op.arguments, args, op.mutated)
-        key = eager.metadata(op.name, args, options)
-        prepared = eager.prepared_call(key)
+        options = hashable(tuple(map(kwargs.get, names, defaults)))
+        if known.mutated:
+            overlap.refuse(op.name, op.arguments, args, known.mutated)
+        key = known.key(args, options)
+        prepared = prepared_call(key)
         if prepared is None:
             record = op.bind(args, options)
             allocate = allocation.allocator(op.check(record), args[0].device)
             outputs = allocate()
             _validate(op, args, options)
-            prepared = PreparedCall(allocate, _prepare(op, outputs, record), tuple(map(type, options)), {})
-            eager.add_prepared(key, prepared)
+            prepared = PreparedCall(allocate, _prepare(op, outputs, record), tuple(map(type, options)))
+            add_prepared(key, prepared)
         else:
             outputs = prepared.allocate()
             _validate(op, args, options)
         _count(op, args, options)
         _launch(prepared, outputs, args)
         _check(op, outputs, args, options)
-        eager.bump_versions([args[position] for position in op.mutated])
+        eager.bump_versions([args[position] for position in known.mutated])
         return _returned(outputs)
 
     return call
@@ -182,7 +182,7 @@ def _count(op: Op, args: tuple[Any, ...], options: tuple[Any, ...]) -> None:
 def _prepare(op: Op, outputs: tuple[torch.Tensor, ...], record: Any) -> dispatch.Launch:
     """The launch of the backend that is chosen for a call."""
     choice = op.choose(record)
-    launch = choice.backend.prepare(choice.supported.config, outputs, record)
+    launch = choice.backend.prepare(choice.supported.config, outputs, op.seen(record))
     on_gpu = op.first(record).is_cuda and choice.backend.name == "reference" and choice.refused
     return _if_allowed(op.name, choice, launch) if on_gpu else launch
 
@@ -213,7 +213,7 @@ def _fake(op: Op) -> Callable[..., Any]:
 
 
 def _out(overload: _OutOverload) -> Callable[..., None]:
-    op, name = overload.op, overload.name
+    op, name, known = overload.op, overload.name, overload.known
     check = _check_outputs(op)
     positional, own = op.positional, len(overload.options)
     names, defaults = (*overload.options, *op.outputs), (*overload.options.values(), *[None] * len(op.outputs))
@@ -221,18 +221,18 @@ def _out(overload: _OutOverload) -> Callable[..., None]:
     def call(*args: Any, **kwargs: Any) -> None:
         args += positional[len(args) :]
         found: tuple[Any, ...] = tuple(map(kwargs.get, names, defaults))
-        options, outputs = eager.hashable(found[:own]), found[own:]
+        options, outputs = hashable(found[:own]), found[own:]
         tensors = args + outputs
-        key = eager.metadata(name, tensors, options)
-        prepared = eager.prepared_call(key)
+        key = known.key(tensors, options)
+        prepared = prepared_call(key)
         if prepared is None:
             check(*args, **kwargs)
-        overlap.refuse(name, overload.arguments, tensors, overload.mutated)
+        overlap.refuse(name, overload.arguments, tensors, known.mutated)
         _validate(overload, tensors, options)
         if prepared is None:
             _refuse_misaligned(op, outputs)
             launch = _into_the_last(_prepare(op, outputs, op.bind(args, options)), len(args))
-            prepared = eager.add_prepared(key, PreparedCall(tuple, launch, tuple(map(type, options)), {}))
+            prepared = add_prepared(key, PreparedCall(tuple, launch, tuple(map(type, options))))
         _count(op, args, options)
         _launch(prepared, (), tensors)
         _check(op, outputs, args, options)

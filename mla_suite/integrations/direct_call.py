@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from mla_suite.core import allocation, eager
-from mla_suite.core.eager import PreparedCall
 from mla_suite.core.op import Op, Output
+from mla_suite.core.prepared import KnownCalls, PreparedCall, add_prepared, fixed, hashable, plain, prepared_call
 
 
 class DirectCall(NamedTuple):
@@ -48,35 +48,37 @@ class DirectCall(NamedTuple):
 
     def remember(
         self,
-        slot: str,
+        known: KnownCalls,
         given: tuple[Any, ...],
         settings: tuple[Any, ...],
         outputs: tuple[torch.Tensor, ...],
         allocates_out: bool = True,
     ) -> None:
-        """Have `eager.recall(slot, ...)` find calls like this one, which `run` has just made with these outputs.
+        """Have `eager.recall(known, ...)` find calls like this one, which `run` has just made with these outputs.
 
         Where the caller gives out, the operator's own fast path is taken, since it sees whether out overlaps an input;
         the prepared call then allocates lse alone.
         """
-        if torch.compiler.is_dynamo_compiling() or not eager.fixed(self.options):
+        if torch.compiler.is_dynamo_compiling() or eager.observed():
             return
-        options = eager.hashable(self.options)
-        key = eager.metadata(f"{self.op.name}.out", self.tensors_of(given) + outputs, options)
-        prepared = eager.prepared_call(key)
-        if prepared is None:
+        if not (plain(given) and fixed(settings) and fixed(self.options)):
+            return
+        op, tensors_of, options = self.op, self.tensors_of, self.options
+        made = prepared_call(op.known_out.key(tensors_of(given) + outputs, hashable(options)))
+        if made is None:
             return
         new = outputs if allocates_out else outputs[1:]
         specs = [Output(tuple(output.shape), output.dtype) for output in new]
         allocate = allocation.allocator(specs, given[0].device, [output.stride() for output in new])
-        launch = prepared.launch
-        op, tensors_of, values = self.op, self.tensors_of, self.options
+        launch = made.launch
 
         def start(outputs: tuple[torch.Tensor, ...], given: tuple[Any, ...]) -> None:
             tensors = tensors_of(given)
             if tensors[0].is_cpu:
-                op.validate_values(tensors, values)
+                op.validate_values(tensors, options)
             launch((), tensors + outputs)  # outputs are the last tensors of `.out`
 
         run = start if allocates_out else lambda outputs, given: self._call(given, outputs)
-        eager.remember(slot, given, settings, PreparedCall(allocate, run, tuple(map(type, settings)), {}))
+        prepared = PreparedCall(allocate, run, tuple(map(type, settings)))
+        add_prepared(known.key(given, settings), prepared)
+        known.keep(given, settings, prepared)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from mla_suite.core import eager
+from mla_suite.core.prepared import KnownCalls
 from mla_suite.errors import CallError
 from mla_suite.integrations import FP8, WIDE, absent, check_kinds, flash_mla_kv_heads, restate
 from mla_suite.integrations import refuse as _refuse
@@ -36,7 +37,7 @@ _WORDS = {
     **{"q_descale": "descale_q", "kv_descale": "descale_k", "num_heads x max_seqlen_q": "q_len x heads"},
 }
 """Arguments of the operators -> those of `flash_mla_with_kvcache`."""
-_SLOT = "flash_mla_with_kvcache"  # of the eager fast path
+_KNOWN = KnownCalls("flash_mla_with_kvcache")
 FORMAT_NAMES = {"V32": "v32", "V4": "dsv4"}
 """FlashMLA's names of the records that are read here -> kv_formats."""
 
@@ -101,7 +102,7 @@ def flash_mla_with_kvcache(
             *(topk_length, extra_topk_length, descale_q, descale_k, holder.tile_scheduler_metadata, out),
         )
         settings = head_dim_v, softmax_scale, causal, is_fp8_kvcache, enable_batch_invariant, kv_format, holder.config
-        known = eager.recall(_SLOT, given, settings)
+        known = eager.recall(_KNOWN, given, settings)
     name, plan = "flash_mla_with_kvcache", None
     if known is not None:
         outputs = known.allocate() if out is None else (out, *known.allocate())
@@ -190,15 +191,15 @@ def flash_mla_with_kvcache(
         *(topk_length, extra_topk_length, descale_q, descale_k, plan, out),
     )
     try:
-        written, lse = call.run(given, head_dim_v, out)
+        attended, lse = call.run(given, head_dim_v, out)
     except (CallError, RuntimeError) as error:
         restate(name, _WORDS, error)
     if holder is not None:
         holder.have_initialized, holder.config = True, config
         holder.tile_scheduler_metadata = plan
         settings = head_dim_v, softmax_scale, causal, is_fp8_kvcache, enable_batch_invariant, kv_format, config
-        call.remember(_SLOT, given, settings, (written, lse), allocates_out=out is None)
-    return written, lse.transpose(1, 2)
+        call.remember(_KNOWN, given, settings, (attended, lse), allocates_out=out is None)
+    return attended, lse.transpose(1, 2)
 
 
 def _dense_tensors(given: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
-from typing import NamedTuple
+from dataclasses import KW_ONLY, dataclass, fields
+from typing import Any, NamedTuple
 
 import torch
 
 from mla_suite.core import checks, dispatch, eager
 from mla_suite.core.op import Op, Output
+from mla_suite.core.prepared import ceil_div, rounded_up
 from mla_suite.core.register import register
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
 from mla_suite.ops.decode import compare, reference, samples, validate_data
-from mla_suite.ops.plan import check_splits, check_window, check_words
+from mla_suite.ops.plan import check_splits, check_window, check_words, longest_counted
 from mla_suite.ops.plan.metadata import OPEN
 
 Q_FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
@@ -330,6 +331,25 @@ def describe(args: DecodeArgs) -> Problem:
     )
 
 
+_OPTIONS = [entry.name for entry in fields(DecodeArgs) if entry.kw_only]
+_LONGEST, _SPLIT_SIZE = _OPTIONS.index("max_seqlen_kv"), _OPTIONS.index("split_size")
+
+
+def rounded(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """max_seqlen_kv rounded up, and behind the options the entries of kv_indices: as many whole pages for each
+    sequence, rounded up, or 0 where max_seqlen_kv stands for them."""
+    longest, split_size, seq_lens, pages = options[_LONGEST], options[_SPLIT_SIZE], tensors[2], tensors[5]
+    if pages is None and not longest:
+        return options
+    listed = 0
+    if longest.__class__ is int and longest and split_size.__class__ is int:
+        longest = longest_counted(longest, split_size)
+    elif isinstance(pages, torch.Tensor) and isinstance(seq_lens, torch.Tensor):
+        batch = max(seq_lens.numel(), 1)
+        listed = rounded_up(ceil_div(pages.numel(), batch)) * batch
+    return *options[:_LONGEST], longest, *options[_LONGEST + 1 :], listed
+
+
 DECODE = register(
     Op(
         name="decode",
@@ -345,5 +365,7 @@ DECODE = register(
         outputs=("out", "lse"),
         out_only=("plus_inf_lse",),
         strided=("lse",),
+        rounded=rounded,
+        sized=("kv_indices",),
     )
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from mla_suite import launch
 from mla_suite.archs import ArchSpec
 from mla_suite.core import checks, dispatch, eager
 from mla_suite.core.op import Op, Output
+from mla_suite.core.prepared import ceil_div, rounded_up
 from mla_suite.core.register import register
 from mla_suite.launch.launcher import compute_units
 from mla_suite.ops.plan import metadata, reference, samples, scheduler
@@ -204,6 +206,24 @@ def check_lengths(op: str, seq_lens: torch.Tensor, max_seqlen_kv: int, argument:
         checks.fail(op, f"{argument}[{b}]", f"is {int(seq_lens[b])}", possible)
 
 
+@lru_cache(maxsize=4096)
+def longest_counted(max_seqlen_kv: int, split_size: int) -> int:
+    """max_seqlen_kv as a bound that calls of many steps share: rounded up by at most an eighth, or to whole splits of
+    split_size, which are then as many. What is out of range stays as it is, to be refused."""
+    if max_seqlen_kv > metadata.OPEN:
+        return max_seqlen_kv
+    longest = ceil_div(max_seqlen_kv, split_size) * split_size if split_size > 0 else rounded_up(max_seqlen_kv)
+    return min(longest, metadata.OPEN)
+
+
+def rounded(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The options of the operator with max_seqlen_kv as `longest_counted` says."""
+    heads, max_seqlen_q, num_sm_parts, longest, num_splits, split_size = options
+    if longest.__class__ is int and split_size.__class__ is int:
+        longest = longest_counted(longest, split_size)
+    return heads, max_seqlen_q, num_sm_parts, longest, num_splits, split_size
+
+
 def check_words(op: str, plan: torch.Tensor, batch: int | torch.SymInt, like: torch.Tensor) -> None:
     """Refuse a tensor that is no plan for `batch` sequences by its dtype, device or size."""
     checks.tensor(op, "plan", plan, rank=1, dtypes=checks.INDEX, like=like)
@@ -243,5 +263,6 @@ PLAN = register(
         backends=dispatch.backends("plan", reference.run),
         samples=samples.samples,
         defaults=_defaults,
+        rounded=rounded,
     )
 )

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import mla_suite
-from mla_suite.core import dispatch, eager, register
+from mla_suite.core import dispatch, prepared, register
 from mla_suite.core.dispatch import Backend, Supported, Unsupported, reference_backend
 from mla_suite.core.op import Op, Output
 from mla_suite.ops.decode.samples import decode_sample
@@ -120,7 +120,7 @@ def arguments(**options):
     [
         ({}, {}, "context 160 keys per sequence, from block_table width x page"),
         ({"ragged_pages": True}, {}, "context 128 keys per sequence, from kv_indices per sequence x page"),
-        ({}, {"max_seqlen_kv": 4000}, "context 4000 keys per sequence, from max_seqlen_kv"),
+        ({}, {"max_seqlen_kv": 4000}, "context 4096 keys per sequence, from max_seqlen_kv"),
         ({"split_size": 64}, {"max_seqlen_kv": 4000}, "batch-invariant (split_size 64): the choice sees neither"),
     ],
 )
@@ -280,7 +280,7 @@ def test_no_more_calls_are_remembered_than_a_limit(monkeypatch):
     call = register._functional(echo([]))
     for size in range(1, 9):
         assert torch.equal(call(torch.ones(size), []), torch.full((size,), 2.0))
-        assert len(eager._prepared) <= 3
+        assert len(prepared._prepared) <= 3
 
 
 def test_only_the_calls_of_ones_own_thread_are_counted():

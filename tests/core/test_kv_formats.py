@@ -306,21 +306,6 @@ def test_bad_caches_are_refused_in_a_sentence(case):
         caches.check(get_kv_format("v32"), make(), 576, op="decode", argument="kv_cache")
 
 
-def test_misaligned_base_width_and_descale_are_refused():
-    cache = torch.zeros(2 * 4 * 656 + 16, dtype=torch.uint8)[3:].as_strided((2, 4, 656), (4 * 656, 656, 1))
-    with pytest.raises(ValueError, match="begins 3 bytes past a multiple of 16"):
-        caches.check_base(get_kv_format("v32"), cache, op="decode", argument="kv_cache")
-    with pytest.raises(ValueError, match="is read as rows of 512; kv_format 'v32' holds rows of 576"):
-        caches.check(get_kv_format("v32"), caches.empty("v32", 1, 2), 512, op="decode", argument="kv_cache")
-    one = torch.ones(1)
-    with pytest.raises(ValueError, match="kv_descale was given with kv_format 'bf16'; only fp8, fp8_fnuz read one"):
-        caches.check_descale(get_kv_format("bf16"), one, one, op="decode", argument="kv_descale")
-    with pytest.raises(ValueError, match="it takes one value"):
-        caches.check_descale(get_kv_format("fp8"), torch.ones(2), one, op="decode", argument="kv_descale")
-    with pytest.raises(ValueError, match="kv_format 'v31' is unknown; the kv_formats are bf16, fp16"):
-        get_kv_format("v31")
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import mla_suite
-from mla_suite.core import dispatch, eager
-from mla_suite.core.eager import PreparedCall
+from mla_suite.core import dispatch, prepared, register
+from mla_suite.core.prepared import KnownCalls, PreparedCall
 
-PREPARED = PreparedCall(tuple, lambda *given: None, (), {})
+PREPARED = PreparedCall(tuple, lambda *given: None, ())
 A, B, C = torch.zeros(4, 6), torch.zeros(4, 6), torch.zeros(8)
 ROOM = torch.zeros(64)
 
@@ -16,22 +16,19 @@ class Marked(torch.Tensor):
     pass
 
 
-@pytest.fixture(autouse=True)
-def alone():
-    dispatch.clear_caches()
-    PREPARED.guards.clear()
+@pytest.fixture
+def known():
     with torch.no_grad():
-        yield
-    dispatch.clear_caches()
+        yield KnownCalls("op")
 
 
-def test_an_equal_call_is_found():
-    assert eager.find("op", (A, None, C), (1, "bf16")) is None
-    eager.keep("op", (A, None, C), (1, "bf16"), PREPARED)
-    assert eager.find("op", (B, None, C.clone()), (1, "bf16")) is PREPARED, "values and addresses may differ"
-    assert eager.find("other", (A, None, C), (1, "bf16")) is None
+def test_an_equal_call_is_found(known):
+    assert known.find((A, None, C), (1, "bf16")) is None
+    known.keep((A, None, C), (1, "bf16"), PREPARED)
+    assert known.find((B, None, C.clone()), (1, "bf16")) is PREPARED, "values and addresses may differ"
+    assert KnownCalls("other").find((A, None, C), (1, "bf16")) is None
     dispatch.clear_caches()
-    assert eager.find("op", (A, None, C), (1, "bf16")) is None
+    assert known.find((A, None, C), (1, "bf16")) is None
 
 
 @pytest.mark.parametrize(
@@ -59,73 +56,140 @@ def test_an_equal_call_is_found():
         ((A, None, C), ()),
     ],
 )
-def test_another_call_is_not(tensors, options):
-    eager.keep("op", (A, None, C), (1,), PREPARED)
-    assert eager.find("op", (A, None, C), (1,)) is PREPARED
-    assert eager.find("op", tensors, options) is None
+def test_another_call_is_not(known, tensors, options):
+    known.keep((A, None, C), (1,), PREPARED)
+    assert known.find((A, None, C), (1,)) is PREPARED
+    assert known.find(tensors, options) is None
 
 
 def test_lists_are_compared_with_their_places_and_lengths():
-    given = [A, B], C, [None]
-    eager.keep("op", given, (1,), PREPARED)
-    assert eager.find("op", ([B, A], C, [None]), (1,)) is PREPARED
+    known, given = KnownCalls("lists", lists=True), (C, [A, B], C.clone(), [None])
+    known.keep(given, (1,), PREPARED)
+    for same in ((C, [B, A], ROOM[:8], [None]), (C, (A, B), ROOM[:8], (None,)), (C, [A, B], ROOM[:8], (None,))):
+        assert known.find(same, (1,)) is PREPARED
+        assert known.key(same, (1,)) == known.key(given, (1,))
     for other in (
-        ([A], [B, C], [None]),
-        ((A, B), C, [None]),
-        (A, B, C),
-        ([A, B], C, [C]),
-        ([A, B], C),
-        ([A, B, C], []),
+        (C, [A], [B, given[2]], [None]),
+        (C, A, B, given[2]),
+        (C, [A, B], given[2], [ROOM[:8]]),
+        (C, [A, B], given[2]),
+        (C, [A, B, given[2]], []),
     ):
-        assert eager.find("op", other, (1,)) is None
+        assert known.find(other, (1,)) is None
+        assert known.key(other, (1,)) != known.key(given, (1,))
 
 
-def test_a_cpu_that_stands_for_another_arch():
+def test_a_cpu_that_stands_for_another_arch(known):
     with mla_suite.emulate("gfx942"):
-        eager.keep("op", (A,), (), PREPARED)
-        assert eager.find("op", (A,), ()) is PREPARED
+        known.keep((A,), (), PREPARED)
+        assert known.find((A,), ()) is PREPARED
         with mla_suite.emulate("gfx950"):
-            assert eager.find("op", (A,), ()) is None
-    assert eager.find("op", (A,), ()) is None
+            assert known.find((A,), ()) is None
+    assert known.find((A,), ()) is None
 
 
-def test_an_unaligned_tensor_is_left_to_the_key():
-    eager.keep("op", (ROOM[1:],), (), PREPARED)
-    assert eager.find("op", (ROOM[1:],), ()) is None
+def test_an_unaligned_tensor_is_left_to_the_key(known):
+    known.keep((ROOM[1:],), (), PREPARED)
+    assert known.find((ROOM[1:],), ()) is None
+    known.keep((ROOM[4:],), (), PREPARED)
+    assert known.find((ROOM[:-4],), ()) is PREPARED
+    assert known.find((ROOM[1:-3],), ()) is None
 
 
-def test_calls_that_take_turns_are_each_recognised():
-    """Guards of a call are built once and come back with it."""
-    other = PreparedCall(tuple, lambda *given: None, (), {})
+def test_a_tensor_in_two_places_is_left_to_the_key(known):
+    known.keep((A, A), (), PREPARED)
+    assert known.guards == ()
+
+
+def test_calls_that_take_turns_are_each_recognised(known):
+    """As many as there are guards; the one that was not asked for the longest time gives way."""
+    calls = [
+        (PreparedCall(tuple, PREPARED.launch, ()), torch.zeros(size)) for size in range(1, prepared.MAX_GUARDS + 2)
+    ]
+    *several, last = calls
+    for call, tensor in several:
+        known.keep((tensor,), (), call)
     for _ in range(3):
-        for known, tensor in ((PREPARED, A), (other, C)):
-            assert eager.find("op", (tensor,), ()) is None
-            eager.keep("op", (tensor,), (), known)
-            assert eager.find("op", (tensor,), ()) is known
-        guards = [known.guards["op"].same for known in (PREPARED, other)]
-    assert [known.guards["op"].same for known in (PREPARED, other)] == guards
+        for call, tensor in several:
+            assert known.find((tensor,), ()) is call
+    known.find((several[0][1],), ())
+    known.keep((last[1],), (), last[0])
+    found = [known.find((tensor,), ()) for _, tensor in calls]
+    assert found == [several[0][0], None, *(call for call, _ in several[2:]), last[0]]
 
 
-def test_guards_that_a_changed_state_of_the_dispatcher_outdates_are_built_anew():
+def test_a_written_tensor_lies_apart_from_the_others():
+    known = KnownCalls("writes", mutated=(1,))
+    known.keep((ROOM[:8], ROOM[32:40]), (), PREPARED)
+    for _ in range(2):
+        assert known.find((ROOM[8:16], ROOM[16:24]), ()) is PREPARED
+        assert known.find((ROOM[8:16], ROOM[12:20]), ()) is None
+
+
+def sized():
+    return KnownCalls("sized", sized=(1,), rounded=lambda tensors, options: (*options, tensors[1].numel() // 8))
+
+
+def test_a_size_that_counts_rounded():
+    """Of one tensor alone: the same tensor in another place keeps its size."""
+    known, ids = sized(), torch.zeros(64, dtype=torch.int32)
+    known.keep((ids[:20], ids[:16]), (1,), PREPARED)
+    assert known.find((ids[:20], ids[:23]), (1,)) is PREPARED
+    for other in ((ids[:20], ids[:24]), (ids[:20], ids[:15]), (ids[:16], ids[:16]), (ids[:20], ids[:16].view(4, 4))):
+        assert known.find(other, (1,)) is None
+        assert known.key(other, (1,)) != known.key((ids[:20], ids[:16]), (1,))
+    assert known.key((ids[:20], ids[:23]), (1,)) == known.key((ids[:20], ids[:16]), (1,))
+
+
+def test_strides_of_a_tensor_whose_size_counts_rounded():
+    """One entry may have any stride, with which more entries are another tensor."""
+    known, ids = sized(), torch.zeros(64, dtype=torch.int32)
+    known.keep((A, ids[::2][:1]), (1,), PREPARED)
+    assert known.find((A, ids[::2][:1]), (1,)) is PREPARED
+    assert known.find((A, ids[::2][:4]), (1,)) is None
+    assert known.key((A, ids[::2][:1]), (1,)) != known.key((A, ids[::2][:4]), (1,))
+
+
+def test_keys_are_dropped_by_last_use(monkeypatch):
+    monkeypatch.setattr(dispatch, "MAX_CACHED", 3)
+    dispatch.clear_caches()
+    known = KnownCalls("keys")
+    keys = [known.key((torch.zeros(size),), ()) for size in range(5)]
+    for key in keys[:3]:
+        prepared.add_prepared(key, PREPARED)
+    assert prepared.prepared_call(keys[0]) is PREPARED
+    for key in keys[3:]:
+        prepared.add_prepared(key, PREPARED)
+    assert [key for key in keys if prepared.prepared_call(key) is not None] == [keys[0], *keys[3:]]
+    dispatch.clear_caches()
+
+
+def test_bounds_are_rounded_up_by_an_eighth_at_most():
+    for n in (*range(300), 4095, 4096, 4097, 2**31 - 1):
+        rounded = prepared.rounded_up(n)
+        assert n <= rounded <= n * 9 / 8
+        assert prepared.rounded_up(rounded) == rounded
+    assert len({prepared.rounded_up(n) for n in range(1, 32769)}) < 120
+
+
+def test_guards_that_a_changed_state_of_the_dispatcher_outdates_are_built_anew(known):
     with torch.inference_mode():
         made = torch.zeros(4, 6)
-        eager.keep("op", (made,), (), PREPARED)
-        assert eager.find("op", (made,), ()) is PREPARED
-    for _ in range(2):
-        assert eager.find("op", (A,), ()) is None, "no inference tensor"
-        eager.keep("op", (A,), (), PREPARED)
-        if eager.find("op", (A,), ()) is PREPARED:
-            return
-    pytest.fail("never recognised")
+        known.keep((made,), (), PREPARED)
+        assert known.find((made,), ()) is PREPARED
+    assert known.find((A,), ()) is None, "no inference tensor"
+    known.keep((A,), (), PREPARED)
+    assert known.find((A,), ()) is PREPARED
 
 
 def test_without_torchs_guards_the_key_decides(monkeypatch):
-    monkeypatch.setattr(eager, "_Guards", None)
+    monkeypatch.setattr(prepared, "_Guards", None)
+    dispatch.clear_caches()
     partials = torch.randn(6, 4, 128), torch.randn(6, 4)
     right = torch.ops.mla_suite.combine(*partials, num_splits=3)
     for _ in range(3):
         assert all(map(torch.equal, mla_suite.combine(*partials, num_splits=3), right))
-    assert not eager._last
+    assert register.get("combine").known.guards == ()
 
 
 def test_outputs_of_the_caller_are_checked_after_equal_calls_too():
@@ -137,7 +201,7 @@ def test_outputs_of_the_caller_are_checked_after_equal_calls_too():
         outputs = torch.empty(2, 4, 128), lse
         merge(*partials, num_splits=3, out_dtype=torch.float32, out=outputs[0], lse=lse)
         assert all(map(torch.equal, outputs, right))
-    assert "combine.out" in eager._last
+    assert register.get("combine").known_out.guards
     strided = torch.empty(2, 4, 256)[..., :128]
     merge(*partials, num_splits=3, out_dtype=torch.float32, out=strided, lse=lse)
     assert torch.equal(strided, right[0])

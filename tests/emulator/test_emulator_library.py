@@ -36,7 +36,9 @@ def test_built_once_and_again_when_a_source_changes(tmp_path, sources):
     assert ctypes.CDLL(str(copy)).answer() == 42
 
 
-@pytest.mark.parametrize("home", ["/dev/null", "", None])
+@pytest.mark.parametrize(
+    "home", ["/dev/null", pytest.param("", marks=pytest.mark.full), pytest.param(None, marks=pytest.mark.full)]
+)
 def test_no_home_to_write_to(tmp_path, sources, monkeypatch, home):
     for name in ("XDG_CACHE_HOME", "ZIG_GLOBAL_CACHE_DIR", "HOME"):
         monkeypatch.delenv(name, raising=False)

@@ -94,6 +94,15 @@ def test_append_kv(arch: str, name: str) -> None:
     assert torch.equal(mine.view(torch.uint8), args[2].view(torch.uint8))
 
 
+def on_an_arch(*cases: tuple[Any, ...]) -> list[Any]:
+    """Each case on one arch, in turn; a full run takes both, of which Triton takes seconds each to compile."""
+    return [
+        pytest.param(arch, *case, id=f"{arch}-{case[0].name}", marks=[] if (i + j) % 2 == 0 else pytest.mark.full)
+        for j, arch in enumerate(("gfx942", "gfx950"))
+        for i, case in enumerate(cases)
+    ]
+
+
 DECODE = [
     decode_sample([130, 0, 7], planned=True),
     decode_sample([70, 33], heads=24, q_len=2, num_splits=2, page=16, sink=True, varlen=True),
@@ -101,7 +110,7 @@ DECODE = [
 ]
 
 
-@pytest.mark.parametrize("case", DECODE, ids=lambda s: s.name)
+@pytest.mark.parametrize(("arch", "case"), on_an_arch(*zip(DECODE)))
 def test_decode(arch: str, case: Sample) -> None:
     args, kwargs = case.make(CPU)
     (out, lse), done = run("decode", arch, args, kwargs)
@@ -119,7 +128,7 @@ SPARSE = [
 
 
 @pytest.mark.skipif(not sparse_in_triton.COMPILES, reason="this Triton is older than 3.6, which sparse_decode needs")
-@pytest.mark.parametrize(("case", "num_splits"), SPARSE, ids=[case.name for case, _ in SPARSE])
+@pytest.mark.parametrize(("arch", "case", "num_splits"), on_an_arch(*SPARSE))
 def test_sparse_decode(arch: str, case: Sample, num_splits: int) -> None:
     args, kwargs = case.make(CPU)
     kwargs["num_splits"] = num_splits

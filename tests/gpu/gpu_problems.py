@@ -69,7 +69,10 @@ def _below(limits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def _vary_plan(args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator) -> None:
-    args[0].copy_(_below(torch.full_like(args[0], kwargs["max_seqlen_kv"]), generator))
+    """Within a window, beyond which all lengths are one to a plan."""
+    window = kwargs.get("window_left", -1)
+    longest = kwargs["max_seqlen_kv"] if window < 0 else window
+    args[0].copy_(_below(torch.full_like(args[0], longest), generator))
 
 
 def _vary_decode(args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator) -> None:

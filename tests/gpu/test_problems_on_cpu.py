@@ -49,7 +49,8 @@ def test_a_plan_is_right_for_its_own_device(sample: Sample) -> None:
         cpu.load(turn)
         cpu.call()
         cpu.check()
-    if not cpu.kwargs["num_splits"] and not cpu.kwargs["split_size"]:
+    by_costs = not cpu.kwargs["num_splits"] and not cpu.kwargs["split_size"]
+    if by_costs and cpu.kwargs.get("window_left", -1) < 0:  # a window leaves too few keys for other splits
         assert not torch.equal(gpu.outputs[0], cpu.outputs[0]), "one plan for both would not show a mix-up"
 
 

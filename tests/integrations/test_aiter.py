@@ -269,10 +269,7 @@ def test_what_is_absent_says_so():
         (dict(work_meta_data=torch.zeros(2, dtype=torch.int64)), "all that get_mla_metadata_v1 filled"),
         (dict(kv_buffer=torch.zeros(9, 64, 1, 656, dtype=torch.uint8), page_size=64), "three-buffer and packed"),
         (dict(o=torch.zeros(2, 16, 512, dtype=torch.float16)), "mla_decode_fwd: o is torch.float16"),
-        (dict(o=None), "o is a NoneType; it takes a tensor"),
         (dict(kv_indptr=torch.tensor(3)), "kv_indptr has no dimension"),
-        (dict(kv_indices=[0, 1]), "kv_indices is a list; it takes a tensor"),
-        (dict(max_seqlen_q="1"), "max_seqlen_q is '1'; it takes an int"),
     ],
 )
 def test_refusals(changes, message):

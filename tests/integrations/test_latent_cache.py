@@ -1,6 +1,5 @@
 """The latent cache under transformers: what does not fit is refused, what generate() takes back is forgotten."""
 
-import copy
 import warnings
 from types import SimpleNamespace
 
@@ -11,7 +10,6 @@ pytest.importorskip("transformers", reason="transformers is missing: pip install
 
 import latent_models
 from deepseek_models import VOCAB, left_padded, make_model
-from transformers import DynamicCache
 
 from mla_suite.integrations import transformers_interface
 from mla_suite.integrations.transformers import LatentCache, patch, unpatch
@@ -37,22 +35,6 @@ def test_a_full_cache_is_refused_without_asking_a_gpu():
         cache.store._make_room(1)
 
 
-def test_crop_forgets_the_newest_tokens():
-    model = make_model("v3")
-    ids, _ = left_padded()
-    patch(model)
-    with torch.no_grad():
-        expected = model(input_ids=ids).logits
-        cache = LatentCache(model, 3, 16)
-        model(input_ids=ids[:, :8], past_key_values=cache)
-        model(input_ids=ids[:, :3], past_key_values=cache)
-        cache.crop(-3)
-        got = model(input_ids=ids[:, 8:], past_key_values=cache).logits
-    torch.testing.assert_close(got, expected[:, 8:], rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match=r"crop\(3\); give -3 to drop that number of tokens"):
-        cache.crop(3)
-
-
 def test_rejected_drafts_of_another_model_are_forgotten(monkeypatch):
     """generate() lets another model draft, and crops what this one rejects."""
     cropped = []
@@ -75,6 +57,11 @@ def test_a_cache_without_room_is_refused(sizes):
         LatentCache(make_model("v3"), batch, max_len, page_size=page_size)
 
 
+def test_tokens_to_forget_are_counted_from_the_end():
+    with pytest.raises(ValueError, match=r"crop\(3\); give -3 to drop that number of tokens"):
+        LatentCache(make_model("v3"), 3, 16).crop(3)
+
+
 def prompt():
     torch.manual_seed(3)
     return torch.randint(3, VOCAB, (2, 9))
@@ -91,40 +78,6 @@ def both(call):
 
 def logits_close(got, expected):
     assert (got - expected).abs().max() <= 1e-4 * expected.abs().max()
-
-
-def test_the_callers_own_cache_answers_and_its_prefix_is_used_again():
-    def reuse(model):
-        cache = DynamicCache(config=model.config)
-        model(prompt(), past_key_values=cache)
-        longer = torch.cat((prompt(), prompt()[:, :4]), 1)
-        options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        copied = copy.deepcopy(cache)
-        tokens = model.generate(longer, past_key_values=cache, **options)
-        assert torch.equal(model.generate(longer, past_key_values=copied, **options), tokens)
-        return tokens, cache.get_seq_length()
-
-    (tokens, length), (ours, our_length) = both(reuse)
-    assert torch.equal(ours, tokens)
-    assert our_length == length == 18
-
-
-def test_a_mask_that_changes_is_refused():
-    model = make_model("v3")
-    with torch.no_grad(), patch(model):
-        cache, mask = DynamicCache(config=model.config), torch.ones(2, 9, dtype=torch.long)
-        mask[1, 2] = 0
-        model(prompt(), attention_mask=mask, past_key_values=cache)
-        shown, hidden = torch.ones(2, 10, dtype=torch.long), torch.cat((mask, mask[:, :1]), 1)
-        hidden[0, 4] = 0
-        for wrong, sentence in (
-            (shown, "1 for column 2 of sequence 1, whose token was hidden"),
-            (hidden, "0 for column 4 of sequence 0, whose token was cached"),
-            (None, "attention_mask is None for a cache in which it has hidden tokens"),
-        ):
-            with pytest.raises(ValueError, match=sentence):
-                model(prompt()[:, :1], attention_mask=wrong, past_key_values=cache)
-        assert cache.get_seq_length() == 9
 
 
 def test_packed_sequences_and_dropout_are_refused():

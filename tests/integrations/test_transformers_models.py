@@ -47,20 +47,6 @@ def test_tokens_are_the_unpatched_models(folder, decodes):
     assert torch.equal(greedy(model)[0], expected), "unpatched again"
 
 
-@pytest.mark.parametrize("folder", ["mistral4", "minicpm3", "bailing_hybrid"])
-@torch.no_grad()
-def test_a_prompt_in_parts_attends_to_its_cached_prefix(folder, decodes):
-    model = make(folder)
-    ids = left_padded()[0][:1]
-    expected = model(input_ids=ids).logits
-    patch(model)
-    cache = LatentCache(model, 1, PROMPT, page_size=4)
-    parts = [model(input_ids=part, past_key_values=cache).logits for part in ids.split([4, 3, 2], dim=1)]
-    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-4)
-    assert len(decodes) == 2 * len(cache.store.latents)
-    torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
-
-
 def experts_as_one_operator(model):
     """Puts each loop over the experts that were chosen, whose length torch.compile cannot know, behind an operator."""
     for name, module in model.named_modules():

@@ -70,7 +70,7 @@ MLA_DEVICE void ring(const RingArrays& a) {
   p.kv_token_stride = Problem::qk_dim;
   const Lane lane = Lane::current();
   const int wave = wave_id();
-  const mla::KvSource source(p, Problem::Format::bytes, 0);
+  const mla::PagedKv source(p, Problem::Format::bytes, 0);
   const KeyReadMap<Tile> pieces(lane);
   const ColumnReadMap<Tile> columns(lane);
   const int count = (a.end_key - a.first_key + keys - 1) / keys;

@@ -152,7 +152,7 @@ MLA_DEVICE void stages(const StageArrays& a) {
   p.kv_token_stride = 576;
   const Lane lane = Lane::current();
   const int wave = wave_id();
-  const mla::KvSource source(p, element_bytes, 0);
+  const mla::PagedKv source(p, element_bytes, 0);
   const KvStageReadMap places(lane);
   const int count = (a.end_key - a.first_key + 15) / 16;
   Stages ring(source, mla::WorkTile{0, a.first_key, a.end_key, -1}, a.rope_cos_sin, count, lds, lane, wave);

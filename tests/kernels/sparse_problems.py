@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from built import require_built
+from hostile_inputs import ABSURD, poisoned
 
 import mla_suite
 from mla_suite import archs
@@ -27,23 +28,9 @@ def require_kernels(arch):
     require_built(arch, config.instance)
 
 
-ABSURD = (-1, 2**31 - 1, -(2**31), -7)
-
-
 def kind_of(name, width):
     kind = get_kv_format(name)
     return kind.sized(width, 0) if kind.dense else kind
-
-
-def poisoned(name, pages, page, used, seed, width, padded=True, spread=2):
-    """Random rows, scaled by up to 2^+-spread, at the slots `used`; each other byte is 0xff: NaN, or of a NaN scale."""
-    kind = kind_of(name, width)
-    cache = caches.empty(kind, pages, page, padded=padded)
-    torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage()).fill_(0xFF)
-    slots = torch.tensor(sorted(used), dtype=torch.int64)
-    rows = torch.randn(len(slots), kind.head_dim, generator=torch.Generator().manual_seed(seed))
-    caches.scatter(kind, cache, slots, rows * 2.0 ** torch.randint(-spread, spread + 1, (len(slots), 1)))
-    return cache
 
 
 def problem(pools, tokens, heads, seed=0, invalid=0.2, padded=True, spread=2):

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from decode_grid import assert_within_bound
-from sparse_problems import ABSURD, POOLS, exact, poisoned, problem
+from hostile_inputs import ABSURD, poisoned
+from sparse_problems import POOLS, exact, problem
 
 from mla_suite.testing import Exact
 
@@ -79,7 +80,7 @@ def selections(machine: Machine, name: str, heads: int, selection: str) -> None:
         chosen = SELECTIONS[selection](slots, 40)
         args[2][i] = torch.tensor([chosen, [-1] * 40], dtype=torch.int32)
         used = {slot for slot in chosen if 0 <= slot < slots}
-        args[1][i] = poisoned(name, cache.shape[0], cache.shape[1], used, 3, args[0].shape[-1])
+        args[1][i] = poisoned(name, cache.shape[0], cache.shape[1], used, 3, args[0].shape[-1], spread=2)
     out, lse = machine.check(args, kwargs)
     assert torch.equal(out[1], torch.zeros_like(out[1]))
     assert bool((lse[1] == -torch.inf).all())

@@ -92,7 +92,7 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
     for point in POINTS:
         config = Sm90Config(H200, *point)
         source, rotates = config.kv_load.removesuffix("_rotated"), str(config.load.rotates).lower()
-        policy = f"DecodePolicyOf<KvSource::{source}, {clusters[config.cluster_mode]}, {config.width}, {rotates}>"
+        policy = f"DecodePolicyOf<KvLoad::{source}, {clusters[config.cluster_mode]}, {config.width}, {rotates}>"
         traits = f"DecodeTraits<DecodeProblem<{config.dtype}, {config.width}, {rotates}>, {policy}>"
         lines += [
             f'static_assert(SharedStorage<{traits}>::BYTES == {config.lds}, "shared memory of {config.instance}");',
@@ -101,13 +101,14 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
         ]
     for point in SWAP_AB:
         config = Sm90Config(H200, *point)
-        traits = f"SwapAbTraits<{config.dtype}, {config.q_rows}>"
+        traits = f"SwapAbTraits<SwapAbProblem<{config.dtype}>, SwapAbPolicy<{config.q_rows}>>"
         lines += [
             f'static_assert(SharedStorage<{traits}>::BYTES == {config.lds}, "shared memory of {config.instance}");',
             f'static_assert({traits}::STAGES == {config.stages}, "ring of {config.instance}");',
             f'static_assert({traits}::CONSUMERS + 128 == {config.threads}, "block of {config.instance}");',
         ]
-    headers = [f"decode/cluster/{mode}.hpp" for mode in clusters] + ["decode/swap_ab/shared_storage.hpp"]
+    headers = [f"decode/cluster/{mode}.hpp" for mode in clusters]
+    headers += [f"decode/{name}.hpp" for name in ("producer_fp8", "sentinel_fill", "swap_ab/shared_storage")]
     assert_compiles(tmp_path, headers, lines)
 
 

@@ -125,7 +125,7 @@ def test_the_figures_of_sm_90(monkeypatch, name):
     """Its kernels are of the same source, and cannot run here: the emulated ones are given its figures."""
 
     def figures(arch, rows):
-        return scheduler.scheduler_costs(archs.get("sm_90"), rows)._replace(max_dealt=0)  # test_dealt_plan_kernel.py
+        return scheduler.scheduler_costs(archs.get("sm_90"), rows)._replace(max_dealt=0)  # test_plan_sm90_on_host.py
 
     for module in (kernels, reference):
         monkeypatch.setattr(module, "scheduler_costs", figures)

@@ -89,6 +89,14 @@ def test_edges(program, lens):
     check(program, [Problem(tuple(lens), rows, parts) for rows, parts in ((1, 15), (128, 66), (300, 256))])
 
 
+@pytest.mark.parametrize("parts", [15, 16, 255, 256, 257])
+def test_where_dealing_begins_and_ends(program, parts):
+    draw = random.Random(parts)
+    sizes = (128, 8192), (255, 900), (256, 900), (257, 900)
+    problems = [Problem(tuple(draw.randrange(most) for _ in range(batch)), 128, parts) for batch, most in sizes]
+    assert (check(program, problems) > 0) == (16 <= parts <= 256)
+
+
 def test_sequences_without_a_query_token(program):
     lens, queries = (4000, 9000, 70, 5000, 800) * 20, (0, *(1 + i // 2 for i in range(100)))
     for split in ({}, {"num_splits": 3}, {"split_size": 256, "max_seqlen_kv": 9000}):

@@ -6,71 +6,35 @@ not seen.
 
 from __future__ import annotations
 
-import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from kernels_on_host import HOST, with_a_fault
+from kernels_on_host import compiled as compiled_program
 from plan_merges import POINTERS, PlanMerge
-from planted import each_of, plant
+from planted import each_of
 
 from mla_suite import archs
-from mla_suite.archs import CSRC
 from mla_suite.archs.common import combine as native
 from mla_suite.archs.sm_90.combine import ResidentCombineConfig
 from mla_suite.build.params import load
 from mla_suite.ops.plan.metadata import OPEN, Plan, Word
 
-HOST = Path(__file__).parent / "cuda_on_host"
 CONFIG = ResidentCombineConfig(archs.get("sm_90"), 512, merges=False)
-INSTRUCTIONS = {
-    r'asm\("ex2\.approx.*?\)\);': "y = std::exp2(x);",
-    r'asm\("lg2\.approx.*?\)\);': "y = std::log2(x);",
-    r'asm\("rcp\.approx.*?\)\);': "y = 1.0f / x;",
-    r'asm\("cvt\.rn\.bf16x2.*?\)\);': "pair = float_to_bf16(low) | float_to_bf16(high) << 16;",
-    r'asm\("cvt\.rn\.f16x2.*?\)\);': "pair = float_to_fp16(low) | float_to_fp16(high) << 16;",
-    r'asm\("cvt\.f32\.f16.*?\)\);': "x = fp16_to_float(bits);",
-    r'asm volatile\("" ::"l"\(word\) : "memory"\);': "",
-}
-"""Instructions of wave.hpp -> what takes their place."""
 
 
-def translated(folder: Path) -> Path:
-    """A copy of the sources whose own instructions are C++."""
-    sources = folder / "csrc"
-    shutil.copytree(CSRC / "common", sources / "common")
-    shutil.copytree(CSRC / "sm_90" / "combine", sources / "sm_90" / "combine")
-    shutil.copy(CSRC / "sm_90" / "spin_limit.hpp", sources / "sm_90")
-    shutil.copytree(HOST / "sm_90", sources / "sm_90", dirs_exist_ok=True)
-    shutil.copytree(HOST / "combine" / "sm_90", sources / "sm_90", dirs_exist_ok=True)
-    text = (CSRC / "sm_90" / "wave.hpp").read_text()
-    for pattern, code in INSTRUCTIONS.items():
-        text, count = re.subn(pattern, lambda _, code=code: code, text, flags=re.DOTALL)
-        assert count == 1, f"{count} of {pattern}"
-    (sources / "sm_90" / "wave.hpp").write_text(text)
-    return sources
-
-
-def compiled(sources: Path) -> Path:
-    program = sources.parent / "combine"
-    names = [f"-DHOST_BLOCK_THREADS={CONFIG.threads}", "-DMLA_SUITE_KERNEL=resident_combine"]
-    names += [f"-DD_V={CONFIG.head_dim_v}", f"-DWAVES={CONFIG.waves}"]
-    options = ["-std=c++20", "-O2", "-fno-strict-aliasing", "-w", "-include", str(HOST / "cuda.hpp")]
-    program_source = str(HOST / "combine" / "combine.cpp")
-    command = ["g++", *options, *names, f"-I{sources}", f"-I{HOST}", program_source, "-o", str(program)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return program
+def compiled(folder: Path, *first: Path) -> Path:
+    constants = {"HOST_BLOCK_THREADS": CONFIG.threads, "MLA_SUITE_KERNEL": "resident_combine"}
+    constants |= {"D_V": CONFIG.head_dim_v, "WAVES": CONFIG.waves}
+    return compiled_program("combine/combine.cpp", folder / "combine", constants, *first, HOST / "combine")
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    if shutil.which("g++") is None:
-        pytest.skip("g++ is not installed")
-    return compiled(translated(tmp_path_factory.mktemp("combine")))
+    return compiled(tmp_path_factory.mktemp("combine"))
 
 
 class Merge(PlanMerge):
@@ -193,8 +157,7 @@ FAULTS = {
 @each_of(FAULTS, "no wait")
 def test_a_broken_kernel_is_found(tmp_path, name):
     right, broken, case = FAULTS[name]
-    sources = translated(tmp_path)
-    plant(sources / "sm_90" / "combine" / "resident_combine.hpp", right, broken)
-    program = compiled(sources)
+    own = with_a_fault(tmp_path / "csrc", "sm_90/combine/resident_combine.hpp", right, broken)
+    program = compiled(tmp_path, own)
     with pytest.raises(AssertionError):
         run_and_check(program, Merge(**{**CASES, **PAIRS}[case]), 3)

@@ -1,18 +1,17 @@
 """The source of decode over un-rotated caches on sm_90, executed on a CPU and compared with fp64.
 
-The definition rotates keys in fp64, so an lse within 1e-5 needs what rounding a rotated key left. Sources are
-translated as those of sparse decode are; test_swap_ab_on_host.py says what such a run shows and what not.
+The definition rotates keys in fp64, so an lse within 1e-5 needs what rounding a rotated key left. kernels_on_host.py
+says what such a run shows and what not.
 """
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
-from planted import each_of, plant
-from test_sparse_gather_on_host import HOST, ran, translated
+from kernels_on_host import check, ran, with_a_fault
+from kernels_on_host import compiled as compiled_program
+from planted import each_of
 
 INSTANCES = [("bf16", "tma"), ("fp16", "tma"), ("bf16", "cp_async"), ("fp16", "cp_async")]
 PROBLEMS = {
@@ -37,32 +36,17 @@ PROBLEMS = {
 }
 
 
-def compiled(sources: Path, dtype: str, source: str) -> Path:
-    program = sources.parent / f"rotated_{dtype}_{source}"
-    options = ["-std=c++20", "-O2", "-fno-strict-aliasing", "-w", "-DHOST_BLOCK_THREADS=512"]
-    options += ["-include", str(sources / "cuda.hpp"), f"-I{sources}", f"-DDTYPE={dtype}", f"-DKV_SOURCE={source}"]
-    command = ["g++", *options, str(sources / "rotated.cpp"), "-o", str(program)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return program
-
-
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    if shutil.which("g++") is None:
-        pytest.skip("g++ is not installed")
-    found = translated(tmp_path_factory.mktemp("rotated"))
-    for name in ("rotated.cpp", "dense_case.hpp"):
-        shutil.copy(HOST / name, found)
-    return found
+def compiled(folder: Path, dtype: str, source: str, *first: Path) -> Path:
+    """The program of an instance."""
+    constants = {"DTYPE": dtype, "KV_SOURCE": source, "HOST_BLOCK_THREADS": 512}
+    return compiled_program("rotated.cpp", folder / "rotated", constants, *first)
 
 
 @pytest.mark.parametrize(("dtype", "source"), INSTANCES)
-def test_results_are_those_of_fp64(sources, dtype, source):
-    program = compiled(sources, dtype, source)
+def test_results_are_those_of_fp64(tmp_path, dtype, source):
+    program = compiled(tmp_path, dtype, source)
     for problem in PROBLEMS[source]:
-        done = ran(program, problem)
-        assert done.returncode == 0, f"{problem}: {done.stdout}{done.stderr}"
+        check(program, problem)
 
 
 FAULTS = {
@@ -80,7 +64,7 @@ FAULTS = {
     "a stage published early": ("tma", "traits.hpp", "? 1 + ROTATORS : 128", "? 1 : 128"),
     "residuals of other values": (
         "tma",
-        "mainloop_qk.hpp",
+        "q_operand.hpp",
         "k < Traits::Q_STEPS ? k : k -",
         "k < Traits::Q_STEPS ? k : k - 1 -",
     ),
@@ -95,10 +79,8 @@ FAULTS = {
 
 
 @each_of(FAULTS, "rotated before they arrive")
-def test_a_fault_is_found(sources, tmp_path, name):
+def test_a_fault_is_found(tmp_path, name):
     source, header, right, broken = FAULTS[name]
-    own = tmp_path / "csrc"
-    shutil.copytree(sources, own)
-    plant(own / "sm_90" / "decode" / header, right, broken)
-    found = ran(compiled(own, "bf16", source), "16 1 64 1 1 plain 300 33 90")
+    own = with_a_fault(tmp_path / "csrc", f"sm_90/decode/{header}", right, broken)
+    found = ran(compiled(tmp_path, "bf16", source, own), "16 1 64 1 1 plain 300 33 90")
     assert found.returncode != 0, found.stdout

@@ -117,7 +117,8 @@ def test_what_is_refused_is_computed_elsewhere(arch, why):
     assert isinstance(answer, Unsupported)
     assert sentence in answer.reason
     out, lse = torch.ops.mla_suite.sparse_decode(*args, **kwargs)
-    assert_within_bound(out, lse, exact(*args, **kwargs))
+    exact_keys = "fp16" in kwargs["kv_formats"]  # has more digits than bf16
+    assert_within_bound(out, lse, exact(*args, **kwargs, rounded=not exact_keys))
 
 
 def counted(arch, name, heads, keys):

@@ -60,7 +60,9 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
     """The Python sum against the compiler's view of sparse_decode/traits.hpp."""
     lines = []
     for config in FEW_ROWS:
-        traits, groups_and_stages = f"SparseSwapAbTraits<{config.record}, {config.q_rows}>", SWAP_AB[config.q_rows]
+        groups_and_stages = SWAP_AB[config.q_rows]
+        problem, policy = f"SparseDecodeProblem<{config.record}>", f"SparseSwapAbPolicy<{config.q_rows}>"
+        traits = f"SparseSwapAbTraits<{problem}, {policy}>"
         lines += [
             f'static_assert(SharedStorage<{traits}>::BYTES == {config.lds}, "shared memory of {config.instance}");',
             f'static_assert({traits}::THREADS == {config.threads}, "threads of {config.instance}");',

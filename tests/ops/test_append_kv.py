@@ -95,7 +95,9 @@ def test_v32_writes_exactly_the_declared_bytes(name):
 
 
 @pytest.mark.parametrize("name", ["dsv4", "dsv4_fnuz"])
-@pytest.mark.parametrize(("page", "padded", "block"), [(2, True, 1728), (2, False, 1168), (64, True, 37440)])
+@pytest.mark.parametrize(
+    ("page", "padded", "block"), [(2, True, 1728), (2, False, 1168), (64, True, 37440), (256, True, 149760)]
+)
 def test_dsv4_writes_exactly_the_declared_bytes(name, page, padded, block):
     kv_c, k_pe = new_tokens(get_kv_format(name), 2)
     cache = filled(get_kv_format(name), 3, page, padded=padded)
@@ -183,18 +185,7 @@ def test_rotation_against_complex_numbers(name, interleaved):
     assert ((stored - exact).abs() <= rounding + 2**-22 * size).all()
 
 
-def test_a_token_has_the_same_bytes_in_any_batch():
-    one = get_kv_format("dsv4")
-    kv_c, k_pe = new_tokens(one, 65)
-    whole, alone = filled(one, 2, 64), filled(one, 2, 64)
-    mla_suite.append_kv(kv_c, k_pe, whole, torch.arange(65), kv_format="dsv4")
-    for token in range(65):
-        single = slice(token, token + 1)
-        mla_suite.append_kv(kv_c[single], k_pe[single], alone, torch.tensor([token]), kv_format="dsv4")
-    assert torch.equal(raw(whole), raw(alone))
-
-
-@pytest.mark.parametrize("name", ["bf16", "v32", "dsv4"])
+@pytest.mark.parametrize("name", ["dsv4"])
 def test_compiled_fullgraph_writes_the_same_bytes_into_a_strided_cache(name):
     one = get_kv_format(name)
     kv_c, k_pe = new_tokens(one, 5)
@@ -208,15 +199,6 @@ def test_compiled_fullgraph_writes_the_same_bytes_into_a_strided_cache(name):
 
     step(kv_c, k_pe, compiled, slots)
     assert torch.equal(raw(eager), raw(compiled))
-
-
-def test_written_values_carry_no_gradient():
-    one = get_kv_format("fp32")
-    kv_c, k_pe = (part.requires_grad_() for part in new_tokens(one, 2, dtype=torch.float32))
-    cache = filled(one, 1, 2, byte=0)
-    mla_suite.append_kv(kv_c, k_pe, cache, torch.arange(2), kv_format="fp32")
-    assert not cache.requires_grad
-    assert torch.equal(cache[0], torch.cat([kv_c, k_pe], dim=1).detach())
 
 
 def test_slots_beyond_two_gigabytes():

@@ -173,12 +173,6 @@ def test_a_plan_serves_lengths_it_was_not_made_for(made_at, split):
     assert_close(*mla_suite.decode(*args[:11], plan, **kwargs), exact_decode(*args, **kwargs))
 
 
-def test_plan_made_at_length_1_used_at_5000():
-    args, kwargs = problem(BASE, lens=(5000,))
-    result = mla_suite.decode(*args[:11], planned([1], num_sm_parts=132), **kwargs)
-    assert_close(*result, exact_decode(*args, **kwargs))
-
-
 def test_one_plan_serves_any_heads():
     plan = planned([3000, 700], rows=16)
     for heads in (1, 24, 128):

@@ -206,17 +206,6 @@ def test_a_query_token_is_bitwise_the_same_in_any_batch():
         assert torch.equal(lse[t], alone[1][0])
 
 
-@pytest.mark.parametrize("q_len", [1, 2, 3])
-def test_query_tokens_of_one_sequence_or_of_many_have_the_same_bits(q_len):
-    """Twelve query tokens as 12 sequences, as 6 with a draft each and as 4 with two drafts each."""
-    q, kv_caches, indices, names = problem(POOLS["dsv4 window and compressed"], 12, 16, seed=3)
-    flat = mla_suite.sparse_decode(q, kv_caches, indices, kv_formats=names, softmax_scale=0.04)
-    indices = [index.unflatten(0, (-1, q_len)) for index in indices]
-    q = q.unflatten(0, (-1, q_len))
-    drafted = mla_suite.sparse_decode(q, kv_caches, indices, kv_formats=names, softmax_scale=0.04)
-    assert all(torch.equal(a, b.flatten(0, 1)) for a, b in zip(flat, drafted, strict=True))
-
-
 @few
 @given(st.sampled_from(["bf16", "v32", "dsv4", "dsv4_fnuz", "fp8"]), st.integers(0, 10**6), st.integers(1, 5))
 def test_permuting_pages_changes_nothing(name, seed, page):

@@ -28,7 +28,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
-from mla_suite.integrations import interface, plugins
+from mla_suite.integrations import plugins
 from mla_suite.integrations import sglang_sparse as integration
 from mla_suite.kv_formats import cache as caches
 
@@ -273,17 +273,6 @@ def test_an_sglang_that_names_an_argument_otherwise_is_refused(monkeypatch):
     with theirs.server(monkeypatch):
         runner = theirs.runner(torch.bfloat16, topk=TOPK)
         with pytest.raises(TypeError, match=r"_forward_flashmla_sparse of SGLang 0.5.* takes no page_table_1; install"):
-            theirs.backend(runner)
-
-
-def test_a_newer_sglang_with_this_interface_works_with_one_warning(monkeypatch):
-    monkeypatch.setattr(interface, "_warned", set())
-    monkeypatch.setattr(integration, "__version__", "0.6.0")
-    with theirs.server(monkeypatch):
-        runner = theirs.runner(torch.bfloat16, topk=TOPK)
-        with pytest.warns(
-            UserWarning, match=r"SGLang 0.6.0 is newer than 0.5.23, the newest that mla_suite was tested"
-        ):
             theirs.backend(runner)
 
 

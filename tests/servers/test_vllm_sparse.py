@@ -21,7 +21,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata, MLAAttentionImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-from mla_suite.integrations import interface, plugins, vllm_interface
+from mla_suite.integrations import plugins
 from mla_suite.integrations import vllm as dense
 from mla_suite.integrations import vllm_sparse as integration
 from mla_suite.kv_formats import cache as caches
@@ -268,13 +268,6 @@ def test_a_vllm_that_names_an_argument_otherwise_is_refused(unchecked, monkeypat
     with pytest.raises(
         TypeError, match=r"do_kv_cache_update of vLLM .* takes no slot_mapping; install vLLM 0.25 to 0.33"
     ):
-        unchecked.get_impl_cls()
-
-
-def test_a_newer_vllm_with_this_interface_works_with_one_warning(unchecked, monkeypatch):
-    monkeypatch.setattr(vllm_interface, "__version__", "1.0.0")
-    monkeypatch.setattr(interface, "_warned", set())
-    with pytest.warns(UserWarning, match="is newer than 0.33, the newest that mla_suite was tested with"):
         unchecked.get_impl_cls()
 
 

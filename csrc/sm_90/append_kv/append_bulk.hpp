@@ -57,7 +57,7 @@ struct AppendBulk {
 
     table.clear(thread);
     mla::block_sync();
-    asm volatile("" : "+r"(index.low), "+r"(index.high), "+r"(where.low));  // or they are waited for
+    pin_registers(index.low, index.high, where.low);  // or they are waited for
     const int slot = index.slot(p);
     if (slot >= 0) own.position = static_cast<int>(where.low);
     for (int i = 0; i < ahead; ++i) {

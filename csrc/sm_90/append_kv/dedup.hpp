@@ -95,7 +95,7 @@ struct LaterDuplicateScan {
     for (int i = 0; i < ahead; ++i) any |= table.may_hold(slots[i][0]) | table.may_hold(slots[i][2]);
     if (p.wide_slots == 0) {
       for (int i = 0; i < ahead; ++i) {
-        asm volatile("" : "+r"(slots[i][1]), "+r"(slots[i][3]));  // or part of this is done for 64-bit slots, too
+        pin_registers(slots[i][1], slots[i][3]);  // or part of this is done for 64-bit slots, too
         any |= table.may_hold(slots[i][1]) | table.may_hold(slots[i][3]);
       }
     }
@@ -108,10 +108,8 @@ struct LaterDuplicateScan {
  private:
   MLA_DEVICE void load() {
     for (int i = 0; i < ahead; ++i)
-      if (left > i * threads)
-        asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"  // volatile: it stays in front of a wait for a slot
-                     : "=r"(slots[i][0]), "=r"(slots[i][1]), "=r"(slots[i][2]), "=r"(slots[i][3])
-                     : "l"(at - i * threads * 16));
+      if (left > i * threads)  // the load stays in front of a wait for a slot
+        ld_global_v4(reinterpret_cast<const void*>(at - i * threads * 16), slots[i].data);
   }
 
   // Records the marked slots by their tokens. Where nothing was left to load, slots are those of the turn before, whose

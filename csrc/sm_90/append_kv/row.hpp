@@ -134,7 +134,7 @@ struct PlainRow {
   // The rotated pair as it is stored, except that a NaN may have any bits.
   MLA_DEVICE uint32_t rope(const Params& p) {
     if constexpr (!rotated) return high << 16 | low;
-    asm volatile("" : "+r"(low), "+r"(high));  // used any earlier, they would be waited for there
+    pin_registers(low, high);  // used any earlier, they would be waited for there
     float a = mla::bit_cast<float>(low << 16), b = mla::bit_cast<float>(high << 16);
     mla::rotate<Wave>(a, b, mla::value_of<Wave>(cos, angle_type(p)), mla::value_of<Wave>(sin, angle_type(p)));
     return Wave::pack_bf16(a, b);
@@ -162,9 +162,7 @@ struct PlainRow {
   struct Nans {
     uint32_t sums[4] = {};  // four chains, so that none waits for another
 
-    MLA_DEVICE void see(int i, uint32_t pair) {
-      asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sums[i]) : "r"(pair), "r"(0));
-    }
+    MLA_DEVICE void see(int i, uint32_t pair) { sums[i] = fma_bf16x2(pair, 0, sums[i]); }
     MLA_DEVICE void see(const Octet& words) {
       for (int i = 0; i < 4; ++i) see(i, words[i]);
     }

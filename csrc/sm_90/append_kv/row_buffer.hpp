@@ -41,15 +41,15 @@ struct RowBuffer {
   MLA_DEVICE void read(const Params& p, Row& row, int lane) const {
     for (int i = 0; i < 2; ++i) ld_shared_v4(at + lane * 16 + 512 * i, row.latent[i].data);
     const RopePair pair(p, lane);
-    row.low = load2(at + rope_at + pair.first);
-    row.high = load2(at + rope_at + pair.first + pair.apart);
+    row.low = ld_shared_u16(at + rope_at + pair.first);
+    row.high = ld_shared_u16(at + rope_at + pair.first + pair.apart);
     const uint32_t cos = at + angle_at + lane * Row::angle_bytes, sin = cos + p.rope / 2 * Row::angle_bytes;
     if constexpr (Row::angle_bytes == 4) {
-      row.cos = load4(cos);
-      row.sin = load4(sin);
+      row.cos = ld_shared<uint32_t>(cos);
+      row.sin = ld_shared<uint32_t>(sin);
     } else if constexpr (Row::angle_bytes == 2) {
-      row.cos = load2(cos);
-      row.sin = load2(sin);
+      row.cos = ld_shared_u16(cos);
+      row.sin = ld_shared_u16(sin);
     }
   }
 
@@ -57,17 +57,6 @@ struct RowBuffer {
   // PlainRowFits has checked that strides fit 32 bits.
   MLA_DEVICE static uint64_t of_row(uint32_t row, int64_t stride) {
     return static_cast<uint64_t>(row) * static_cast<uint32_t>(stride);
-  }
-
-  MLA_DEVICE static uint32_t load4(uint32_t from) {
-    uint32_t to;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(to) : "r"(from) : "memory");
-    return to;
-  }
-  MLA_DEVICE static uint32_t load2(uint32_t from) {
-    uint16_t to;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(to) : "r"(from) : "memory");
-    return to;
   }
 };
 

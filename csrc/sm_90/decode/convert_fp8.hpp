@@ -1,26 +1,16 @@
-// e4m3 values (OCP) to the 16-bit type that is multiplied; every value, NaN too, is exact in both.
+// e4m3 values (OCP) to the 16-bit type that is multiplied: as they are, exact in both types, NaN too; or times a scale.
 #pragma once
 
+#include "sm_90/ptx/convert.hpp"
+#include "sm_90/ptx/math.hpp"
 #include "sm_90/ptx/memory.hpp"
-#include "sm_90/ptx/wgmma.hpp"
 
 namespace mla::sm_90 {
 
-// The four stored values of a register as fp16, the first two and the last two: an instruction for each two. Halves of the
-// register that are named need no shift.
-MLA_DEVICE void e4m3_to_fp16(uint32_t stored, uint32_t& first, uint32_t& last) {
-  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\n"
-      "cvt.rn.f16x2.e4m3x2 %1, high;\n}\n"
-      : "=r"(first), "=r"(last)
-      : "r"(stored));
-}
-
-// The same as bf16: fp32 holds both exactly, and the upper halves of these are the result.
+// Two fp16 values that are e4m3 as bf16: fp32 holds both exactly, and the upper halves of these are the result.
 MLA_DEVICE uint32_t fp16_to_bf16(uint32_t pair) {
   uint32_t low, high;
-  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}\n"
-      : "=r"(low), "=r"(high)
-      : "r"(pair));
+  unpack_fp16_bits(pair, low, high);
   return __byte_perm(low, high, 0x7632);
 }
 
@@ -35,6 +25,42 @@ MLA_DEVICE void convert_e4m3(const uint32_t (&stored)[4], uint32_t (&values)[8])
       values[2 * i + 1] = fp16_to_bf16(values[2 * i + 1]);
     }
   }
+}
+
+// Converts four stored values, in order, to fp32 by way of fp16, which holds all of them exactly.
+MLA_DEVICE void e4m3_four(uint32_t stored, float2 (&values)[2]) {
+  uint32_t pairs[2];
+  e4m3_to_fp16(stored, pairs[0], pairs[1]);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float pair[2];
+    unpack_pair<fp16>(pairs[i], pair);
+    values[i] = {pair[0], pair[1]};
+  }
+}
+
+// 16 stored values times their scale as bf16: NaN stays NaN, and a product that no bf16 holds becomes infinite. With an
+// fp32 scale the product is rounded to fp32 and then to bf16.
+MLA_DEVICE void dequant_fp32_scale(const uint32_t (&stored)[4], float scale, uint32_t (&values)[8]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float2 pairs[2];
+    e4m3_four(stored[i], pairs);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const float high = pairs[j].y * scale, low = pairs[j].x * scale;
+      values[2 * i + j] = pack_pair<bf16>(low, high);
+    }
+  }
+}
+
+// An E8M0 scale is 2^(exponent - 127), which bf16 holds as a denormal number where the exponent is 0; 255 is NaN. bf16
+// holds e4m3 values exactly, so the one product of two of them is rounded as the fp32 product would be.
+MLA_DEVICE void dequant_e8m0_scale(const uint32_t (&stored)[4], uint32_t exponent, uint32_t (&values)[8]) {
+  const uint32_t scale = exponent == 0 ? 0x0040u : exponent == 255 ? 0x7fffu : exponent << 7;
+  convert_e4m3<bf16>(stored, values);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) scale_bf16x2(values[i], scale * 0x10001u);
 }
 
 // One lane's part of a key: 16 values of each block of 64 columns, 64 bytes apart in `from` and BLOCK_BYTES in `to`.

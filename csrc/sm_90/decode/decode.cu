@@ -7,7 +7,8 @@
 #include "sm_90/decode/kernel.hpp"
 #include "sm_90/decode/producer_cp_async.hpp"
 #include "sm_90/decode/producer_fp8.hpp"
-#include "sm_90/decode/producer_tma.hpp"
+#include "sm_90/decode/producer_tma_exchange.hpp"
+#include "sm_90/decode/producer_tma_rotated.hpp"
 
 #ifndef ROTATE
 #define ROTATE 0
@@ -23,22 +24,35 @@ using reduce_last = ClusterReduceLast;
 using exchange_p = ClusterExchangeP;
 }  // namespace cluster_mode
 
-template <KvSource, class Traits, class Scheduler>
-struct ProducerOf {
+template <KvLoad, class Cluster, bool ROTATES, class Traits, class Scheduler>
+struct ProducerOf {  // ClusterReduceO and ClusterReduceLast, which no combine streams beside
   using Type = ProducerTma<Traits, Scheduler>;
 };
 template <class Traits, class Scheduler>
-struct ProducerOf<KvSource::cp_async, Traits, Scheduler> {
-  using Type = ProducerCpAsync<Traits, Scheduler>;
+struct ProducerOf<KvLoad::tma, ClusterNone, false, Traits, Scheduler> {
+  using Type = ProducerTmaStreaming<Traits, Scheduler>;
 };
 template <class Traits, class Scheduler>
-struct ProducerOf<KvSource::fp8, Traits, Scheduler> {
+struct ProducerOf<KvLoad::tma, ClusterExchangeP, false, Traits, Scheduler> {
+  using Type = ProducerTmaExchange<Traits, Scheduler>;
+};
+template <class Cluster, class Traits, class Scheduler>
+struct ProducerOf<KvLoad::tma, Cluster, true, Traits, Scheduler> {
+  using Type = ProducerTmaRotated<Traits, Scheduler>;
+};
+template <class Cluster, bool ROTATES, class Traits, class Scheduler>
+struct ProducerOf<KvLoad::cp_async, Cluster, ROTATES, Traits, Scheduler> {
+  using Type = ProducerCpAsync<Traits, Scheduler>;
+};
+template <class Cluster, class Traits, class Scheduler>
+struct ProducerOf<KvLoad::fp8, Cluster, false, Traits, Scheduler> {
   using Type = ProducerFp8<Traits, Scheduler>;
 };
 template <class Traits, class Scheduler>
-using Producer = typename ProducerOf<KvSource::KV_SOURCE, Traits, Scheduler>::Type;
+using Producer =
+    typename ProducerOf<KvLoad::KV_SOURCE, cluster_mode::CLUSTER_MODE, ROTATE != 0, Traits, Scheduler>::Type;
 
-using Policy = DecodePolicyOf<KvSource::KV_SOURCE, cluster_mode::CLUSTER_MODE, D_QK, ROTATE>;
+using Policy = DecodePolicyOf<KvLoad::KV_SOURCE, cluster_mode::CLUSTER_MODE, D_QK, ROTATE>;
 using Traits = DecodeTraits<DecodeProblem<DTYPE, D_QK, ROTATE>, Policy>;
 using Kernel = DecodeKernel<Traits, TileSchedulerOf<Traits::Cluster::MERGES_LAST>, Producer>;
 

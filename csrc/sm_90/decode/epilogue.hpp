@@ -161,9 +161,7 @@ class Epilogue {
       const uint32_t position = lane / 4 * 128 + ((i * 2 + lane % 4 / 2) ^ lane / 4 % 4 * 2) * 16 + lane % 2 * 8;
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to + position + half * 1024), "f"(values[2 * half]),
-                     "f"(values[2 * half + 1])
-                     : "memory");
+        st_shared_v2(to + position + half * 1024, values[2 * half], values[2 * half + 1]);
     }
   }
 
@@ -179,10 +177,7 @@ class Epilogue {
     for (int i = 0; i < 4; ++i) {
       const int row = i * 4 + lane / 8;
       const uint32_t position = row * 128 + (lane % 8 ^ row * PAIRS % 8) * 16;
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(columns[i].x), "=r"(columns[i].y), "=r"(columns[i].z), "=r"(columns[i].w)
-                   : "r"(from + position)
-                   : "memory");
+      ld_shared_v4(from + position, columns[i].x, columns[i].y, columns[i].z, columns[i].w);
     }
     if constexpr (!LATE) meanwhile();
 #pragma unroll

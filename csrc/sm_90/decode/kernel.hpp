@@ -36,7 +36,7 @@ struct DecodeKernel {
     // The warpgroup's number, taken from one lane so that the compiler knows the branch below is uniform within a warp.
     const int group = __shfl_sync(~0u, thread_id() / 128, 0);
     if (thread_id() == 96) init_mbarriers(shared);  // in a warp that issues no TMA loads
-    if constexpr (Traits::SOURCE == KvSource::tma)
+    if constexpr (Traits::LOAD == KvLoad::tma)
       if (thread_id() == 32) tma_prefetch_descriptor(params.kv_map);
     if constexpr (!Traits::CONVERTS_Q)
       if (thread_id() == 64) tma_prefetch_descriptor(params.q_map);
@@ -74,7 +74,7 @@ struct DecodeKernel {
       mbarrier_init(barriers.tile_full(stage), 1);     // the producer
       mbarrier_init(barriers.tile_empty(stage), 128);  // the QK warpgroup
     }
-    if constexpr (Traits::SOURCE == KvSource::fp8)
+    if constexpr (Traits::LOAD == KvLoad::fp8)
       for (int stage = 0; stage < Traits::RAW_STAGES; ++stage) {
         mbarrier_init(barriers.raw_full(stage), 1);     // the warp whose turn it is to copy
         mbarrier_init(barriers.raw_empty(stage), 128);  // the producer

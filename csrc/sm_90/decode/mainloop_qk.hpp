@@ -8,6 +8,7 @@
 #include "sm_90/decode/cluster/pair_lse_merge.hpp"
 #include "sm_90/decode/max_logits.hpp"
 #include "sm_90/decode/named_barriers.hpp"
+#include "sm_90/decode/q_operand.hpp"
 #include "sm_90/decode/softmax.hpp"
 
 namespace mla::sm_90 {
@@ -65,14 +66,8 @@ class QkSoftmax {
     mbarrier_wait(barriers_.tile_full(tiles_.stage), tiles_.parity);
     const uint32_t from = shared_ + Storage::TILES + tiles_.stage * sizeof(PublishedTile);
     int info;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(tile_.sequence), "=r"(tile_.length), "=r"(tile_.first_key), "=r"(tile_.end_key)
-                 : "r"(from)
-                 : "memory");
-    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
-                 : "=r"(tile_.partial_row), "=r"(info)
-                 : "r"(from + TILE_PARTIAL_ROW)
-                 : "memory");
+    ld_shared_v4(from, tile_.sequence, tile_.length, tile_.first_key, tile_.end_key);
+    ld_shared_v2(from + TILE_PARTIAL_ROW, tile_.partial_row, info);
     __syncwarp();
     mbarrier_arrive(barriers_.tile_empty(tiles_.stage));
     tiles_.next();
@@ -84,30 +79,16 @@ class QkSoftmax {
     return info_ != END_OF_WORK;
   }
 
-  // Takes this tile's queries from their two stages. The first steps of Q K^T read them from shared memory, swizzled as
-  // they came, the others from registers.
+  // Takes this tile's queries from their two stages.
   MLA_DEVICE void load_q() {
-    const int lane = warpgroup_thread() % 32;
-    const int warp = warpgroup_thread() / 32;
-    const int row = warp * 16 + lane % 16;
-    const uint32_t piece = lane / 16 ^ (row / 2 & 3);  // where the swizzle puts the lane's 16 bytes of an even step
+    const QPlace place;
     const int box = Traits::q_box_bytes(params_);
-    constexpr int HALF = Traits::Q_STEPS / 2;
     find_key_limits();
     named_barrier_sync<128>(QK_BARRIER);  // the other warps' wgmma of the last tile read Q, too
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       mbarrier_wait(barriers_.kv_full(kv_.stage), kv_.parity);
-      const uint32_t stage = shared_ + Storage::KV + kv_.stage * Traits::STAGE_BYTES;
-#pragma unroll
-      for (int k = half * HALF; k < half * HALF + HALF; ++k) {
-        const uint32_t from = stage + k % HALF / 2 * box;
-        // Two steps make a box. It is copied in two pieces of 2 KiB, however many of its rows there are.
-        if (k < Traits::Q_SHARED_STEPS)
-          copy_q(k * 2048 + warpgroup_thread() * 16, from + k % 2 * 2048 + warpgroup_thread() * 16);
-        else
-          load_q_step(k - Traits::Q_SHARED_STEPS, from + row * 64 + (piece ^ k % HALF % 2 * 2) * 16);
-      }
+      q_.take(place, half, shared_ + Storage::KV + kv_.stage * Traits::STAGE_BYTES, box, shared_ + Storage::Q);
       release_q_stage();
     }
     fence_proxy_async();
@@ -128,20 +109,6 @@ class QkSoftmax {
     if constexpr (!SELECTED) common_limit_ = QueryRow(heads, queries, 0).key_limit(params_, queries, tile_);
   }
 
-  // Copies 16 bytes of queries from a stage to where Q K^T reads them, at `at`.
-  MLA_DEVICE void copy_q(uint32_t at, uint32_t from) {
-    uint32_t a, b, c, d;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(from));
-    st_shared_v4(shared_ + Storage::Q + at, a, b, c, d);
-  }
-
-  MLA_DEVICE void load_q_step(int k, uint32_t from) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(q_[4 * k]), "=r"(q_[4 * k + 1]), "=r"(q_[4 * k + 2]), "=r"(q_[4 * k + 3])
-                 : "r"(from)
-                 : "memory");
-  }
-
   // Releases a Q stage. kv_empty expects the arrivals of the PV warpgroups, which never read Q: these 128 threads
   // arrive for them, twice where there are 256.
   MLA_DEVICE void release_q_stage() {
@@ -156,31 +123,20 @@ class QkSoftmax {
     release_q_stage();
   }
 
-  // The step of Q that step k of Q K^T takes. The residuals of the rope parts lie behind them, as one more column block.
-  MLA_DEVICE static constexpr int q_step(int k) {
-    return k < Traits::Q_STEPS ? k : k - (Traits::QK_STEPS - Traits::Q_STEPS);
-  }
-
   // S = Q K^T for the ring's next stage; `between(k)` is called after step k was issued.
   template <class Between>
   MLA_DEVICE void multiply(float (&s)[SCORES], const Between& between) {
     if (!stage_ready_) mbarrier_wait(barriers_.kv_full(kv_.stage), kv_.parity);
-    if constexpr (Traits::SOURCE != KvSource::tma || Traits::ROTATES) fence_proxy_async();
+    if constexpr (Traits::LOAD != KvLoad::tma || Traits::ROTATES) fence_proxy_async();
     if constexpr (SELECTED) present_ = Traits::present(shared_, kv_.stage);
     const uint32_t stage = warp_uniform(shared_ + Storage::KV + kv_.stage * Traits::STAGE_BYTES);
     const uint64_t keys = make_descriptor(stage, 0, Traits::GROUP_BYTES, Swizzle::bytes128);
-    // The address is opaque, or the compiler would keep the descriptors in registers that it does not have.
-    uint32_t q_address = shared_ + Storage::Q;
-    asm volatile("" : "+r"(q_address));
-    const uint64_t q = make_descriptor(warp_uniform(q_address), 0, 512, Swizzle::bytes64);
+    const uint64_t q = QOperand<Traits>::descriptor(shared_ + Storage::Q);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Traits::QK_STEPS; ++k) {
       const uint64_t key = advance_descriptor(keys, k / 4 * Traits::BLOCK_BYTES + k % 4 * 32);
-      if (k < Traits::Q_SHARED_STEPS)
-        qk_mma<Element>(s, advance_descriptor(q, k / 2 * Traits::Q_BOX_BYTES + k % 2 * 32), key, k > 0);
-      else
-        qk_mma<Element>(s, &q_[4 * (q_step(k) - Traits::Q_SHARED_STEPS)], key, true);
+      q_.multiply(k, s, q, key);
       between(k);
     }
     wgmma_commit();
@@ -225,7 +181,7 @@ class QkSoftmax {
 #pragma unroll
     for (int k = 0; k < BLOCK_N / 16; ++k)
       stmatrix_x4(to + k * 2048, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3]);
-    if constexpr (LAST_BLOCK && Traits::SOURCE == KvSource::tma) clear_values_from(tile_.end_key - first);
+    if constexpr (LAST_BLOCK && Traits::LOAD == KvLoad::tma) clear_values_from(tile_.end_key - first);
     if constexpr (LAST_BLOCK && Cluster::EXCHANGES_P)
       if (p_to_ == 0) st_shared(stage + Storage::P_KEYS_LEFT, tile_.end_key - first);
     write_command(command);
@@ -404,7 +360,7 @@ class QkSoftmax {
   uint32_t present_;  // used only in sparse decode: a bit for each key of the stage whose scores come next
   float row_max_[2];  // the running max of this thread's rows, in units of log2
   float row_sum_[2];
-  uint32_t q_[Traits::Q_REGISTER_STEPS * 4];
+  QOperand<Traits> q_;
 };
 
 }  // namespace mla::sm_90

@@ -68,14 +68,12 @@ struct MaxLogits<Traits, true> {
  private:
   MLA_DEVICE static uint32_t own(uint32_t shared) { return shared + Traits::MAX_LOGITS + warpgroup_thread() * 8; }
   MLA_DEVICE static void read(uint32_t shared, float& first, float& second) {
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(first), "=f"(second) : "r"(own(shared)) : "memory");
+    ld_shared_v2(own(shared), first, second);
   }
-  MLA_DEVICE static void write(uint32_t shared, float first, float second) {
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(own(shared)), "f"(first), "f"(second) : "memory");
-  }
+  MLA_DEVICE static void write(uint32_t shared, float first, float second) { st_shared_v2(own(shared), first, second); }
 };
 
 template <class Traits>
-using MaxLogitsOf = MaxLogits<Traits, Traits::SOURCE == KvSource::gathered>;
+using MaxLogitsOf = MaxLogits<Traits, Traits::LOAD == KvLoad::gather>;
 
 }  // namespace mla::sm_90

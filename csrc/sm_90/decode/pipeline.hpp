@@ -1,10 +1,21 @@
-// The control data that passes between the roles of a block besides data: positions in rings, the commands to the PV
-// warpgroups, and the flags of a work tile.
+// The control data that passes between the roles of a block: work tiles and their flags, positions in rings, and the
+// commands to the PV warpgroups.
 #pragma once
 
 #include "common/device.hpp"
 
 namespace mla::sm_90 {
+
+// Which keys of which sequence a block attends to, and where its result goes. It is mla::WorkTile with the sequence's
+// length, which masks need.
+struct WorkTile {
+  int sequence;
+  int length;       // keys of the sequence, as the kernel reads it
+  int first_key;
+  int end_key;      // exclusive, clipped at `length`; <= first_key when there is nothing to do
+  int partial_row;  // row of partial_out, or -1: the result is final
+  MLA_DEVICE int keys() const { return end_key > first_key ? end_key - first_key : 0; }
+};
 
 // Position in a ring of STAGES buffers: the stage, and the parity of the mbarrier phase that it is in.
 template <int STAGES>

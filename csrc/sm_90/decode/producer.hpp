@@ -97,12 +97,8 @@ class ProducerBase {
     if (warpgroup_thread() == leader) {
       mbarrier_wait(barriers_.tile_empty(tiles.stage), tiles.parity ^ 1);
       const uint32_t to = shared_ - Storage::KV + Storage::TILES + tiles.stage * sizeof(PublishedTile);
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(tile.sequence), "r"(tile.length),
-                   "r"(tile.first_key), "r"(tile.end_key)
-                   : "memory");
-      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to + TILE_PARTIAL_ROW),
-                   "r"(tile.partial_row), "r"(info)
-                   : "memory");
+      st_shared_v4(to, tile.sequence, tile.length, tile.first_key, tile.end_key);
+      st_shared_v2(to + TILE_PARTIAL_ROW, tile.partial_row, info);
       mbarrier_arrive(barriers_.tile_full(tiles.stage));
     }
     tiles.next();
@@ -132,10 +128,10 @@ class ProducerBase {
       wait_for_tma_stage(kv_stage(kv));
       if (lane == 0)
         load_q_half(row, half, kv);
-      else if (Traits::SOURCE != KvSource::tma)
+      else if (Traits::LOAD != KvLoad::tma)
         mbarrier_arrive(barriers_.kv_full(kv.stage));
       if constexpr (Traits::ROTATES)
-        if (lane == 0 || Traits::SOURCE != KvSource::tma) mbarrier_arrive(barriers_.rope_full(kv.stage));
+        if (lane == 0 || Traits::LOAD != KvLoad::tma) mbarrier_arrive(barriers_.rope_full(kv.stage));
       kv.next();
     }
     __syncwarp();

@@ -24,10 +24,10 @@ class ProducerCpAsync : ProducerBase<Traits> {
     const int warp = warp_uniform(warpgroup_thread() / 32);
     if (warp == PREFETCH_WARP) this->prefetch();
     Scheduler scheduler = this->template start_scheduler<Scheduler>();
-    if (Traits::ROTATES && warp * 32 >= Traits::COPIERS)
-      RopeRotator<Traits>(shared_ - Storage::KV).all_tiles(scheduler, false);
-    else
-      copy_keys(scheduler);
+    if constexpr (Traits::ROTATES)
+      if (warp * 32 >= Traits::COPIERS)
+        return RopeRotator<Traits>(shared_ - Storage::KV).all_tiles(scheduler, false);
+    copy_keys(scheduler);
   }
 
  private:

@@ -12,6 +12,15 @@
 
 namespace mla::sm_90 {
 
+// The ring of stages as they are stored, and the mbarriers that say when they are full and
+// empty.
+template <class Traits>
+struct RawStorage {
+  uint8_t rows[Traits::RAW_STAGES][Traits::RAW_STAGE_BYTES];
+  uint64_t full[Traits::RAW_STAGES];
+  uint64_t empty[Traits::RAW_STAGES];
+};
+
 template <class Traits, class Scheduler>
 class ProducerFp8 : ProducerBase<Traits> {
   using Base = ProducerBase<Traits>;

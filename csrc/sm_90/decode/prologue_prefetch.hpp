@@ -23,7 +23,7 @@ class ProloguePrefetch {
   // Into L2, before griddep_wait.
   MLA_DEVICE void to_l2() const {
     for_each_line([](const int32_t* at) { prefetch_l2(at); });
-    if (Traits::SOURCE == KvSource::tma && params_.plan == nullptr && lane_ == 0) first_keys();
+    if (Traits::LOAD == KvLoad::tma && params_.plan == nullptr && lane_ == 0) first_keys();
   }
 
   // Into L1, after griddep_wait, with a plan: all lines at once, so that each is there when it turns out to be needed.

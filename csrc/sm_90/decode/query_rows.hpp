@@ -6,7 +6,7 @@
 #include "common/params/decode_tma.hpp"
 #include "common/params/sparse_decode_tma.hpp"
 #include "common/rank_keys.hpp"
-#include "sm_90/decode/work_tile.hpp"
+#include "sm_90/decode/pipeline.hpp"
 #include "sm_90/ptx/memory.hpp"
 
 namespace mla::sm_90 {

@@ -7,7 +7,6 @@
 
 #include "sm_90/decode/pipeline.hpp"
 #include "sm_90/decode/shared_storage.hpp"
-#include "sm_90/decode/work_tile.hpp"
 #include "sm_90/ptx/mbarrier.hpp"
 
 namespace mla::sm_90 {
@@ -40,18 +39,9 @@ struct RopeQuad {
   }
 };
 
-// The work of one of the two warps, on the stages of all tiles in their order. Without ROTATES there is none.
-template <class Traits, bool ROTATES = Traits::ROTATES>
-class RopeRotator {
- public:
-  MLA_DEVICE explicit RopeRotator(uint32_t) {}
-  MLA_DEVICE void tile(const WorkTile&, bool) {}
-  template <class Scheduler>
-  MLA_DEVICE void all_tiles(Scheduler&, bool) {}
-};
-
+// The work of one of the two warps, on the stages of all tiles in their order.
 template <class Traits>
-class RopeRotator<Traits, true> {
+class RopeRotator {
   using Element = typename Traits::Element;
   static constexpr int TURNS = BLOCK_N / 8;  // in each the two warps rotate eight keys
   static_assert(Traits::ROTATORS == 64 && Traits::BLOCK_BYTES == BLOCK_N * 128 &&

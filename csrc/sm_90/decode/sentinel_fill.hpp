@@ -14,6 +14,13 @@
 
 namespace mla::sm_90 {
 
+// An mbarrier that says that the partial has been filled, and what it is filled with.
+template <int PATTERN_BYTES>
+struct SentinelFillStorage {
+  uint64_t filled;
+  alignas(16) uint8_t pattern[PATTERN_BYTES];
+};
+
 // The work of one warp that has nothing else to do at first.
 template <class Traits>
 class SentinelFill {

@@ -35,23 +35,18 @@ struct PublishedTile {
 constexpr int TILE_PARTIAL_ROW = __builtin_offsetof(PublishedTile, partial_row);
 constexpr int TILE_INFO = __builtin_offsetof(PublishedTile, info);
 
-// For streaming combine: an mbarrier that says that the partial has been filled, and what it is filled with.
-template <int PATTERN_BYTES>
-struct SentinelFillStorage {
-  uint64_t filled;
-  alignas(16) uint8_t pattern[PATTERN_BYTES];
-};
-
-// For a producer of e4m3 rows: the ring of stages as they are stored, and the mbarriers that say when they are full and
-// empty.
-template <class Traits>
-struct RawStorage {
-  uint8_t rows[Traits::RAW_STAGES][Traits::RAW_STAGE_BYTES];
-  uint64_t full[Traits::RAW_STAGES];
-  uint64_t empty[Traits::RAW_STAGES];
-};
-
 struct NoStorage {};
+
+template <class Traits>
+struct RawStorage;  // producer_fp8.hpp
+
+// Bytes that the producer alone has, behind those of a cluster: the ring of e4m3 rows as they are stored; or, with
+// ROTATES, an mbarrier for each stage.
+template <class Traits>
+MLA_DEVICE constexpr int producer_bytes() {
+  if constexpr (Traits::LOAD == KvLoad::fp8) return sizeof(RawStorage<Traits>);
+  return Traits::ROTATES ? 8 * Traits::STAGES : 0;
+}
 
 // The part that every decode block has. The arrivals of each mbarrier are in kernel.hpp.
 template <class Traits>
@@ -93,8 +88,7 @@ struct SharedStorage {
       CLUSTER_PART + (__is_empty(ClusterStorage) ? 0 : static_cast<int>(sizeof(ClusterStorage)));
   static constexpr int RAW = (CLUSTER_END + 127) / 128 * 128;  // RawStorage, in whole turns of the banks
   static constexpr int ROPE_FULL = CLUSTER_END;                // with ROTATES, an mbarrier for each stage
-  static constexpr int BYTES = Traits::SOURCE == KvSource::fp8 ? RAW + static_cast<int>(sizeof(RawStorage<Traits>))
-                                                               : CLUSTER_END + (Traits::ROTATES ? 8 * Traits::STAGES : 0);
+  static constexpr int BYTES = (Traits::LOAD == KvLoad::fp8 ? RAW : CLUSTER_END) + producer_bytes<Traits>();
   static_assert(CLUSTER_PART % alignof(ClusterStorage) == 0, "what a cluster has begins where the block's part ends");
   static_assert(BYTES <= SHARED_MEMORY_LIMIT, "a block has 227 KiB");
 };

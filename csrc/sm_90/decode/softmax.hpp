@@ -3,7 +3,8 @@
 
 #include "common/logarithm.hpp"
 #include "sm_90/decode/traits.hpp"
-#include "sm_90/ptx/wgmma.hpp"
+#include "sm_90/ptx/convert.hpp"
+#include "sm_90/ptx/math.hpp"
 
 namespace mla::sm_90 {
 
@@ -16,13 +17,6 @@ constexpr float LOWEST = -1e38f;  // the running max of a row that has seen no k
 
 // MIN_SCALE instead of 0. A NaN stays one, so that it reaches the results.
 MLA_DEVICE float nonzero_scale(float scale) { return scale < MIN_SCALE ? MIN_SCALE : scale; }
-
-// 2^x by the hardware's approximation; denormal results are flushed to zero.
-MLA_DEVICE float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // The first of a lane's two accumulator rows within the block; the second is 8 further on.
 MLA_DEVICE int quad_row() { return warpgroup_thread() / 32 * 16 + warpgroup_thread() % 32 / 4; }

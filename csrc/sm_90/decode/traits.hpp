@@ -24,7 +24,7 @@ MLA_DEVICE int first_row() { return blockIdx.x * BLOCK_M; }
 // box; selected one by one, and dequantised (sparse_decode/producer_dequant.hpp) or gathered as they are stored
 // (sparse_decode/producer_gather.hpp); or as e4m3 rows, by bulk copies from pages of any size, which the producer
 // converts.
-enum class KvSource { cp_async, tma, selected, gathered, fp8 };
+enum class KvLoad { cp_async, tma, dequant, gather, fp8 };
 
 // The types by that of the queries. Element is what the tensor cores multiply, keys of any type converted to it; e4m3
 // is exact in both, and fp16 takes a quarter of the instructions.
@@ -59,37 +59,37 @@ struct DecodeProblem {
 };
 
 // How it is computed: where keys come from, what a cluster of two CTAs shares, and how resources are divided.
-template <KvSource SOURCE_, class Cluster_, int STAGES_ = Cluster_::STAGES, bool ROTATES = false>
+template <KvLoad LOAD_, class Cluster_, int STAGES_ = Cluster_::STAGES, bool ROTATES = false>
 struct DecodePolicy {
   using Cluster = Cluster_;
-  static constexpr KvSource SOURCE = SOURCE_;
+  static constexpr KvLoad LOAD = LOAD_;
   static constexpr int STAGES = STAGES_;
   // Registers per thread (setmaxnreg). A block is launched with 128 for each thread; the sum over the four warpgroups
   // may not exceed 512, or the increase waits forever. One thread that issues TMA, or threads that copy from addresses
   // that others looked up, need fewer than 128 threads that find addresses, and those fewer than 128 that also
   // dequantise. Threads that rotate what TMA or others bring are in between.
   static constexpr int PRODUCER_REGISTERS = ROTATES                        ? 40
-                                            : SOURCE == KvSource::tma      ? 32
-                                            : SOURCE == KvSource::gathered ? 32
-                                            : SOURCE == KvSource::cp_async ? 48
-                                            : SOURCE == KvSource::selected ? 56
+                                            : LOAD == KvLoad::tma      ? 32
+                                            : LOAD == KvLoad::gather ? 32
+                                            : LOAD == KvLoad::cp_async ? 48
+                                            : LOAD == KvLoad::dequant ? 56
                                                                            : 64;
   static constexpr int PV_REGISTERS = 160;  // 128 of O, and what addresses and the epilogue need
   static constexpr int QK_REGISTERS = 512 - 2 * PV_REGISTERS - PRODUCER_REGISTERS;  // the rest
   // Steps of Q K^T whose Q operand lies in registers. They keep shared-memory reads below the time of the products.
   static constexpr int Q_REGISTER_STEPS = ROTATES                        ? 26
-                                          : SOURCE == KvSource::tma      ? 28
-                                          : SOURCE == KvSource::gathered ? 28
-                                          : SOURCE == KvSource::cp_async ? 24
-                                          : SOURCE == KvSource::selected ? 22
+                                          : LOAD == KvLoad::tma      ? 28
+                                          : LOAD == KvLoad::gather ? 28
+                                          : LOAD == KvLoad::cp_async ? 24
+                                          : LOAD == KvLoad::dequant ? 22
                                                                          : 20;
 };
 
 // The policy of dense decode. There is room for four stages of 576 values beside what is copied of e4m3 rows, and for
 // four of un-rotated rows, which hold what rotates them, too.
-template <KvSource SOURCE, class Cluster, int HEAD_DIM_QK, bool ROTATES = false>
+template <KvLoad LOAD, class Cluster, int HEAD_DIM_QK, bool ROTATES = false>
 using DecodePolicyOf =
-    DecodePolicy<SOURCE, Cluster, ROTATES || (SOURCE == KvSource::fp8 && HEAD_DIM_QK == 576) ? 4 : Cluster::STAGES,
+    DecodePolicy<LOAD, Cluster, ROTATES || (LOAD == KvLoad::fp8 && HEAD_DIM_QK == 576) ? 4 : Cluster::STAGES,
                  ROTATES>;
 
 template <class Problem_, class Policy_>
@@ -101,12 +101,12 @@ struct DecodeTraits {
   using Params = typename Problem::Params;
   using Cluster = typename Policy::Cluster;
   static constexpr int HEAD_DIM_QK = Problem::HEAD_DIM_QK;
-  static constexpr KvSource SOURCE = Policy::SOURCE;
+  static constexpr KvLoad LOAD = Policy::LOAD;
   static constexpr int STAGES = Policy::STAGES;
   static constexpr bool CONVERTS_Q = Problem::CONVERTS_Q;
-  static constexpr bool HAS_KV_DESCALE = SOURCE == KvSource::fp8;  // scores and results take kv_descale
+  static constexpr bool HAS_KV_DESCALE = LOAD == KvLoad::fp8;  // scores and results take kv_descale
   static constexpr bool ROTATES = Problem::ROTATES;
-  static_assert(!ROTATES || SOURCE == KvSource::tma || SOURCE == KvSource::cp_async, "keys of 16 bits are rotated");
+  static_assert(!ROTATES || LOAD == KvLoad::tma || LOAD == KvLoad::cp_async, "keys of 16 bits are rotated");
 
   // A KV stage in swizzled blocks of 64 columns: [COLUMN_BLOCKS][BLOCK_N][128 B]; or, where eight keys must lie in one
   // piece, [BLOCK_N / 8][COLUMN_BLOCKS][8][128 B].
@@ -127,12 +127,12 @@ struct DecodeTraits {
   // Column blocks that one TMA load brings.
   static constexpr int BOX_BLOCKS = Cluster::EXCHANGES_P || ROTATES ? 1 : COLUMN_BLOCKS;
   // A plan's split points are rounded down to multiples of this number of keys.
-  static constexpr int SPLIT_ALIGNMENT = SOURCE == KvSource::tma || SOURCE == KvSource::fp8 ? BLOCK_N : 1;
+  static constexpr int SPLIT_ALIGNMENT = LOAD == KvLoad::tma || LOAD == KvLoad::fp8 ? BLOCK_N : 1;
   // With ROTATES 64 threads of the producer rotate what the others bring: one issues TMA, or COPIERS copy.
   static constexpr int ROTATORS = ROTATES ? 64 : 0;
   static constexpr int COPIERS = 128 - ROTATORS;
-  static constexpr int FULL_ARRIVALS = SOURCE == KvSource::tma ? 1 + ROTATORS : 128;
-  static constexpr int ROPE_FULL_ARRIVALS = SOURCE == KvSource::tma ? 1 : COPIERS;
+  static constexpr int FULL_ARRIVALS = LOAD == KvLoad::tma ? 1 + ROTATORS : 128;
+  static constexpr int ROPE_FULL_ARRIVALS = LOAD == KvLoad::tma ? 1 : COPIERS;
 
   // Output columns of this block, and those of them that one PV warpgroup stores.
   static constexpr int BLOCK_COLUMNS = Cluster::EXCHANGES_P ? HEAD_DIM_V / 2 : HEAD_DIM_V;
@@ -145,11 +145,11 @@ struct DecodeTraits {
   // With ROTATES the steps of the rope part's queries are taken again, with the residuals of the keys.
   static constexpr int QK_STEPS = Q_STEPS + (ROTATES ? 4 : 0);
   // Whether keys are selected one by one, and some of a stage may be absent.
-  static constexpr bool SELECTED = SOURCE == KvSource::selected || SOURCE == KvSource::gathered;
+  static constexpr bool SELECTED = LOAD == KvLoad::dequant || LOAD == KvLoad::gather;
   // The step of the next Q K^T after which a P is published. It is earlier for selected keys: a stage that is released
   // earlier has more time to be filled.
-  static constexpr int P_COMMIT_STEP = SOURCE == KvSource::selected   ? 16
-                                       : SOURCE == KvSource::gathered ? Q_STEPS - 20
+  static constexpr int P_COMMIT_STEP = LOAD == KvLoad::dequant   ? 16
+                                       : LOAD == KvLoad::gather ? Q_STEPS - 20
                                                                       : QK_STEPS - 8;
   // A tile's queries come through two stages of the KV ring, half of every row in each, in the 64-byte swizzle:
   // [Q_BOXES][rows][64 B], with the rows that `q_box_bytes` says. Q_BOX_BYTES is the most that a box can have, and its
@@ -172,7 +172,7 @@ struct DecodeTraits {
 
   // Whether combine can run beside this kernel; ClusterReduceO and ROTATES leave the producer no idle warp to fill
   // partials.
-  static constexpr bool STREAMABLE = SOURCE == KvSource::tma && !Cluster::REDUCES_O && !ROTATES;
+  static constexpr bool STREAMABLE = LOAD == KvLoad::tma && !Cluster::REDUCES_O && !ROTATES;
 
   MLA_DEVICE static bool combine_streams(const Params& params) { return Problem::combine_streams(params); }
   // The host makes boxes of no more rows than there are, in whole periods of the swizzle.

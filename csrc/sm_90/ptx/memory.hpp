@@ -10,12 +10,37 @@ MLA_DEVICE uint32_t smem_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// This thread's number within its warpgroup. It is read from the special register at every use, because the roles have
-// no register to keep it in.
-MLA_DEVICE int warpgroup_thread() {
+// This thread's number within its block, and within its warpgroup. It is read from the special register at every use,
+// because the roles have no register to keep it in.
+MLA_DEVICE uint32_t read_thread_id() {
   uint32_t thread;  // unsigned: remainders and quotients by powers of two are then single instructions
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return static_cast<int>(thread % 128);
+  return thread;
+}
+MLA_DEVICE int warpgroup_thread() { return static_cast<int>(read_thread_id() % 128); }
+
+// Makes the compiler have these words in registers here, as if they were changed: it neither computes them anew where
+// they are used nor moves what they are computed from behind this point. One after the other, or by one statement, which
+// the compiler orders otherwise.
+MLA_DEVICE void pin_register(uint32_t& word) { asm volatile("" : "+r"(word)); }
+template <class... Words>
+MLA_DEVICE void pin_registers(Words&... words) {
+  (pin_register(words), ...);
+}
+MLA_DEVICE void pin_together(uint32_t& a, uint32_t& b) { asm volatile("" : "+r"(a), "+r"(b)); }
+MLA_DEVICE void pin_together(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t& e, uint32_t& f,
+                             uint32_t& g) {
+  asm volatile("" : "+r"(a), "+r"(b), "+r"(c), "+r"(d), "+r"(e), "+r"(f), "+r"(g));
+}
+
+template <class Word>
+MLA_DEVICE void materialize_word(Word word) {
+  asm volatile("" ::"l"(word) : "memory");
+}
+// The same for words that stay as they are, which also brings the 64 bytes around a parameter to the constant cache.
+template <class... Words>
+MLA_DEVICE void materialize(Words... words) {
+  (materialize_word(words), ...);
 }
 
 // Tells the compiler that a value is the same in every lane of a warp, so that it keeps the value, and all that follows
@@ -88,21 +113,45 @@ MLA_DEVICE void st_relaxed_gpu(float* to, float word) {
   asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(to), "f"(word) : "memory");
 }
 
-// Shared memory, 4 bytes of any type.
+// Shared memory, 4 or 8 bytes of any type.
 template <class V>
 MLA_DEVICE V ld_shared(uint32_t from) {
-  uint32_t value;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
-  return bit_cast<V>(value);
+  if constexpr (sizeof(V) == 8) {
+    uint64_t value;
+    asm volatile("ld.shared.b64 %0, [%1];" : "=l"(value) : "r"(from) : "memory");
+    return bit_cast<V>(value);
+  } else {
+    uint32_t value;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
+    return bit_cast<V>(value);
+  }
 }
 template <class V>
 MLA_DEVICE void st_shared(uint32_t to, V value) {
-  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(bit_cast<uint32_t>(value)) : "memory");
+  if constexpr (sizeof(V) == 8)
+    asm volatile("st.shared.b64 [%0], %1;" ::"r"(to), "l"(bit_cast<uint64_t>(value)) : "memory");
+  else
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(bit_cast<uint32_t>(value)) : "memory");
 }
 
-// Shared memory, 8 and 16 bytes.
+// One or two bytes, widened with zeros.
+MLA_DEVICE uint32_t ld_shared_u8(uint32_t from) {
+  uint32_t value;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
+  return value;
+}
+MLA_DEVICE uint32_t ld_shared_u16(uint32_t from) {
+  uint16_t value;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(from) : "memory");
+  return value;
+}
+
+// Shared memory, two or four words of 4 bytes, or two of 8.
 MLA_DEVICE void ld_shared_v2(uint32_t from, uint32_t (&to)[2]) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(from) : "memory");
+}
+MLA_DEVICE void ld_shared_v2(uint32_t from, uint64_t (&to)[2]) {
+  asm volatile("ld.shared.v2.b64 {%0, %1}, [%2];" : "=l"(to[0]), "=l"(to[1]) : "r"(from) : "memory");
 }
 MLA_DEVICE void ld_shared_v4(uint32_t from, uint32_t (&to)[4]) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -110,9 +159,31 @@ MLA_DEVICE void ld_shared_v4(uint32_t from, uint32_t (&to)[4]) {
                : "r"(from)
                : "memory");
 }
-MLA_DEVICE void st_shared_v2(uint32_t to, const uint32_t (&values)[2]) {
-  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(values[0]), "r"(values[1]) : "memory");
+template <class V>
+MLA_DEVICE void ld_shared_v2(uint32_t from, V& a, V& b) {
+  uint32_t words[2];
+  ld_shared_v2(from, words);
+  a = bit_cast<V>(words[0]);
+  b = bit_cast<V>(words[1]);
 }
+template <class V>
+MLA_DEVICE void ld_shared_v4(uint32_t from, V& a, V& b, V& c, V& d) {
+  uint32_t words[4];
+  ld_shared_v4(from, words);
+  a = bit_cast<V>(words[0]);
+  b = bit_cast<V>(words[1]);
+  c = bit_cast<V>(words[2]);
+  d = bit_cast<V>(words[3]);
+}
+template <class V>
+MLA_DEVICE void st_shared_v2(uint32_t to, V a, V b) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(bit_cast<uint32_t>(a)), "r"(bit_cast<uint32_t>(b))
+               : "memory");
+}
+MLA_DEVICE void st_shared_v2(uint32_t to, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(a), "f"(b) : "memory");
+}
+MLA_DEVICE void st_shared_v2(uint32_t to, const uint32_t (&values)[2]) { st_shared_v2(to, values[0], values[1]); }
 MLA_DEVICE void st_shared_v4(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
@@ -127,6 +198,14 @@ MLA_DEVICE void st_shared_v4_if(bool active, uint32_t to, uint32_t a, uint32_t b
       "{\n.reg .pred any;\nsetp.ne.b32 any, %5, 0;\n@any st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n}\n" ::"r"(to),
       "r"(a), "r"(b), "r"(c), "r"(d), "r"(static_cast<int>(active))
       : "memory");
+}
+
+// Loads four 8 x 8 matrices of 16-bit elements: each lane gives the address of one 16-byte row.
+MLA_DEVICE void ldmatrix_x4(uint32_t from, uint32_t* to) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(from)
+               : "memory");
 }
 
 // Stores four 8 x 8 matrices of 16-bit elements: each lane gives the address of one 16-byte row.

@@ -6,17 +6,9 @@
 #pragma once
 
 #include "common/device.hpp"
+#include "sm_90/ptx/convert.hpp"
 
 namespace mla::sm_90 {
-
-// Element types, as tags: those of the products, and one (e4m3) that is converted before it is multiplied.
-struct bf16 {
-  static constexpr bool is_bf16 = true;
-};
-struct fp16 {
-  static constexpr bool is_bf16 = false;
-};
-struct fp8 {};
 
 // Shared-memory operand descriptor. Offsets are in bytes. What `leading` and `stride` mean depends on the layout:
 // - swizzled, contiguous along K (keys of Q K^T): stride leads to the next 8 rows; leading is unused.
@@ -119,29 +111,5 @@ MLA_DEVICE void pv_mma(float (&acc)[64], uint64_t a, uint64_t b, bool add) {
 #undef MLA_LIST24
 #undef MLA_LIST32
 #undef MLA_LIST64
-
-// Converts two floats to one register of two 16-bit elements, the first in the low half.
-template <class T>
-MLA_DEVICE uint32_t pack_pair(float low, float high) {
-  uint32_t packed;
-  if constexpr (T::is_bf16)
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  else
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
-
-// The two elements of a register, the first in the low half.
-template <class T>
-MLA_DEVICE void unpack_pair(uint32_t packed, float (&values)[2]) {
-  if constexpr (T::is_bf16) {
-    values[0] = bit_cast<float>(packed << 16);
-    values[1] = bit_cast<float>(packed & 0xFFFF0000u);
-  } else {
-    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}\n"
-        : "=f"(values[0]), "=f"(values[1])
-        : "r"(packed));
-  }
-}
 
 }  // namespace mla::sm_90

@@ -1,7 +1,7 @@
 // The bytes of four keys that each lane of a producer warp copies, dequantises and stores.
 #pragma once
 
-#include "sm_90/sparse_decode/dequant.hpp"
+#include "sm_90/decode/convert_fp8.hpp"
 #include "sm_90/sparse_decode/traits.hpp"
 
 namespace mla::sm_90 {
@@ -60,8 +60,8 @@ struct GatherLayout {
 
   // Keeps the members in registers, so that the compiler does not compute them anew.
   MLA_DEVICE void keep() {
-    asm volatile("" : "+r"(copied), "+r"(stored), "+r"(rope), "+r"(scale), "+r"(to), "+r"(row), "+r"(token));
-    if constexpr (KvFormat::SCALES_APART) asm volatile("" : "+r"(seventh), "+r"(to_scales));
+    pin_together(copied, stored, rope, scale, to, row, token);
+    if constexpr (KvFormat::SCALES_APART) pin_together(seventh, to_scales);
   }
 };
 
@@ -78,12 +78,9 @@ struct QuantChunk {
     ld_shared_v4(raw_stage + layout.stored + number / 2 * 1024 + number % 2 * 256, stored);
     const uint32_t pair = raw_stage + number / 2 * (2 * KvFormat::TAIL);
     if constexpr (KvFormat::SCALES_APART)
-      asm volatile("ld.shared.u8 %0, [%1];"
-                   : "=r"(scale)
-                   : "r"(pair + (number % 2 == 0 ? layout.scale : layout.seventh))
-                   : "memory");
+      scale = ld_shared_u8(pair + (number % 2 == 0 ? layout.scale : layout.seventh));
     else
-      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(scale) : "r"(pair + layout.scale + number % 2 * 8) : "memory");
+      scale = ld_shared<uint32_t>(pair + layout.scale + number % 2 * 8);
   }
 
   MLA_DEVICE void to_bf16(uint32_t (&values)[8]) const {

@@ -34,8 +34,8 @@ class ProducerDequant : ProducerBase<Traits> {
  public:
   MLA_DEVICE ProducerDequant(const Params& params, uint32_t shared)
       : Base(params, shared),
-        lane_(thread_number() % 32),
-        warp_(warp_uniform(thread_number() / 32)),
+        lane_(read_thread_id() % 32),
+        warp_(warp_uniform(read_thread_id() / 32)),
         cluster_warp_((PAIRED ? cluster_rank() * Traits::PRODUCER_WARPS : 0) + warp_),
         raw_(shared + Traits::RAW + warp_ * Traits::RAW_BYTES),
         to_peer_(PAIRED ? warp_uniform(map_to_peer(shared) - shared) : 0) {}
@@ -64,12 +64,6 @@ class ProducerDequant : ProducerBase<Traits> {
   }
 
  private:
-  // This thread's number, read from the special register wherever it is needed: registers are scarce.
-  MLA_DEVICE static uint32_t thread_number() {
-    uint32_t thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread;
-  }
   MLA_DEVICE uint32_t first_key() const { return cluster_warp_ * Traits::OWN_KEYS; }
   MLA_DEVICE uint32_t scratch() const {
     return this->shared_ - Base::Storage::KV + Traits::SCRATCH + warp_ * Traits::SCRATCH_BYTES;
@@ -80,7 +74,7 @@ class ProducerDequant : ProducerBase<Traits> {
   // registers.
   MLA_DEVICE uint32_t opaque_lane() const {
     uint32_t lane = lane_;
-    asm volatile("" : "+r"(lane));
+    pin_registers(lane);
     return lane;
   }
 
@@ -121,7 +115,7 @@ class ProducerDequant : ProducerBase<Traits> {
     if (at != nullptr)
       cp_async_zfill<4>(to, reinterpret_cast<uint64_t>(at), true);
     else
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(-1) : "memory");
+      st_shared(to, -1);
   }
 
   // Indices have arrived: writes the tokens of a batch, for all lanes to read, and which of them are present; then
@@ -129,27 +123,20 @@ class ProducerDequant : ProducerBase<Traits> {
   MLA_DEVICE void look_up(uint32_t batch) {
     const uint32_t lane = opaque_lane();
     const int key = key_of(batch, lane);
-    int index;
-    asm volatile("ld.shared.b32 %0, [%1];"
-                 : "=r"(index)
-                 : "r"(scratch() + Traits::SCRATCH_INDICES + lane * 4)
-                 : "memory");
+    const int index = ld_shared<int>(scratch() + Traits::SCRATCH_INDICES + lane * 4);
     const SelectedToken token = lists().token_of(this->params_, key, index);
     const uint32_t stage = lane % BATCH_STAGES;
     const uint32_t which = __ballot_sync(~0u, token.present) >> stage * Traits::OWN_KEYS;
     const uint32_t bits = which % (1u << Traits::OWN_KEYS) << first_key();
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(present_at(batch * BATCH_STAGES + stage)), "r"(bits) : "memory");
+    st_shared(present_at(batch * BATCH_STAGES + stage), bits);
     uint64_t row = 0;
     if (token.present)
       row = reinterpret_cast<uint64_t>(token.page) + token.in_page * static_cast<uint64_t>(KvFormat::TOKEN_BYTES);
-    asm volatile("st.shared.b64 [%0], %1;" ::"r"(scratch() + Traits::SCRATCH_ROWS + lane * 8), "l"(row)
-                 : "memory");
+    st_shared(scratch() + Traits::SCRATCH_ROWS + lane * 8, row);
     if constexpr (KvFormat::SCALES_APART) {
       const uint32_t to_scales =  // never negative: a token lies before its page's scales
           token.page_size * (KvFormat::TOKEN_BYTES / 8) - token.in_page * (KvFormat::TOKEN_BYTES / 8 - 1);
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(scratch() + Traits::SCRATCH_SCALES + lane * 4),
-                   "r"(to_scales)
-                   : "memory");
+      st_shared(scratch() + Traits::SCRATCH_SCALES + lane * 4, to_scales);
     }
     fetch_indices(batch + 1);
     __syncwarp();
@@ -160,21 +147,7 @@ class ProducerDequant : ProducerBase<Traits> {
   MLA_DEVICE uint32_t present_at(uint32_t stage) const {
     return scratch() + Traits::SCRATCH_PRESENT + stage % (2 * BATCH_STAGES) * 4;
   }
-  MLA_DEVICE uint32_t present_of(uint32_t stage) const {
-    uint32_t present;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(present) : "r"(present_at(stage)) : "memory");
-    return present;
-  }
-
-  // Returns the address of the token of a lane of the batch, or 0.
-  MLA_DEVICE uint64_t row_of(uint32_t lane) const {
-    uint64_t row;
-    asm volatile("ld.shared.b64 %0, [%1];"
-                 : "=l"(row)
-                 : "r"(scratch() + Traits::SCRATCH_ROWS + lane * 8)
-                 : "memory");
-    return row;
-  }
+  MLA_DEVICE uint32_t present_of(uint32_t stage) const { return ld_shared<uint32_t>(present_at(stage)); }
 
   // Marks the stage complete as far as this warp goes, and says which of its keys are present. A thread waiting for the
   // stage fences before wgmma reads it: a fence here might wait for the copies in flight. Only a warp that sends fences
@@ -186,7 +159,7 @@ class ProducerDequant : ProducerBase<Traits> {
     __syncwarp();
     if constexpr (PAIRED) named_barrier_sync<64>(PEER_SEND_BARRIER + warp_ / 2);
     if (lane_ == 0) {
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(word), "r"(present) : "memory");
+      st_shared(word, present);
       if constexpr (PAIRED) {
         mbarrier_expect_tx(full, Traits::GROUP_BYTES / 2 + 4);
         peer_store_async(word + to_peer_, present, full + to_peer_);
@@ -290,15 +263,8 @@ class ProducerDequant : ProducerBase<Traits> {
   // The tokens of a round of the batch that was looked up last.
   MLA_DEVICE static Tokens tokens_of(uint32_t round, const Layout& layout) {
     Tokens tokens{{0, 0}, {0, 0}};
-    asm volatile("ld.shared.v2.b64 {%0, %1}, [%2];"
-                 : "=l"(tokens.rows[0]), "=l"(tokens.rows[1])
-                 : "r"(layout.token + round * 32)
-                 : "memory");
-    if constexpr (KvFormat::SCALES_APART)
-      asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
-                   : "=r"(tokens.to_scales[0]), "=r"(tokens.to_scales[1])
-                   : "r"(layout.to_scales + round * 16)
-                   : "memory");
+    ld_shared_v2(layout.token + round * 32, tokens.rows);
+    if constexpr (KvFormat::SCALES_APART) ld_shared_v2(layout.to_scales + round * 16, tokens.to_scales);
     return tokens;
   }
 

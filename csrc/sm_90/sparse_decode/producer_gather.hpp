@@ -131,7 +131,7 @@ class ProducerGather : ProducerBase<Traits> {
     present_ = __ballot_sync(~0u, token.present);
     const uint64_t row =
         reinterpret_cast<uint64_t>(token.page) + token.in_page * static_cast<uint64_t>(KvFormat::TOKEN_BYTES);
-    asm volatile("st.shared.b64 [%0], %1;" ::"r"(scratch() + Traits::SCRATCH_ROWS + lane() * 8), "l"(row) : "memory");
+    st_shared(scratch() + Traits::SCRATCH_ROWS + lane() * 8, row);
     __syncwarp();
   }
 
@@ -141,7 +141,7 @@ class ProducerGather : ProducerBase<Traits> {
     const uint32_t present = present_ >> in_batch * WARP_KEYS & 0xFF;
     const uint32_t full = this->barriers_.kv_full(kv_.stage);
     const uint32_t to = to_ + kv_.stage * Traits::STAGE_BYTES;
-    const uint64_t first = ld_shared_u64(rows), second = ld_shared_u64(rows + 4 * 8);
+    const uint64_t first = ld_shared<uint64_t>(rows), second = ld_shared<uint64_t>(rows + 4 * 8);
     this->wait_for_empty(kv_);
     copy_key(to, first + piece() * 16, present >> slot() & 1);
     copy_key((to ^ 4 << 4) + 4 * 128, second + piece() * 16, present >> (slot() + 4) & 1);
@@ -149,7 +149,7 @@ class ProducerGather : ProducerBase<Traits> {
     if (lane() == 0) {
       const uint32_t word =
           this->shared_ - Base::Storage::KV + Traits::PRESENT + kv_.stage * Traits::PRESENT_BYTES + warp_ * 4;
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(word), "r"(present << warp_ * WARP_KEYS) : "memory");
+      st_shared(word, present << warp_ * WARP_KEYS);
       mbarrier_arrive(full);
     }
     __syncwarp();
@@ -161,12 +161,6 @@ class ProducerGather : ProducerBase<Traits> {
   MLA_DEVICE static void copy_key(uint32_t to, uint64_t from, bool present) {
     cp_async_16_zfill_at<BLOCK * Traits::BLOCK_BYTES, BLOCK * 128>(to, from, present);
     if constexpr (BLOCK + 1 < Traits::COLUMN_BLOCKS) copy_key<BLOCK + 1>(to, from, present);
-  }
-
-  MLA_DEVICE static uint64_t ld_shared_u64(uint32_t address) {
-    uint64_t value;
-    asm volatile("ld.shared.b64 %0, [%1];" : "=l"(value) : "r"(address) : "memory");
-    return value;
   }
 
   const uint32_t warp_;

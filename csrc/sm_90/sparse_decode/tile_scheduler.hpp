@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/plan_header.hpp"
-#include "sm_90/decode/work_tile.hpp"
+#include "sm_90/decode/pipeline.hpp"
 #include "sm_90/sparse_decode/traits.hpp"
 
 namespace mla::sm_90 {
@@ -74,15 +74,10 @@ class SparseTileScheduler {
  private:
   enum : int { PART = 0, CURSOR = 4, TAKEN = 8 };
 
-  MLA_DEVICE int read(int field) const {
-    int value;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(scratch_ + field) : "memory");
-    return warp_uniform(value);
-  }
+  MLA_DEVICE int read(int field) const { return warp_uniform(ld_shared<int>(scratch_ + field)); }
   MLA_DEVICE void write(int field, int value) const {
     __syncwarp();
-    if (warpgroup_thread() % 32 == 0)
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(scratch_ + field), "r"(value) : "memory");
+    if (warpgroup_thread() % 32 == 0) st_shared(scratch_ + field, value);
     __syncwarp();
   }
 

@@ -35,10 +35,10 @@ class TopkLists {
     }
     __syncwarp();
     if (lane < MAX_POOLS) {
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(table_ + lane * 4), "r"(end) : "memory");
+      st_shared(table_ + lane * 4, end);
       // Less the keys of the pools before, so that a key's number finds its index.
       const int64_t first = reinterpret_cast<int64_t>(list.first) - 4 * static_cast<int64_t>(end - list.count);
-      asm volatile("st.shared.b64 [%0], %1;" ::"r"(table_ + 16 + lane * 8), "l"(first) : "memory");
+      st_shared(table_ + 16 + lane * 8, first);
     }
     __syncwarp();
     return __shfl_sync(~0u, end, MAX_POOLS - 1);
@@ -46,26 +46,23 @@ class TopkLists {
 
   // Sets the keys of the work tile. Called after `open`, when all lanes are done with those of the tile before.
   MLA_DEVICE void set_tile(int first, int end) const {
-    if (warpgroup_thread() % 32 == 0)
-      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(table_ + TILE), "r"(first), "r"(end) : "memory");
+    if (warpgroup_thread() % 32 == 0) st_shared_v2(table_ + TILE, first, end);
     __syncwarp();
   }
 
   // The address of the index of the tile's key number `key`; null where the tile has no such key.
   MLA_DEVICE const int32_t* index_at(int key) const {
     int first, end;
-    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(first), "=r"(end) : "r"(table_ + TILE) : "memory");
+    ld_shared_v2(table_ + TILE, first, end);
     key += first;
     if (key >= end) return nullptr;
-    int64_t list;
-    asm volatile("ld.shared.b64 %0, [%1];" : "=l"(list) : "r"(table_ + 16 + pool_of(key) * 8) : "memory");
+    const int64_t list = ld_shared<int64_t>(table_ + 16 + pool_of(key) * 8);
     return reinterpret_cast<const int32_t*>(list) + key;
   }
 
   // The token that `index` names in the pool of the tile's key number `key`.
   MLA_DEVICE SelectedToken token_of(const SparseDecodeTmaParams& params, int key, int index) const {
-    int first;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(first) : "r"(table_ + TILE) : "memory");
+    const int first = ld_shared<int>(table_ + TILE);
     const Pool& pool = pool_at(params, pool_of(first + key));
     const uint32_t slot = static_cast<uint32_t>(index);
     const uint32_t number = divided(slot, pool.page_reciprocal, pool.page_shift);
@@ -76,10 +73,7 @@ class TopkLists {
  private:
   MLA_DEVICE int pool_of(int key) const {
     int ends[MAX_POOLS];
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(ends[0]), "=r"(ends[1]), "=r"(ends[2]), "=r"(ends[3])
-                 : "r"(table_)
-                 : "memory");
+    ld_shared_v4(table_, ends[0], ends[1], ends[2], ends[3]);
     return (key >= ends[0]) + (key >= ends[1]) + (key >= ends[2]);
   }
 

@@ -26,7 +26,7 @@ struct SparseDecodeProblem {
 
 template <class KvFormat, class Cluster>
 using SparseDecodePolicy =
-    DecodePolicy<KvFormat::NEEDS_DEQUANT ? KvSource::selected : KvSource::gathered, Cluster, KvFormat::STAGES>;
+    DecodePolicy<KvFormat::NEEDS_DEQUANT ? KvLoad::dequant : KvLoad::gather, Cluster, KvFormat::STAGES>;
 
 // A producer warp's own memory: the lists of the query token, the state of the tile scheduler, and the addresses of the
 // tokens that were looked up.

@@ -8,21 +8,19 @@
 
 #include "block.hpp"
 #include "dense_case.hpp"
-#include "sm_90/ptx/wgmma_ss.hpp"
-
 #include "sm_90/decode/kernel.hpp"
 #include "sm_90/decode/producer_cp_async.hpp"
-#include "sm_90/decode/producer_tma.hpp"
+#include "sm_90/decode/producer_tma_rotated.hpp"
 
 namespace {
 
 using namespace mla;
 using namespace mla::sm_90;
 using Traits =
-    DecodeTraits<DecodeProblem<DTYPE, WIDTH, true>, DecodePolicyOf<KvSource::KV_SOURCE, ClusterNone, WIDTH, true>>;
+    DecodeTraits<DecodeProblem<DTYPE, WIDTH, true>, DecodePolicyOf<KvLoad::KV_SOURCE, ClusterNone, WIDTH, true>>;
 template <class T, class Scheduler>
 using Producer =
-    std::conditional_t<T::SOURCE == KvSource::tma, ProducerTma<T, Scheduler>, ProducerCpAsync<T, Scheduler>>;
+    std::conditional_t<T::LOAD == KvLoad::tma, ProducerTmaRotated<T, Scheduler>, ProducerCpAsync<T, Scheduler>>;
 using Kernel = DecodeKernel<Traits, TileScheduler, Producer>;
 constexpr int ROPE = 64, HALF = ROPE / 2;
 
@@ -55,7 +53,7 @@ struct Case : DenseCase {
     const QueryMap queries{q, all_rows, WIDTH, min(BLOCK_M, (rows + 7) / 8 * 8), Traits::Q_BOXES};
     const KeyMap cached{cache, page, WIDTH, static_cast<int64_t>(page) * WIDTH, BLOCK_N, Traits::BOX_BLOCKS};
     std::memcpy(params.q_map, &queries, sizeof queries);
-    if (Traits::SOURCE == KvSource::tma) std::memcpy(params.kv_map, &cached, sizeof cached);
+    if (Traits::LOAD == KvLoad::tma) std::memcpy(params.kv_map, &cached, sizeof cached);
   }
 
   void fill_cos_sin() {

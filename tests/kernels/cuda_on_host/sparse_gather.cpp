@@ -6,8 +6,6 @@
 
 #include "arguments.hpp"
 #include "decode_case.hpp"
-#include "sm_90/ptx/wgmma_ss.hpp"
-
 #include "sm_90/decode/kernel.hpp"
 #include "sm_90/sparse_decode/producer_gather.hpp"
 

@@ -8,13 +8,17 @@
 
 #include "arguments.hpp"
 #include "decode_case.hpp"
-#include "sm_90/sparse_decode/swap_ab/kernel.hpp"
+#include "sm_90/decode/swap_ab/kernel.hpp"
+#include "sm_90/sparse_decode/swap_ab/mainloop.hpp"
+#include "sm_90/sparse_decode/swap_ab/producer.hpp"
 
 namespace {
 
 using namespace mla;
 using namespace mla::sm_90;
-using Traits = SparseSwapAbTraits<KV_FORMAT, Q_ROWS>;
+using Traits = SparseSwapAbTraits<SparseDecodeProblem<KV_FORMAT>, SparseSwapAbPolicy<Q_ROWS>>;
+using Kernel =
+    SwapAbKernel<Traits, SparseTileScheduler, SparseSwapAbProducer, SparseSwapAbMainloop, SwapAbEpilogue>;
 constexpr int WIDTH = 576, RECORD = 656;
 constexpr double MAX_ERROR = 6e-3, MAX_LSE_ERROR = 1e-5;
 constexpr int ABSURD[] = {-1, 0x7FFFFFFF, -0x7FFFFFFF - 1, -7};
@@ -209,7 +213,7 @@ struct Case {
 };
 
 const SparseDecodeTmaParams* launched;
-void kernel() { SparseSwapAbKernel<Traits>::run(*launched); }
+void kernel() { Kernel::run(*launched); }
 
 }  // namespace
 

@@ -7,12 +7,15 @@
 #include "block.hpp"
 #include "dense_case.hpp"
 #include "sm_90/decode/swap_ab/kernel.hpp"
+#include "sm_90/decode/swap_ab/mainloop.hpp"
+#include "sm_90/decode/swap_ab/producer.hpp"
 
 namespace {
 
 using namespace mla;
 using namespace mla::sm_90;
-using Traits = SwapAbTraits<DTYPE, Q_ROWS>;
+using Traits = SwapAbTraits<SwapAbProblem<DTYPE>, SwapAbPolicy<Q_ROWS>>;
+using Kernel = SwapAbKernel<Traits, TileScheduler, SwapAbProducer, SwapAbMainloop, SwapAbEpilogue>;
 constexpr bool IS_FP8 = std::is_same_v<DTYPE, fp8>, IS_BF16 = std::is_same_v<DTYPE, bf16>;
 
 struct Case : DenseCase {
@@ -66,7 +69,7 @@ struct Case : DenseCase {
 };
 
 const DecodeTmaParams* launched;
-void kernel() { SwapAbKernel<Traits>::run(*launched); }
+void kernel() { Kernel::run(*launched); }
 
 }  // namespace
 

@@ -3,7 +3,7 @@
 
 #include "cdna/common/cross_lane.hpp"
 #include "cdna/decode/mfma_16x16x16/kv_stage_tile.hpp"
-#include "common/kv_source.hpp"
+#include "common/paged_kv.hpp"
 
 namespace cdna::mfma_16x16x16 {
 
@@ -16,9 +16,9 @@ class KvRowAddresses {
   static constexpr int block_tiles = 16;
   static constexpr int bytes = 2 * WAVE * 4;  // page numbers of two blocks, of a wave
 
-  MLA_DEVICE KvRowAddresses(const mla::KvSource& source, int first_key, int end_key, const Lane& lane, int wave,
+  MLA_DEVICE KvRowAddresses(const mla::PagedKv& paged_kv, int first_key, int end_key, const Lane& lane, int wave,
                             LdsBytes lds)
-      : source_(source), first_key_(first_key + 4 * wave), last_key_(end_key - 1), lane_(lane.index), lds_(lds) {}
+      : paged_kv_(paged_kv), first_key_(first_key + 4 * wave), last_key_(end_key - 1), lane_(lane.index), lds_(lds) {}
 
   // Makes the addresses of a tile known, of `tiles` in all; called for each tile in order.
   MLA_DEVICE void advance(int tile, int tiles) {
@@ -32,7 +32,7 @@ class KvRowAddresses {
   // Begins to read the page numbers of a block.
   MLA_DEVICE void fetch(int block) const {
     const int lane = rematerialized(lane_);
-    copy_words_to_lds(source_.page_entry(key(block, lane)),
+    copy_words_to_lds(paged_kv_.page_entry(key(block, lane)),
                       static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds_)) + slot(block));
   }
 
@@ -40,7 +40,7 @@ class KvRowAddresses {
   MLA_DEVICE void enter(int block) {
     const int lane = rematerialized(lane_);
     const uint32_t page = *reinterpret_cast<MLA_LDS uint32_t*>(lds_ + slot(block) + lane * 4);
-    row_ = source_.row(page, key(block, lane)) - lane % 4 * pitch;
+    row_ = paged_kv_.row(page, key(block, lane)) - lane % 4 * pitch;
   }
 
   // Returns row j of the wave in a tile of the entered block, the same in all lanes.
@@ -62,7 +62,7 @@ class KvRowAddresses {
     return static_cast<uint32_t>(key < last_key_ ? key : last_key_);
   }
 
-  const mla::KvSource& source_;
+  const mla::PagedKv& paged_kv_;
   int first_key_;  // the wave's first key of the work tile
   int last_key_;   // of the work tile
   int lane_;

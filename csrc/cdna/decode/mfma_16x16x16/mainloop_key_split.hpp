@@ -12,7 +12,7 @@
 #include "cdna/decode/mfma_16x16x16/producer_registers.hpp"
 #include "cdna/decode/mfma_16x16x16/softmax.hpp"
 #include "cdna/decode/query.hpp"
-#include "common/kv_source.hpp"
+#include "common/paged_kv.hpp"
 
 namespace cdna::mfma_16x16x16 {
 
@@ -68,12 +68,12 @@ class KeySplitWave {
     output_.clear();
     const int tiles = (tile_.end_key - tile_.first_key + tile_keys - 1) / tile_keys;
     if (wave_ >= tiles) return;
-    const mla::KvSource source(p, Problem::Format::bytes, tile_.sequence);
+    const mla::PagedKv paged_kv(p, Problem::Format::bytes, tile_.sequence);
     query_ = Query::load(p, rows_, first_row_, lane_);
     visible_ = min(tile_.end_key, visible_keys(p, rows_, first_row_, lane_));
     visible_to_all_ = min(tile_.end_key, uniform(rows_.visible_keys(p, mla::SequenceRows::token_of(p, first_row_))));
 
-    Producer producer(source, tile_, lane_, kv_);
+    Producer producer(paged_kv, tile_, lane_, kv_);
     int first = tile_.first_key + wave_ * tile_keys;
     producer.start(p, first);
     for (int left = (tiles - 1 - wave_) / waves; left > 0; --left) {

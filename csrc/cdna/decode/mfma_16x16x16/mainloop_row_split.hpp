@@ -12,7 +12,7 @@
 #include "cdna/decode/mfma_16x16x16/merge_key_groups.hpp"
 #include "cdna/decode/mfma_16x16x16/softmax.hpp"
 #include "cdna/decode/query.hpp"
-#include "common/kv_source.hpp"
+#include "common/paged_kv.hpp"
 
 namespace cdna::mfma_16x16x16 {
 
@@ -90,8 +90,8 @@ class RowSplitWave {
   MLA_DEVICE void attend(const mla::DecodeParams& p) {
     const int count = (tile_.end_key - tile_.first_key + tile_keys - 1) / tile_keys;
     if (count <= 0) return;
-    const mla::KvSource source(p, Problem::Format::bytes, tile_.sequence);
-    Producer producer(source, tile_, p.rope_cos_sin, count, lds_, lane_, wave_);
+    const mla::PagedKv paged_kv(p, Problem::Format::bytes, tile_.sequence);
+    Producer producer(paged_kv, tile_, p.rope_cos_sin, count, lds_, lane_, wave_);
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
       const Lane lane = lane_.rematerialized();

@@ -29,9 +29,9 @@ class Fp8StageProducer {
   static constexpr int lds_bytes = pages + waves * Addresses::bytes;
   static constexpr int copies = FourShortRows::instructions;  // of a wave per tile
 
-  MLA_DEVICE Fp8StageProducer(const mla::KvSource& source, const mla::WorkTile& tile, const float*, int tiles,
+  MLA_DEVICE Fp8StageProducer(const mla::PagedKv& paged_kv, const mla::WorkTile& tile, const float*, int tiles,
                               LdsBytes lds, const Lane& lane, int wave)
-      : addresses_(source, tile.first_key, tile.end_key, lane, wave, lds + pages + wave * Addresses::bytes),
+      : addresses_(paged_kv, tile.first_key, tile.end_key, lane, wave, lds + pages + wave * Addresses::bytes),
         lane_(lane),
         lds_(lds),
         wave_(wave),

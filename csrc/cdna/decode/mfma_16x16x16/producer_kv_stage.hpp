@@ -6,7 +6,7 @@
 #include "cdna/common/rope.hpp"
 #include "cdna/decode/mfma_16x16x16/kv_row_addresses.hpp"
 #include "cdna/decode/mfma_16x16x16/kv_stage_tile.hpp"
-#include "common/kv_source.hpp"
+#include "common/paged_kv.hpp"
 #include "common/problem.hpp"
 #include "common/work_tile.hpp"
 
@@ -28,9 +28,9 @@ class KvStageProducer {
   static constexpr int copies = FourRows::instructions + (has_rope ? TwoWords::instructions : 0) +
                                 (Problem::rotate ? FourWords::instructions : 0);  // of a wave per tile
 
-  MLA_DEVICE KvStageProducer(const mla::KvSource& source, const mla::WorkTile& tile, const float* rope_cos_sin,
+  MLA_DEVICE KvStageProducer(const mla::PagedKv& paged_kv, const mla::WorkTile& tile, const float* rope_cos_sin,
                              int tiles, LdsBytes lds, const Lane& lane, int wave)
-      : addresses_(source, tile.first_key, tile.end_key, lane, wave,
+      : addresses_(paged_kv, tile.first_key, tile.end_key, lane, wave,
                    lds + stages * stage_bytes + wave * Addresses::bytes),
         lane_(lane),
         lds_(lds),

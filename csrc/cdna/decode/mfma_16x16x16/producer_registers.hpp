@@ -6,7 +6,7 @@
 
 #include "cdna/common/rope.hpp"
 #include "cdna/common/types.hpp"
-#include "common/kv_source.hpp"
+#include "common/paged_kv.hpp"
 #include "common/problem.hpp"
 #include "common/work_tile.hpp"
 
@@ -27,21 +27,21 @@ class RegisterProducer {
   static constexpr int tile_keys = 16;
   static constexpr int step = Policy::waves * tile_keys;  // keys from one tile of a wave to its next
 
-  MLA_DEVICE RegisterProducer(const mla::KvSource& source, const mla::WorkTile& tile, const Lane& lane,
+  MLA_DEVICE RegisterProducer(const mla::PagedKv& paged_kv, const mla::WorkTile& tile, const Lane& lane,
                               KvRegisters<Problem>& registers)
-      : source_(source), tile_(tile), lane_(lane), registers_(registers) {}
+      : paged_kv_(paged_kv), tile_(tile), lane_(lane), registers_(registers) {}
 
   // Loads the wave's first tile, which begins at key `first`.
   MLA_DEVICE void start(const mla::DecodeParams& p, int first) {
     next_key_ = key_at(first);
-    const char* row = row_of(source_.page_of(next_key_), next_key_);
+    const char* row = row_of(paged_kv_.page_of(next_key_), next_key_);
 #pragma unroll
     for (int n = 0; n < KvRegisters<Problem>::loads; ++n) {
       registers_.key[n] = *reinterpret_cast<const u32x4*>(row + n * 64);
     }
     load_cos_sin(p, next_key_);
     next_key_ = key_at(first + step);
-    next_page_ = source_.page_of(next_key_);
+    next_page_ = paged_kv_.page_of(next_key_);
   }
 
   // Finds the row that `refill` loads from, the one after the tile at `first`, and begins to read the page number
@@ -50,7 +50,7 @@ class RegisterProducer {
     refill_row_ = row_of(next_page_, next_key_);
     refill_key_ = next_key_;
     next_key_ = key_at(first + 2 * step);
-    next_page_ = source_.page_of(next_key_);
+    next_page_ = paged_kv_.page_of(next_key_);
   }
   // Loads the next tile's bytes into register n, which must be free.
   MLA_DEVICE void refill(int n) { registers_.key[n] = *reinterpret_cast<const u32x4*>(refill_row_ + n * 64); }
@@ -63,7 +63,9 @@ class RegisterProducer {
     const int key = first + lane_.column;
     return static_cast<uint32_t>(key < tile_.end_key ? key : tile_.end_key - 1);
   }
-  MLA_DEVICE const char* row_of(uint32_t page, uint32_t key) const { return source_.row(page, key) + lane_.group * 16; }
+  MLA_DEVICE const char* row_of(uint32_t page, uint32_t key) const {
+    return paged_kv_.row(page, key) + lane_.group * 16;
+  }
   MLA_DEVICE void load_cos_sin(const mla::DecodeParams& p, uint32_t key) {
     if constexpr (Problem::rotate) {
       registers_.cos_sin =
@@ -71,7 +73,7 @@ class RegisterProducer {
     }
   }
 
-  const mla::KvSource& source_;
+  const mla::PagedKv& paged_kv_;
   const mla::WorkTile& tile_;
   const Lane& lane_;
   KvRegisters<Problem>& registers_;

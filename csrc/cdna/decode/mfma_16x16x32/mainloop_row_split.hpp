@@ -10,7 +10,7 @@
 #include "cdna/common/lds_copy.hpp"
 #include "cdna/decode/mfma_16x16x32/products.hpp"
 #include "cdna/decode/mfma_16x16x32/softmax.hpp"
-#include "common/kv_source.hpp"
+#include "common/paged_kv.hpp"
 
 namespace cdna::mfma_16x16x32 {
 
@@ -101,8 +101,8 @@ class RowSplitWave {
   MLA_DEVICE void attend(const mla::DecodeParams& p) {
     const int count = (tile_.end_key - tile_.first_key + shared_keys - 1) / shared_keys;
     if (count <= 0) return;
-    const mla::KvSource source(p, Problem::Format::bytes, tile_.sequence);
-    Producer producer(source, tile_, p.rope_cos_sin, count, lds_, lane_, wave_);
+    const mla::PagedKv paged_kv(p, Problem::Format::bytes, tile_.sequence);
+    Producer producer(paged_kv, tile_, p.rope_cos_sin, count, lds_, lane_, wave_);
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
       query_[r] = Query::load(p, rows_, first_row_[r], lane_);

@@ -6,7 +6,7 @@
 #include "cdna/common/lds_copy.hpp"
 #include "cdna/common/rope.hpp"
 #include "cdna/common/swizzled_lds_tile.hpp"
-#include "common/kv_source.hpp"
+#include "common/paged_kv.hpp"
 #include "common/problem.hpp"
 #include "common/work_tile.hpp"
 
@@ -55,9 +55,9 @@ class LdsRingProducer {
   static_assert(prefetch >= 1 && prefetch <= block_tiles, "LDS ring: page numbers arrive a block of tiles ahead");
   static_assert(copies * prefetch < 63, "LDS ring: more copies in flight than can be counted");
 
-  MLA_DEVICE LdsRingProducer(const mla::KvSource& source, const mla::WorkTile& work_tile, const float* rope_cos_sin,
+  MLA_DEVICE LdsRingProducer(const mla::PagedKv& paged_kv, const mla::WorkTile& work_tile, const float* rope_cos_sin,
                              int tiles, uint32_t lds, const Lane& lane, int wave)
-      : source_(source),
+      : paged_kv_(paged_kv),
         first_key_(work_tile.first_key + wave * wave_keys),
         last_key_(work_tile.end_key - 1),
         lane_(lane.index),
@@ -120,7 +120,7 @@ class LdsRingProducer {
   MLA_DEVICE void fetch_pages(int block) const {
     const uint32_t lane = static_cast<uint32_t>(rematerialized(lane_));
     const uint32_t key = key_of(block * block_tiles + static_cast<int>(lane / wave_keys), lane % wave_keys);
-    copy_words_to_lds(source_.page_entry(key), pages_ + block % 2 * (WAVE * 4));
+    copy_words_to_lds(paged_kv_.page_entry(key), pages_ + block % 2 * (WAVE * 4));
   }
   // Values derived from the lane number stay in registers only where there are some to spare.
   MLA_DEVICE uint32_t lane_index() const {
@@ -131,7 +131,7 @@ class LdsRingProducer {
     return static_cast<uint32_t>(key < last_key_ ? key : last_key_);
   }
   MLA_DEVICE const char* row_of(int tile, uint32_t in_wave, uint32_t page_numbers) const {
-    return source_.row(lds_read_word(lds_pointer(page_numbers + in_wave * 4)), key_of(tile, in_wave));
+    return paged_kv_.row(lds_read_word(lds_pointer(page_numbers + in_wave * 4)), key_of(tile, in_wave));
   }
 
   // A lane rotates four values and their partners: those of slot `slot` % 4 of the key's rope part from 4 * (slot / 4)
@@ -164,7 +164,7 @@ class LdsRingProducer {
     lds_write8(lds_pointer(residual + (own ^ 64)), u32x2{low.second_residual, high.second_residual});
   }
 
-  const mla::KvSource& source_;
+  const mla::PagedKv& paged_kv_;
   int first_key_;  // the wave's first key of the work tile
   int last_key_;   // of the work tile
   int lane_;

@@ -6,7 +6,7 @@
 
 #include "cdna/common/rope.hpp"
 #include "cdna/common/types.hpp"
-#include "common/kv_source.hpp"
+#include "common/paged_kv.hpp"
 #include "common/problem.hpp"
 #include "common/work_tile.hpp"
 
@@ -31,9 +31,9 @@ class RegisterProducer {
   static constexpr int lds_bytes = 0;
   static constexpr int step = Policy::waves * keys;  // keys from one tile of a wave to its next
 
-  MLA_DEVICE RegisterProducer(const mla::KvSource& source, const mla::WorkTile& tile, const Lane& lane,
+  MLA_DEVICE RegisterProducer(const mla::PagedKv& paged_kv, const mla::WorkTile& tile, const Lane& lane,
                               Registers& registers)
-      : source_(source), tile_(tile), lane_(lane), registers_(registers) {}
+      : paged_kv_(paged_kv), tile_(tile), lane_(lane), registers_(registers) {}
 
   // Loads the wave's first tile, which begins at key `first`.
   MLA_DEVICE void start(const mla::DecodeParams& p, int first) {
@@ -73,12 +73,12 @@ class RegisterProducer {
   }
   MLA_DEVICE void find_pages(int first) {
 #pragma unroll
-    for (int T = 0; T < score_tiles; ++T) page_[T] = source_.page_of(key_at(first, T));
+    for (int T = 0; T < score_tiles; ++T) page_[T] = paged_kv_.page_of(key_at(first, T));
   }
   MLA_DEVICE Rows rows_of(int first) const {
     Rows rows;
 #pragma unroll
-    for (int T = 0; T < score_tiles; ++T) rows.of[T] = source_.row(page_[T], key_at(first, T)) + lane_.group * 16;
+    for (int T = 0; T < score_tiles; ++T) rows.of[T] = paged_kv_.row(page_[T], key_at(first, T)) + lane_.group * 16;
     return rows;
   }
   MLA_DEVICE void load_cos_sin(const mla::DecodeParams& p, int first) {
@@ -91,7 +91,7 @@ class RegisterProducer {
     }
   }
 
-  const mla::KvSource& source_;
+  const mla::PagedKv& paged_kv_;
   const mla::WorkTile& tile_;
   const Lane& lane_;
   Registers& registers_;

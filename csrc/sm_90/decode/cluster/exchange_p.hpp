@@ -6,8 +6,9 @@
 // CTA: each keeps half of what it has and hands the other half over.
 #pragma once
 
-#include "sm_90/decode/cluster/pair_lse_merge.hpp"
+#include "sm_90/decode/cluster/pair_output.hpp"
 #include "sm_90/decode/named_barriers.hpp"
+#include "sm_90/decode/sentinel_fill.hpp"
 
 namespace mla::sm_90 {
 

@@ -40,6 +40,9 @@ struct ClusterMode {
   MLA_DEVICE static void release_at_peer(uint32_t) {}
 };
 
+template <int PATTERN_BYTES>
+struct SentinelFillStorage;  // sentinel_fill.hpp
+
 template <bool, class Yes, class>
 struct SelectStorage {
   using Type = Yes;
@@ -73,7 +76,7 @@ MLA_DEVICE void clear_keys(uint32_t stage, int used) {
   constexpr int PIECES = COLUMNS / 8;  // of 16 bytes
   for (int i = used * PIECES + warpgroup_thread(); i < BLOCK_N * PIECES; i += 128) {
     const uint32_t to = stage + i % PIECES / 8 * Traits::BLOCK_BYTES + i / PIECES * 128 + i % 8 * 16;
-    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+    st_shared_v4(to, 0, 0, 0, 0);
   }
   fence_proxy_async();
 }

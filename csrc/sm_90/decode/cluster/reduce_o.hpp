@@ -5,7 +5,7 @@
 // warpgroup either sends or merges, and what one thread sends, the same thread of the peer receives.
 #pragma once
 
-#include "sm_90/decode/cluster/pair_lse_merge.hpp"
+#include "sm_90/decode/cluster/pair_output.hpp"
 #include "sm_90/decode/named_barriers.hpp"
 
 namespace mla::sm_90 {

@@ -1,20 +1,23 @@
-// A block of swap_ab from beginning to end: it initialises its mbarriers, then runs each warpgroup in its role.
+// A block with keys as the first operand from beginning to end, of decode and of sparse decode: it initialises its
+// mbarriers, then runs each warpgroup in its role.
 #pragma once
 
-#include "sm_90/decode/swap_ab/mainloop.hpp"
-#include "sm_90/decode/swap_ab/producer.hpp"
+#include "sm_90/decode/swap_ab/shared_storage.hpp"
 #include "sm_90/ptx/griddep.hpp"
+#include "sm_90/ptx/mbarrier.hpp"
 #include "sm_90/ptx/setmaxnreg.hpp"
+#include "sm_90/ptx/tma.hpp"
 
 namespace mla::sm_90 {
 
-constexpr int SWAP_AB_THREADS = 384;
-
-template <class Traits>
+// `Traits` joins a Problem and a Policy. The first warpgroup is the producer, which walks the list of `TileScheduler`;
+// the others multiply, and end each tile by `Epilogue`.
+template <class Traits, class TileScheduler, template <class, class> class Producer,
+          template <class, class> class Mainloop, template <class> class Epilogue>
 struct SwapAbKernel {
   using Params = typename Traits::Params;
 
-  // The launch parameters are aligned as those of decode.
+  // TMA reads the map of the queries where it lies, on a multiple of 64 bytes.
   struct alignas(64) Launch {
     Params params;
   };
@@ -25,13 +28,19 @@ struct SwapAbKernel {
     const uint32_t shared = smem_address(memory);
     const int group = warp_uniform(thread_id() / 128);
     if (thread_id() == 0) init_mbarriers(shared);
+    if constexpr (Traits::SELECTED) {
+      if (thread_id() == 96) tma_prefetch_descriptor(params.q_map);
+      // No other role touches global memory before the producer has given it something.
+      griddep_wait();
+      griddep_launch_dependents();
+    }
     block_sync();
     if (group == 0) {
       setmaxnreg_dec<Traits::PRODUCER_REGISTERS>();
-      SwapAbProducer<Traits, TileScheduler>(params, shared).run();
+      Producer<Traits, TileScheduler>(params, shared).run();
     } else {
       setmaxnreg_inc<Traits::CONSUMER_REGISTERS>();
-      SwapAbMainloop<Traits>(params, shared, group - 1).run();
+      Mainloop<Traits, Epilogue<Traits>>(params, shared, group - 1).run();
     }
   }
 
@@ -40,12 +49,17 @@ struct SwapAbKernel {
   MLA_DEVICE static void init_mbarriers(uint32_t shared) {
     const Mbarriers<Traits> barriers(shared);
     for (int stage = 0; stage < Traits::STAGES; ++stage) {
-      mbarrier_init(barriers.kv_full(stage), 1);  // the producer's warp whose turn it is
-      mbarrier_init(barriers.kv_empty(stage), Traits::CONSUMERS);
+      mbarrier_init(barriers.kv_full(stage), Traits::FULL_ARRIVALS);  // the producer's warp that copies it
+      mbarrier_init(barriers.kv_empty(stage), Traits::EMPTY_ARRIVALS);
     }
     for (int stage = 0; stage < Traits::TILE_STAGES; ++stage) {
       mbarrier_init(barriers.tile_full(stage), 1);  // the producer
       mbarrier_init(barriers.tile_empty(stage), Traits::CONSUMERS);
+    }
+    if constexpr (Traits::SELECTED) {
+      mbarrier_init(barriers.q_full(), 1);  // the producer
+      mbarrier_init(barriers.q_empty(), Traits::CONSUMERS);
+      for (int group = 0; group < Traits::GROUPS; ++group) mbarrier_init(barriers.vt_empty(group), 4);  // its warps
     }
     mbarrier_init_fence();
   }

@@ -1,9 +1,9 @@
-// Which rows, keys and columns a lane of swap_ab has. A query row is a column of S^T = K Q^T and of O^T = V^T P^T: a
-// lane holds rows 8j + 2(l % 4) and the next, for each j, of both products, of sums and of factors.
+// Which rows, keys and columns a lane has with keys as the first operand. A query row is a column of S^T = K Q^T and of
+// O^T = V^T P^T: a lane holds rows 8j + 2(l % 4) and the next, for each j, of both products, of sums and of factors.
 #pragma once
 
 #include "sm_90/decode/swap_ab/shared_storage.hpp"
-#include "sm_90/ptx/memory.hpp"
+#include "sm_90/decode/softmax.hpp"
 
 namespace mla::sm_90 {
 
@@ -15,16 +15,55 @@ MLA_DEVICE int key_of_row(int step, int row) {
   return (row >> 2 & 1) * 16 + step * 8 + (row >> 3) * 4 + high * 2 + (high ^ low);
 }
 
-template <class Traits>
-struct LaneLayout {
-  static constexpr int ROWS = Traits::ROWS;
+// What decode and sparse decode share.
+template <int ROWS_>
+struct SwapAbLanes {
+  static constexpr int ROWS = ROWS_;
   static constexpr int LANE_ROWS = ROWS / 4;
   static constexpr int S_REGS = ROWS / 2;  // scores of 64 keys, or a result of 64 columns
 
   MLA_DEVICE static int in_quad() { return warpgroup_thread() % 4; }
+  MLA_DEVICE static int quad() { return warpgroup_thread() % 32 / 4; }
 
-  // The i-th row of this lane. Its scores are s[i / 2 * 4 + i % 2], and two behind it, of a key 4 further on.
+  // The i-th row of this lane. Its scores are s[i / 2 * 4 + i % 2], and two behind it, of the lane's second key.
   MLA_DEVICE static int row(int i) { return i / 2 * 8 + in_quad() * 2 + i % 2; }
+
+  // P = 2^(S * scale - running max) to shared memory, and its sums over this lane's keys. `p()` is where a warp's 16
+  // keys of P go, in cores of 8 rows x 8 keys: [8 keys][8 rows][row][key]. It is called behind the lane's number, since
+  // an address found before takes other registers. `scale_and_max(pair, ..)` gives those of two rows. Returns whether P
+  // is so large that the running max must be raised.
+  template <class Element, class At, class ScaleAndMax>
+  MLA_DEVICE static bool exponentiate(const float (&s)[S_REGS], const At& p, const ScaleAndMax& scale_and_max,
+                                      float (&sum)[LANE_ROWS]) {
+    const int lane = warpgroup_thread() % 32;
+    const uint32_t to = p() + lane / 8 % 2 * (ROWS / 8 * 128) + lane / 16 * 128 + lane % 8 * 16;
+    bool outgrown = false;
+#pragma unroll
+    for (int j = 0; j < LANE_ROWS / 2; j += 2) {
+      uint32_t matrices[4];
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        const int pair = j + part;
+        float scale[2], max[2], values[4];
+        scale_and_max(pair, scale, max);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) values[i] = exp2_approx(fmaf(s[4 * pair + i], scale[i % 2], -max[i % 2]));
+        sum[2 * pair] = values[0] + values[2];
+        sum[2 * pair + 1] = values[1] + values[3];
+        outgrown |= sum[2 * pair] > RESCALE_THRESHOLD || sum[2 * pair + 1] > RESCALE_THRESHOLD;
+        matrices[2 * part] = pack_pair<Element>(values[0], values[1]);
+        matrices[2 * part + 1] = pack_pair<Element>(values[2], values[3]);
+      }
+      stmatrix_trans_x4(to + j * 128, matrices);
+    }
+    return outgrown;
+  }
+};
+
+template <class Traits>
+struct LaneLayout : SwapAbLanes<Traits::ROWS> {
+  using SwapAbLanes<Traits::ROWS>::ROWS;
+  using SwapAbLanes<Traits::ROWS>::in_quad;
 
   // The first of the two rows whose sums this lane keeps: KEPT_LANES neighbouring lanes keep those of the same 8 rows.
   static constexpr int KEPT_LANES = 32 / (ROWS / 8);

@@ -14,7 +14,7 @@
 
 namespace mla::sm_90 {
 
-template <class Traits>
+template <class Traits, class Epilogue>
 class SwapAbMainloop {
   using Params = typename Traits::Params;
   using Storage = SharedStorage<Traits>;
@@ -222,36 +222,14 @@ class SwapAbMainloop {
     }
   }
 
-  // P = 2^(S * scale - running max) to shared memory, and its sums for the rows whose sums this lane keeps. Returns
-  // whether P is so large that the running max must be raised.
+  // P to shared memory, and its sums for the rows whose sums this lane keeps.
   MLA_DEVICE bool exponentiate(const float (&s)[S_REGS], float (&kept)[2]) const {
     float sum[LANE_ROWS];
-    // Cores of 8 rows x 8 keys: [16 keys][8 of them][8 rows][row][key].
-    const int lane = warpgroup_thread() % 32;
-    const uint32_t to = p_at() + consumer_warp() * Traits::P_STEP_BYTES + lane / 8 % 2 * (ROWS / 8 * 128) +
-                        lane / 16 * 128 + lane % 8 * 16;
-    bool outgrown = false;
-#pragma unroll
-    for (int j = 0; j < LANE_ROWS / 2; j += 2) {
-      uint32_t p[4];
-#pragma unroll
-      for (int part = 0; part < 2; ++part) {
-        uint32_t two[4];  // scale and max of two rows
-        const int pair = j + part;
-        ld_shared_v4(shared_ + Storage::SCALE_AND_MAX + Layout::row(2 * pair) * 8, two);
-        float values[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          values[i] = exp2_approx(
-              fmaf(s[4 * pair + i], bit_cast<float>(two[i % 2 * 2]), -bit_cast<float>(two[i % 2 * 2 + 1])));
-        sum[2 * pair] = values[0] + values[2];
-        sum[2 * pair + 1] = values[1] + values[3];
-        outgrown |= sum[2 * pair] > RESCALE_THRESHOLD || sum[2 * pair + 1] > RESCALE_THRESHOLD;
-        p[2 * part] = pack_pair<fp16>(values[0], values[1]);
-        p[2 * part + 1] = pack_pair<fp16>(values[2], values[3]);
-      }
-      stmatrix_trans_x4(to + j * 128, p);
-    }
+    const auto scale_and_max = [&](int pair, float (&scale)[2], float (&max)[2]) {
+      ld_shared_v4(shared_ + Storage::SCALE_AND_MAX + Layout::row(2 * pair) * 8, scale[0], max[0], scale[1], max[1]);
+    };
+    const bool outgrown = Layout::template exponentiate<fp16>(
+        s, [&] { return p_at() + consumer_warp() * Traits::P_STEP_BYTES; }, scale_and_max, sum);
     Layout::add_over_lanes(sum, kept);
     return outgrown;
   }
@@ -343,7 +321,7 @@ class SwapAbMainloop {
         st_shared(of_warp(consumer_warp(), Layout::kept_row() + i), sum);
     }
     sync();
-    const SwapAbEpilogue<Traits> epilogue(params_, shared_);
+    const Epilogue epilogue(params_, shared_);
     const Queries queries(params_, tile.sequence);
     if (const int row = consumer_thread(); row < ROWS) {
       float sum = 0.0f;

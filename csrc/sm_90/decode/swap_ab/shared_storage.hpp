@@ -29,9 +29,9 @@ struct SwapAbStorage {
   uint64_t tile_empty[Traits::TILE_STAGES];
 };
 
-template <class Query, int ROWS>
-struct SharedStorage<SwapAbTraits<Query, ROWS>> {
-  using Block = SwapAbStorage<SwapAbTraits<Query, ROWS>>;
+template <class Problem, class Policy>
+struct SharedStorage<SwapAbTraits<Problem, Policy>> {
+  using Block = SwapAbStorage<SwapAbTraits<Problem, Policy>>;
   static constexpr int Q = __builtin_offsetof(Block, q);
   static constexpr int P = __builtin_offsetof(Block, p);
   static constexpr int KV = __builtin_offsetof(Block, kv);
@@ -46,10 +46,10 @@ struct SharedStorage<SwapAbTraits<Query, ROWS>> {
   static_assert(BYTES <= SHARED_MEMORY_LIMIT, "a block has 227 KiB");
 };
 
-template <class Query, int ROWS>
-struct Mbarriers<SwapAbTraits<Query, ROWS>> : PipelineMbarriers<SwapAbStorage<SwapAbTraits<Query, ROWS>>, 0> {
+template <class Problem, class Policy>
+struct Mbarriers<SwapAbTraits<Problem, Policy>> : PipelineMbarriers<SwapAbStorage<SwapAbTraits<Problem, Policy>>, 0> {
   MLA_DEVICE explicit Mbarriers(uint32_t shared)
-      : PipelineMbarriers<SwapAbStorage<SwapAbTraits<Query, ROWS>>, 0>(shared) {}
+      : PipelineMbarriers<SwapAbStorage<SwapAbTraits<Problem, Policy>>, 0>(shared) {}
 };
 
 }  // namespace mla::sm_90

@@ -8,36 +8,50 @@
 
 namespace mla::sm_90 {
 
-template <class Query, int ROWS_>
-struct SwapAbTraits {
-  using Problem = DecodeProblem<Query, 576>;
-  using Params = typename Problem::Params;
-  using OutElement = typename Problem::OutElement;
-  using Cluster = ClusterNone;
+// The queries' type decides what a problem converts.
+template <class Query>
+struct SwapAbProblem : DecodeProblem<Query, 576> {
   using QueryElement = Query;
-  static constexpr KvSource SOURCE = KvSource::fp8;
-  static constexpr bool STREAMABLE = false;
-  static constexpr int HEAD_DIM_QK = 576;
-  static constexpr int COLUMN_BLOCKS = HEAD_DIM_QK / 64;
-  static constexpr int BOX_BLOCKS = COLUMN_BLOCKS;
-  static constexpr int SPLIT_ALIGNMENT = BLOCK_N;
-  static constexpr int TILE_STAGES = 4;
+};
 
+template <int ROWS_>
+struct SwapAbPolicy {
   static constexpr int ROWS = ROWS_;
   static_assert(ROWS == 16 || ROWS == 32, "more rows are faster as the first operand (PERF.md)");
-  static constexpr int CONSUMERS = 256;       // threads of the two warpgroups that multiply
-  static constexpr int BLOCK_KEYS = 128;      // keys of one step, 64 for each warpgroup's S^T
-  static constexpr int STEP_STAGES = BLOCK_KEYS / BLOCK_N;
+  static constexpr int CONSUMERS = 256;  // threads of the two warpgroups that multiply
+  static constexpr int THREADS = 128 + CONSUMERS;
+  static constexpr int BLOCK_KEYS = 128;  // keys of one step, 64 for each warpgroup's S^T
+  static constexpr int STAGES = ROWS == 32 ? 9 : 11;
   // Registers per thread of the producer and of the other two warpgroups. A block is launched with 168 for each thread
   // of its three warpgroups.
   static constexpr int PRODUCER_REGISTERS = 56;
   static constexpr int CONSUMER_REGISTERS = (3 * 168 - PRODUCER_REGISTERS) / 2;
+};
+
+template <class Problem_, class Policy>
+struct SwapAbTraits : Policy {
+  using Problem = Problem_;
+  using Params = typename Problem::Params;
+  using OutElement = typename Problem::OutElement;
+  using QueryElement = typename Problem::QueryElement;
+  using Cluster = ClusterNone;
+  using Policy::ROWS, Policy::STAGES, Policy::BLOCK_KEYS, Policy::CONSUMERS;
+  static constexpr KvLoad LOAD = KvLoad::fp8;
+  static constexpr bool SELECTED = false;
+  static constexpr bool STREAMABLE = false;
+  static constexpr int HEAD_DIM_QK = Problem::HEAD_DIM_QK;
+  static constexpr int COLUMN_BLOCKS = HEAD_DIM_QK / 64;
+  static constexpr int BOX_BLOCKS = COLUMN_BLOCKS;
+  static constexpr int SPLIT_ALIGNMENT = BLOCK_N;
+  static constexpr int TILE_STAGES = 4;
+  static constexpr int FULL_ARRIVALS = 1;           // the producer's warp whose turn it is
+  static constexpr int EMPTY_ARRIVALS = CONSUMERS;  // both warpgroups read a stage
+  static constexpr int STEP_STAGES = BLOCK_KEYS / BLOCK_N;
 
   // A stage has 32 keys as they are stored, in two groups of 16. The second begins 32 bytes further in the turn of the
   // banks, so that lanes which read four keys of both groups read all banks.
   static constexpr int GROUP_BYTES = 16 * HEAD_DIM_QK + 32;
   static constexpr int STAGE_BYTES = 2 * GROUP_BYTES;
-  static constexpr int STAGES = ROWS == 32 ? 9 : 11;
   // Queries come through the ring, too, 16 rows a stage.
   static constexpr int Q_STAGES = ROWS / 16;
   static constexpr int Q_ROW_BYTES = Problem::CONVERTS_Q ? HEAD_DIM_QK : 2 * HEAD_DIM_QK;

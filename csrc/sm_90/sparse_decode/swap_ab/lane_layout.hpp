@@ -1,16 +1,13 @@
-// Which rows, keys and columns a lane has. A query row is a column of S^T = K Q^T and of O^T = V^T P^T: a lane holds
-// rows 8j + 2(l % 4) and the next, for each j, of both products, of maxima and of sums.
+// Which keys and columns a lane has in sparse decode with keys as the first operand; rows are those of decode.
 #pragma once
 
+#include "sm_90/decode/swap_ab/lane_layout.hpp"
 #include "sm_90/sparse_decode/swap_ab/shared_storage.hpp"
 
 namespace mla::sm_90 {
 
 template <class Traits>
-struct SparseSwapAbLayout {
-  static constexpr int ROWS = Traits::ROWS;
-  static constexpr int LANE_ROWS = ROWS / 4;
-  static constexpr int S_REGS = ROWS / 2;  // scores of 64 keys, or a result of 64 columns
+struct SparseSwapAbLayout : SwapAbLanes<Traits::ROWS> {
   static constexpr int TOKEN_BYTES = Traits::KvFormat::TOKEN_BYTES;
 
   // The key of a stage that row `row` of a 16 x 16 step holds. Records begin 16 bytes further in the turn of the banks
@@ -21,12 +18,6 @@ struct SparseSwapAbLayout {
     const int odd = row & 1;
     return ((row & 6) ^ odd << 2) | odd << 3 | row >> 3;
   }
-
-  MLA_DEVICE static int in_quad() { return warpgroup_thread() % 4; }
-  MLA_DEVICE static int quad() { return warpgroup_thread() % 32 / 4; }
-
-  // The i-th row of this lane. Its scores are s[i / 2 * 4 + i % 2], and two behind it, of the next key.
-  MLA_DEVICE static int row(int i) { return i / 2 * 8 + in_quad() * 2 + i % 2; }
 
   // Where a lane stores eight keys of a column for the second product, in the first 64 columns of a record: one of the
   // first four columns of every 16. Column 16t + 2i + h is row 8h + t of tile i; of the next 64 columns it is four rows

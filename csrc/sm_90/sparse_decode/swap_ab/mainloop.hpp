@@ -3,20 +3,21 @@
 // anew; P goes through shared memory. Warpgroups take turns at steps, and add their results up at the end (merge.hpp).
 #pragma once
 
+#include "sm_90/decode/convert_fp8.hpp"
 #include "sm_90/decode/softmax.hpp"
 #include "sm_90/ptx/wgmma_rs.hpp"
-#include "sm_90/sparse_decode/dequant.hpp"
 #include "sm_90/sparse_decode/swap_ab/merge.hpp"
 #include "sm_90/sparse_decode/swap_ab/queries.hpp"
 
 namespace mla::sm_90 {
 
-template <class Traits>
+template <class Traits, class Epilogue>
 class SparseSwapAbMainloop {
   using Params = typename Traits::Params;
   using Storage = SharedStorage<Traits>;
   using Layout = SparseSwapAbLayout<Traits>;
   using State = SparseSwapAbState<Traits>;
+  using Merge = SparseSwapAbMerge<Traits, Epilogue>;
   using KvState = PipelineState<Traits::STAGES>;
   static constexpr int S_REGS = Layout::S_REGS;
   static constexpr int LANE_ROWS = Layout::LANE_ROWS;
@@ -72,7 +73,7 @@ class SparseSwapAbMainloop {
 #pragma unroll 1
     for (int step = group_; step < steps; step += GROUPS) {
       last = kv_;
-      const bool keeps_stages = SparseSwapAbMerge<Traits>::keeps_stages(group_) && step + GROUPS >= steps;
+      const bool keeps_stages = Merge::keeps_stages(group_) && step + GROUPS >= steps;
       one_step(keys - step * Traits::STEP_KEYS, keeps_stages);
       kv_ = advanced(kv_, GROUPS * Traits::STEP_STAGES);
     }
@@ -81,7 +82,7 @@ class SparseSwapAbMainloop {
       mbarrier_arrive(barriers_.q_empty());
     }
     kv_ = advanced(first, steps * Traits::STEP_STAGES);
-    SparseSwapAbMerge<Traits>(params_, shared_, group_, warp_).finish(tile(), state_, steps, first, last);
+    Merge(params_, shared_, group_, warp_).finish(tile(), state_, steps, first, last);
   }
 
   // The next 64 of `keys`. Those behind the tile's end lie there as absent ones do, as zeros. With `keeps_stages` they
@@ -196,33 +197,14 @@ class SparseSwapAbMainloop {
       if ((mine >> i / 2 % 2 & 1) == 0) s[i] = -INFINITE;
   }
 
-  // P = 2^(S * scale - running max) to shared memory, and its sums over this lane's keys. Returns whether P is so large
-  // that the running max must be raised.
+  // P to shared memory, and its sums over this lane's keys.
   MLA_DEVICE bool exponentiate(const float (&s)[S_REGS], float (&sum)[LANE_ROWS]) const {
-    // Cores of 8 rows x 8 keys: [16 keys][8 of them][8 rows][row][key].
-    const int lane = warpgroup_thread() % 32;
-    const uint32_t to = p_at() + warp_ * Traits::P_STEP_BYTES + lane / 8 % 2 * (Traits::ROWS / 8 * 128) +
-                        lane / 16 * 128 + lane % 8 * 16;
-    bool outgrown = false;
-#pragma unroll
-    for (int j = 0; j < LANE_ROWS / 2; j += 2) {
-      uint32_t p[4];
-#pragma unroll
-      for (int part = 0; part < 2; ++part) {
-        const int pair = j + part;
-        float values[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          values[i] = exp2_approx(fmaf(s[4 * pair + i], scale_, -state_.max[2 * pair + i % 2]));
-        sum[2 * pair] = values[0] + values[2];
-        sum[2 * pair + 1] = values[1] + values[3];
-        outgrown |= sum[2 * pair] > RESCALE_THRESHOLD || sum[2 * pair + 1] > RESCALE_THRESHOLD;
-        p[2 * part] = pack_pair<bf16>(values[0], values[1]);
-        p[2 * part + 1] = pack_pair<bf16>(values[2], values[3]);
-      }
-      stmatrix_trans_x4(to + j * 128, p);
-    }
-    return outgrown;
+    const auto scale_and_max = [&](int pair, float (&scale)[2], float (&max)[2]) {
+      scale[0] = scale[1] = scale_;
+      max[0] = state_.max[2 * pair];
+      max[1] = state_.max[2 * pair + 1];
+    };
+    return Layout::template exponentiate<bf16>(s, [&] { return p_at() + warp_ * Traits::P_STEP_BYTES; }, scale_and_max, sum);
   }
 
   MLA_DEVICE uint32_t p_at() const {

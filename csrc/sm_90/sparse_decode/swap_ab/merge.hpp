@@ -43,7 +43,7 @@ struct SparseSwapAbState {
   }
 };
 
-template <class Traits>
+template <class Traits, class Epilogue>
 class SparseSwapAbMerge {
   using Params = typename Traits::Params;
   using Storage = SharedStorage<Traits>;
@@ -137,7 +137,7 @@ class SparseSwapAbMerge {
       for (int warp = 0; warp < 4; ++warp) of_its_warps += ld_shared<float>(of_warp(group, warp, row));
       sum += of_its_warps * factor_of(group, count, row);
     }
-    SwapAbEpilogue<Traits>(params_, shared_).finish_row(tile, queries, row, max_of(count, row), any ? sum : 0.0f, 1.0f);
+    Epilogue(params_, shared_).finish_row(tile, queries, row, max_of(count, row), any ? sum : 0.0f, 1.0f);
   }
 
   MLA_DEVICE uint32_t piece_at(const KvState& kv, int tile, int piece) const {
@@ -173,7 +173,7 @@ class SparseSwapAbMerge {
   }
 
   MLA_DEVICE void store(const WorkTile& tile, const State& state) const {
-    const SwapAbEpilogue<Traits> epilogue(params_, shared_);
+    const Epilogue epilogue(params_, shared_);
     const int column = warp_ * 128 + Layout::quad() * 16;
 #pragma unroll
     for (int i = 0; i < Layout::LANE_ROWS; ++i)

@@ -34,9 +34,9 @@ struct SparseSwapAbStorage {
   uint64_t vt_empty[Traits::GROUPS];
 };
 
-template <class KvFormat, int ROWS>
-struct SharedStorage<SparseSwapAbTraits<KvFormat, ROWS>> {
-  using Block = SparseSwapAbStorage<SparseSwapAbTraits<KvFormat, ROWS>>;
+template <class Problem, class Policy>
+struct SharedStorage<SparseSwapAbTraits<Problem, Policy>> {
+  using Block = SparseSwapAbStorage<SparseSwapAbTraits<Problem, Policy>>;
   static constexpr int Q = __builtin_offsetof(Block, q);
   static constexpr int VT = __builtin_offsetof(Block, vt);
   static constexpr int P = __builtin_offsetof(Block, p);
@@ -54,10 +54,10 @@ struct SharedStorage<SparseSwapAbTraits<KvFormat, ROWS>> {
   static_assert(BYTES <= SHARED_MEMORY_LIMIT, "a block has 227 KiB");
 };
 
-template <class KvFormat, int ROWS>
-struct Mbarriers<SparseSwapAbTraits<KvFormat, ROWS>>
-    : PipelineMbarriers<SparseSwapAbStorage<SparseSwapAbTraits<KvFormat, ROWS>>, 0> {
-  using Block = SparseSwapAbStorage<SparseSwapAbTraits<KvFormat, ROWS>>;
+template <class Problem, class Policy>
+struct Mbarriers<SparseSwapAbTraits<Problem, Policy>>
+    : PipelineMbarriers<SparseSwapAbStorage<SparseSwapAbTraits<Problem, Policy>>, 0> {
+  using Block = SparseSwapAbStorage<SparseSwapAbTraits<Problem, Policy>>;
   MLA_DEVICE explicit Mbarriers(uint32_t shared) : PipelineMbarriers<Block, 0>(shared) {}
   MLA_DEVICE uint32_t q_full() const { return this->at(__builtin_offsetof(Block, q_full), 0); }
   MLA_DEVICE uint32_t q_empty() const { return this->at(__builtin_offsetof(Block, q_empty), 0); }

@@ -14,7 +14,14 @@ inline unsigned char* shared_at(uint32_t address, uint32_t bytes) {
 }
 
 inline uint32_t smem_address(const void*) { return 0; }
+inline uint32_t read_thread_id() { return current; }
 inline int warpgroup_thread() { return current % 128; }
+template <class... Words>
+void pin_registers(Words&...) {}
+template <class... Words>
+void pin_together(Words&...) {}
+template <class... Words>
+void materialize(Words...) {}
 inline int warp_uniform(int value) { return __shfl_sync(~0u, value, 0); }
 inline void prefetch_l2(const void*) {}
 inline void prefetch_l1(const void*) {}
@@ -28,28 +35,51 @@ inline int ld_relaxed_gpu(const int32_t* address) { return *address; }
 template <class V>
 V ld_shared(uint32_t from) {
   V value;
-  std::memcpy(&value, shared_at(from, 4), 4);
+  std::memcpy(&value, shared_at(from, sizeof value), sizeof value);
   return value;
 }
 template <class V>
 void st_shared(uint32_t to, V value) {
-  std::memcpy(shared_at(to, 4), &value, 4);
+  std::memcpy(shared_at(to, sizeof value), &value, sizeof value);
 }
-inline void ld_shared_v4(uint32_t from, uint32_t (&to)[4]) { std::memcpy(to, shared_at(from, 16), 16); }
+inline uint32_t ld_shared_u8(uint32_t from) { return ld_shared<uint8_t>(from); }
+inline uint32_t ld_shared_u16(uint32_t from) { return ld_shared<uint16_t>(from); }
+template <class V>
+void ld_shared_v2(uint32_t from, V (&to)[2]) {
+  std::memcpy(to, shared_at(from, sizeof to), sizeof to);
+}
+template <class V>
+void ld_shared_v4(uint32_t from, V (&to)[4]) {
+  std::memcpy(to, shared_at(from, sizeof to), sizeof to);
+}
+template <class V>
+void ld_shared_v2(uint32_t from, V& a, V& b) {
+  V words[2];
+  ld_shared_v2(from, words);
+  a = words[0], b = words[1];
+}
+template <class V>
+void ld_shared_v4(uint32_t from, V& a, V& b, V& c, V& d) {
+  V words[4];
+  ld_shared_v4(from, words);
+  a = words[0], b = words[1], c = words[2], d = words[3];
+}
+template <class V>
+void st_shared_v2(uint32_t to, const V (&values)[2]) {
+  std::memcpy(shared_at(to, sizeof values), values, sizeof values);
+}
+template <class V>
+void st_shared_v2(uint32_t to, V a, V b) {
+  const V values[2] = {a, b};
+  st_shared_v2(to, values);
+}
+inline void st_shared_v4(uint32_t to, const float (&values)[4]) { std::memcpy(shared_at(to, 16), values, 16); }
 inline void st_shared_v4(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   const uint32_t words[4] = {a, b, c, d};
   std::memcpy(shared_at(to, 16), words, 16);
 }
-inline void st_shared_v4(uint32_t to, const float (&values)[4]) { std::memcpy(shared_at(to, 16), values, 16); }
-template <class... V>
-void ld_shared_words(uint32_t from, V&... values) {
-  const unsigned char* at = shared_at(from, (sizeof values + ...));
-  ((std::memcpy(&values, at, sizeof values), at += sizeof values), ...);
-}
-template <class... V>
-void st_shared_words(uint32_t to, V... values) {
-  unsigned char* at = shared_at(to, (sizeof values + ...));
-  ((std::memcpy(at, &values, sizeof values), at += sizeof values), ...);
+inline void st_shared_v4_if(bool active, uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  if (active) st_shared_v4(to, a, b, c, d);
 }
 inline void red_max_global(float* to, float value) { *to = max(*to, value); }
 
@@ -63,16 +93,13 @@ inline void stmatrix_x4(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_
   }
   __syncwarp();
 }
-inline void ldmatrix_x4(uint32_t from, uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
-  uint32_t* registers[4] = {&a, &b, &c, &d};
+inline void ldmatrix_x4(uint32_t from, uint32_t* to) {
   const uint64_t* addresses = meet_warp(from);
   uint32_t rows[4];
   for (int matrix = 0; matrix < 4; ++matrix) rows[matrix] = addresses[matrix * 8 + current % 32 / 4];
-  for (int matrix = 0; matrix < 4; ++matrix) *registers[matrix] = ld_shared<uint32_t>(rows[matrix] + current % 4 * 4);
+  for (int matrix = 0; matrix < 4; ++matrix) to[matrix] = ld_shared<uint32_t>(rows[matrix] + current % 4 * 4);
   __syncwarp();
 }
-inline void ld_shared_v2(uint32_t from, uint32_t (&to)[2]) { std::memcpy(to, shared_at(from, 8), 8); }
-inline void st_shared_v2(uint32_t to, const uint32_t (&values)[2]) { std::memcpy(shared_at(to, 8), values, 8); }
 
 // Row r of a matrix goes where lane r of its eight says; its element e is column r of register row e.
 inline void stmatrix_trans_x4(uint32_t to, const uint32_t (&matrices)[4]) {

@@ -1,4 +1,5 @@
-// Bulk copies on a CPU: they arrive when the block's scheduler lets them (block.hpp).
+// Copies on a CPU of 16-bit rows: boxes of queries and of keys, bulk copies, and 16 bytes at a time by the threads
+// (cp_async.hpp). They arrive when the block's scheduler lets them.
 #pragma once
 
 #include "sm_90/ptx/mbarrier.hpp"
@@ -8,30 +9,96 @@ namespace mla::sm_90 {
 
 constexpr uint64_t EVICT_NORMAL = 0, EVICT_FIRST = 1;
 
-struct BulkCopy {
+struct Piece {
   uint32_t to;
-  const void* from;
+  const void* from;  // null: zeros
   int bytes;
+};
+
+// Pieces that arrive together, and what arrives with them.
+struct BulkCopy {
+  std::vector<Piece> pieces;
   uint32_t barrier;
+  int transactions;  // bytes to count, or 0: one arrival
 
   void land() const {
-    std::memcpy(memory + to, from, bytes);
-    mbarrier_at(barrier).bytes -= bytes;
+    for (const Piece& piece : pieces) {
+      if (piece.from == nullptr)
+        std::memset(shared_at(piece.to, 16), 0, piece.bytes);
+      else
+        std::memcpy(shared_at(piece.to, 16), piece.from, piece.bytes);
+    }
+    if (transactions == 0) return mbarrier_arrive(barrier);
+    mbarrier_at(barrier).bytes -= transactions;
     mbarrier_at(barrier).settle();
   }
 };
 inline std::vector<BulkCopy> bulk_copies;
 
+// Stands where a launch has the tensor map of the queries: a matrix of rows, in boxes of 32 columns.
+struct QueryMap {
+  const uint16_t* values;
+  int64_t rows;
+  int64_t width;
+  int64_t box_rows;
+  int64_t boxes;  // of one load
+};
+
+// Boxes of [box_rows][64 bytes] in the 64-byte swizzle; rows behind the last are zeros.
+inline void tma_load(uint32_t to, const void* map, int, int row, int box, uint32_t barrier) {
+  const QueryMap& queries = *static_cast<const QueryMap*>(map);
+  BulkCopy copy{{}, barrier, static_cast<int>(queries.boxes * queries.box_rows * 64)};
+  for (int64_t b = 0; b < queries.boxes; ++b)
+    for (int64_t r = 0; r < queries.box_rows; ++r)
+      for (int piece = 0; piece < 4; ++piece) {
+        const uint32_t at = to + (b * queries.box_rows + r) * 64 + piece * 16;
+        const bool there = row + r < queries.rows;
+        const uint16_t* from = queries.values + (row + r) * queries.width + (box + b) * 32 + piece * 8;
+        copy.pieces.push_back({at ^ (at >> 7 & 3) << 4, there ? from : nullptr, 16});
+      }
+  bulk_copies.push_back(copy);
+}
+inline void tma_prefetch_descriptor(const void*) {}
+
+// Stands where a launch has the tensor map of the cache: pages of rows, in boxes of 64 columns of `box_rows` of them.
+struct KeyMap {
+  const uint16_t* values;
+  int64_t rows;  // of a page
+  int64_t width;
+  int64_t page_stride;
+  int64_t box_rows;
+  int64_t boxes;  // of one load
+};
+
+// Boxes of [box_rows][128 bytes] in the 128-byte swizzle; rows behind the page's last are zeros.
+inline void tma_load(uint32_t to, const void* map, int, int row, int box, int page, uint32_t barrier, uint64_t) {
+  const KeyMap& keys = *static_cast<const KeyMap*>(map);
+  BulkCopy copy{{}, barrier, static_cast<int>(keys.boxes * keys.box_rows * 128)};
+  for (int64_t b = 0; b < keys.boxes; ++b)
+    for (int64_t r = 0; r < keys.box_rows; ++r)
+      for (int piece = 0; piece < 8; ++piece) {
+        const uint32_t at = to + (b * keys.box_rows + r) * 128 + piece * 16;
+        const uint16_t* from =
+            keys.values + page * keys.page_stride + (row + r) * keys.width + (box + b) * 64 + piece * 8;
+        copy.pieces.push_back({at ^ (at >> 7 & 7) << 4, row + r < keys.rows ? from : nullptr, 16});
+      }
+  bulk_copies.push_back(copy);
+}
+
 inline void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier, uint64_t) {
   if (to % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0 || bytes % 16 != 0 || to + bytes > SHARED_BYTES)
     fail("no such copy to", to);
-  bulk_copies.push_back({to, from, bytes, barrier});
+  bulk_copies.push_back({{{to, from, bytes}}, barrier, bytes});
 }
 
-// Calls of producers with tensor maps, which no test runs.
+// Called by roles of other kernels, or by clusters.
 inline uint32_t cluster_rank() { return 0; }
-inline void tma_load(uint32_t, const void*, int, int, int, uint32_t) { fail("no tensor map", 0); }
-inline void tma_load_multicast(uint32_t, const void*, int, int, int, uint32_t) { fail("no tensor map", 0); }
-inline void tma_prefetch(const void*, int, int, int, int) { fail("no tensor map", 0); }
+inline void tma_load_multicast(uint32_t, const void*, int, int, int, uint32_t) { fail("no cluster", 0); }
+inline void tma_prefetch(const void*, int, int, int, int) {}
+template <int PENDING>
+void bulk_store(void*, uint32_t, int) {
+  fail("no streaming combine", 0);
+}
+inline void bulk_store_wait() { fail("no streaming combine", 0); }
 
 }  // namespace mla::sm_90

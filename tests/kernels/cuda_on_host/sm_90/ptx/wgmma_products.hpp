@@ -1,13 +1,19 @@
-// Products of wgmma of 64 rows on a CPU, the first operand in registers or shared memory. A product reads its operands only
-// when a wait ends it, so that whatever is written too early is found.
+// Descriptors and products of wgmma of 64 rows on a CPU, the first operand in registers or shared memory. A product reads
+// its operands only when a wait ends it, so that whatever is written too early is found.
 #pragma once
 
 #include <deque>
 
 #include "sm_90/ptx/memory.hpp"
-#include "sm_90/ptx/wgmma.hpp"
 
 namespace mla::sm_90 {
+
+enum class Swizzle : uint64_t { none = 0, bytes128 = 1, bytes64 = 2 };
+inline uint64_t make_descriptor(uint32_t address, uint32_t leading, uint32_t stride, Swizzle swizzle) {
+  return static_cast<uint64_t>(address >> 4) | static_cast<uint64_t>(leading >> 4) << 16 |
+         static_cast<uint64_t>(stride >> 4) << 32 | static_cast<uint64_t>(swizzle) << 62;
+}
+inline uint64_t advance_descriptor(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
 
 // An operand in shared memory. `across` is its row or column, `k` the depth.
 struct Operand {

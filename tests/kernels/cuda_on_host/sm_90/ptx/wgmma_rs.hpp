@@ -1,14 +1,13 @@
 // wgmma with few columns on a CPU: the first operand in registers or shared memory, both contiguous along the depth.
 #pragma once
 
-#include "sm_90/ptx/wgmma_products.hpp"
+#include "sm_90/ptx/wgmma.hpp"
 
 namespace mla::sm_90 {
 
 template <class T, int REGS>
 void mma_rs(float (&acc)[REGS], const uint32_t (&a)[4], uint64_t b, bool add) {
-  const auto to_float = T::is_bf16 ? bf16_to_float : fp16_to_float;
-  products[current].open.push_back({acc, a, {}, {b, false}, add, REGS * 2, to_float});
+  products[current].open.push_back({acc, a, {}, {b, false}, add, REGS * 2, TO_FLOAT<T>});
 }
 template <int REGS>
 void mma_ss(float (&acc)[REGS], uint64_t a, uint64_t b, bool add) {

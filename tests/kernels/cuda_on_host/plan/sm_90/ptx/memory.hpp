@@ -6,5 +6,7 @@ extern "C" void host_prefetch(const void* address);
 namespace mla::sm_90 {
 
 inline void prefetch_l1(const void* address) { host_prefetch(address); }
+template <class... Words>
+inline __attribute__((always_inline)) void materialize(Words...) {}
 
 }  // namespace mla::sm_90

@@ -7,9 +7,9 @@
 
 namespace mla {
 
-class KvSource {
+class PagedKv {
  public:
-  MLA_DEVICE KvSource(const DecodeParams& p, int element_bytes, int sequence)
+  MLA_DEVICE PagedKv(const DecodeParams& p, int element_bytes, int sequence)
       : cache_(static_cast<const char*>(p.kv_cache)),
         page_stride_(p.kv_page_stride * element_bytes),
         token_stride_(static_cast<uint32_t>(p.kv_token_stride * element_bytes)),

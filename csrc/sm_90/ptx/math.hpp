@@ -1,0 +1,39 @@
+// Elementary functions by the hardware's approximations, and arithmetic on pairs of bf16.
+#pragma once
+
+#include "common/device.hpp"
+
+namespace mla::sm_90 {
+
+// 2^x with denormal results, and with these flushed to zero.
+MLA_DEVICE float exp2_with_denormals(float x) {
+  float y;
+  asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+MLA_DEVICE float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+MLA_DEVICE float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+MLA_DEVICE float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Multiplies both elements of a register by those of another; a * b + c of both. Each is rounded once.
+MLA_DEVICE void scale_bf16x2(uint32_t& a, uint32_t b) { asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b)); }
+MLA_DEVICE uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t sum;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  return sum;
+}
+
+}  // namespace mla::sm_90

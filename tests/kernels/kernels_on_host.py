@@ -1,0 +1,57 @@
+"""Kernels of csrc/sm_90 compiled for a CPU, and broken ones, whose tests must fail.
+
+All instructions of the sources lie in csrc/sm_90/ptx. tests/kernels/cuda_on_host has a folder of that name, which the
+compiler finds first: its headers say what each instruction does. Threads are fibers in an order that changes, copies
+arrive late, and a wgmma reads its operands only when a wait ends it. What a GPU adds, such as descriptors as hardware
+reads them, visibility of memory and time, is not seen.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from mla_suite.archs import CSRC
+
+HOST = Path(__file__).parent / "cuda_on_host"
+
+
+def compiled(source: str, to: Path, constants: Mapping[str, object], *first: Path) -> Path:
+    """The program `source` of cuda_on_host with these constants; headers in the folders `first` go before all others.
+
+    Skips the test where there is no g++.
+    """
+    if shutil.which("g++") is None:
+        pytest.skip("g++ is not installed")
+    options = ["-std=c++20", "-O2", "-fno-strict-aliasing", "-w", "-include", str(HOST / "cuda.hpp")]
+    folders = [f"-I{folder}" for folder in (*first, HOST, CSRC)]
+    defines = [f"-D{name}={value}" for name, value in constants.items()]
+    command = ["g++", *options, *folders, *defines, str(HOST / source), "-o", str(to)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return to
+
+
+def with_a_fault(folder: Path, header: str, right: str, broken: str) -> Path:
+    """`folder` with a copy of one header of csrc, broken in one place, for `compiled` to find first."""
+    text = (CSRC / header).read_text()
+    assert text.count(right) == 1
+    own = folder / header
+    own.parent.mkdir(parents=True)
+    own.write_text(text.replace(right, broken))
+    return folder
+
+
+def ran(program: Path, problem: str) -> subprocess.CompletedProcess[str]:
+    """What a program says of a problem, whose words are its arguments."""
+    return subprocess.run([str(program), *problem.split()], capture_output=True, text=True, timeout=200)
+
+
+def check(program: Path, problem: str) -> None:
+    """Asserts that a program finds its kernel's results right."""
+    done = ran(program, problem)
+    assert done.returncode == 0, f"{problem}: {done.stdout}{done.stderr}"
