@@ -218,10 +218,10 @@ def longest_counted(max_seqlen_kv: int, split_size: int) -> int:
 
 def rounded(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
     """The options of the operator with max_seqlen_kv as `longest_counted` says."""
-    heads, max_seqlen_q, num_sm_parts, longest, num_splits, split_size = options
+    heads, max_seqlen_q, num_sm_parts, longest, num_splits, split_size, *more = options
     if longest.__class__ is int and split_size.__class__ is int:
         longest = longest_counted(longest, split_size)
-    return heads, max_seqlen_q, num_sm_parts, longest, num_splits, split_size
+    return heads, max_seqlen_q, num_sm_parts, longest, num_splits, split_size, *more
 
 
 def check_words(op: str, plan: torch.Tensor, batch: int | torch.SymInt, like: torch.Tensor) -> None:

@@ -20,11 +20,11 @@ from vllm.v1.attention.backends.mla import sparse_swa
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
 
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format
+from mla_suite.kv_formats import get_kv_format
 
 WINDOW, TOPK, DRAFTS, MAX_LEN, MAX_TOKENS = 128, 512, 3, 4096, 512
 STRIDE = 93_888  # bytes between pages, in which pages of other layers lie as well; measured in vLLM's engine
-RECORD = kv_format("dsv4")
+RECORD = get_kv_format("dsv4")
 
 
 @dataclass
