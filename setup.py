@@ -56,7 +56,7 @@ class BuildWithObjects(build_py):
             return
         target = Path(self.build_lib).absolute() / "mla_suite" / "objects"
         shutil.rmtree(target, ignore_errors=True)  # objects of another selection and the compilers' own files
-        shipped = manifest.of(ARCHS or KNOWN)
+        shipped = manifest.only_archs(ARCHS or KNOWN)
         for name in shipped.files():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(package / name, target / name)

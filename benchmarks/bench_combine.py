@@ -1,6 +1,6 @@
 """combine on a GPU: latency, achieved bandwidth and partial tiles of each formulation, per shape.
 
-    python benchmarks/bench_combine.py [--cold] [--shapes 1x128x66,128x128x2]
+    python benchmarks/bench_combine.py [--cold] [--shapes 1x128x66,128x128x2] [--csv FILE]
 
 A shape is batch x heads x splits. `chosen` is what dispatch picks, `general` the kernel that any batch may use (fixed
 merge order), `torch` softmax over the splits and a weighted sum, eager and compiled, `stream` a kernel that reads and
@@ -13,32 +13,23 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from bench_reduce import HEAD_DIM_V, Turn, check, moved, run_ours, turn_of, uniform_maps
 
 import mla_suite
 from mla_suite.archs.common import combine_config as config
-from mla_suite.bench.clock import Effort, cold_bytes, device_rounds
-from mla_suite.bench.noise import median
+from mla_suite.bench.saving import Table
+from mla_suite.bench.timer import Effort, cold_bytes, device_rounds, median
 from mla_suite.core import dispatch
 from mla_suite.ops.combine import COMBINE, CombineArgs
 from mla_suite.ops.combine import triton as triton_kernel
-from mla_suite.testing import Exact, assert_close
 
-HEAD_DIM_V = 512
 SHAPES = "1x128x66,1x16x132,1x16x16,2x16x66,8x16x17,2x128x33,4x128x17,8x128x9,32x128x3,64x128x2,128x128x2"
-
-
-class Turn(NamedTuple):
-    """One set of inputs and outputs."""
-
-    partial_out: torch.Tensor
-    partial_lse: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
 
 
 @triton.jit
@@ -66,18 +57,7 @@ def in_torch(partial_out: torch.Tensor, partial_lse: torch.Tensor, splits: int) 
 
 def runners(rows: int, splits: int) -> Iterator[tuple[str, Callable[[Turn], Any], bool]]:
     """Name, call, and whether its result is combine's and left in the turn's outputs."""
-
-    def chosen(turn: Turn) -> None:
-        torch.ops.mla_suite.combine.out(
-            turn.partial_out,
-            turn.partial_lse,
-            num_splits=splits,
-            out_dtype=torch.bfloat16,
-            out=turn.out,
-            lse=turn.lse,
-        )
-
-    yield "chosen", chosen, True
+    yield "chosen", lambda turn: run_ours(turn, splits), True
     arch = dispatch.arch_of(torch.empty(0, device="cuda"))
     if arch is not None:
         fixed = config.invariant(arch, HEAD_DIM_V, rows)
@@ -102,26 +82,9 @@ def runners(rows: int, splits: int) -> Iterator[tuple[str, Callable[[Turn], Any]
 
 
 def turns(batch: int, heads: int, splits: int, cold: bool) -> list[Turn]:
-    rows = batch * splits * heads
-    touched = rows * HEAD_DIM_V * 4 + batch * heads * HEAD_DIM_V * 2
+    touched = moved(batch * splits, batch, heads)
     count = -(-cold_bytes(torch.device("cuda")) // touched) if cold or touched > 40_000_000 else 1
-    return [
-        Turn(
-            torch.randn(batch * splits, heads, HEAD_DIM_V, device="cuda"),
-            torch.randn(batch * splits, heads, device="cuda") * 3,
-            torch.empty(batch, heads, HEAD_DIM_V, device="cuda", dtype=torch.bfloat16),
-            torch.empty(batch, heads, device="cuda"),
-        )
-        for _ in range(min(count, 64))
-    ]
-
-
-def check(turn: Turn, splits: int) -> None:
-    lse = turn.partial_lse.unflatten(0, (-1, splits)).double()
-    values = turn.partial_out.unflatten(0, (-1, splits)).double()
-    weights = torch.softmax(lse, dim=1).unsqueeze(-1)
-    exact = Exact((weights * values).sum(1), torch.logsumexp(lse, dim=1), (weights * values.abs()).sum(1))
-    assert_close(turn.out.cpu(), turn.lse.cpu(), Exact(*(part.cpu() for part in exact)))
+    return [turn_of(batch * splits, batch, heads, torch.device("cuda")) for _ in range(min(count, 64))]
 
 
 def main() -> None:
@@ -130,16 +93,18 @@ def main() -> None:
     parser.add_argument("--cold", action="store_true", help="partials from device memory")
     parser.add_argument("--only", default="", help="comma-separated runners")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--csv", type=Path, help="write the rows to this file as they come")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("combine's benchmark needs a GPU; the emulator counts but has no times")
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "cold" if given.cold else "warm")
+    table = Table(given.csv, {"device": torch.cuda.get_device_name(), "cold": given.cold})
     print(f"{'shape':>14} {'runner':>14} {'us':>8} {'GB/s':>7} {'tiles':>7} {'to stream':>9}")
     for shape in given.shapes.split(","):
         batch, heads, splits = map(int, shape.split("x"))
         sets = turns(batch, heads, splits, given.cold)
         tiles = batch * heads * splits
-        moved = tiles * (HEAD_DIM_V + 1) * 4 + batch * heads * (HEAD_DIM_V * 2 + 4)
+        size = moved(batch * splits, batch, heads)
         times: dict[str, float] = {}
         for name, call, result in runners(batch * heads, splits):
             if given.only and name not in given.only.split(","):
@@ -148,11 +113,13 @@ def main() -> None:
                 for output in sets[0][2:]:
                     output.fill_(torch.nan)
                 call(sets[0])
-                check(sets[0], splits)
+                check(sets[0], uniform_maps(batch, splits, torch.device("cuda")))
             times[name] = median(device_rounds(call, sets, Effort(rounds=given.rounds)))
         for name, us in times.items():
             ratio = f"{us / times['stream']:9.2f}" if "stream" in times else ""
-            print(f"{shape:>14} {name:>14} {us:8.2f} {moved / us / 1e3:7.0f} {tiles:7} {ratio}", flush=True)
+            row = dict(shape=shape, runner=name, us=us, gb_per_s=size / us / 1e3, partial_tiles=tiles)
+            table.add(row | {"of_stream": ratio.strip()})
+            print(f"{shape:>14} {name:>14} {us:8.2f} {size / us / 1e3:7.0f} {tiles:7} {ratio}", flush=True)
         args, options = sets[0][:2], dict(num_splits=splits, out_dtype=torch.bfloat16)
         problem = COMBINE.problem(*args, **options)
         print(" " * 14, dispatch.choose("combine", COMBINE.backends, problem, dispatch.arch_of(args[0]), "cuda"))

@@ -12,11 +12,11 @@ peer memory and through NCCL, with the bytes that a rank sends.
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import date
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 import mla_suite
+from mla_suite.bench.saving import Table
 from mla_suite.distributed import ContextParallelCache, Parallel, ParallelMLA, cp_decode, peer_memory
 from mla_suite.distributed.context import merge_ranks
 from mla_suite.distributed.parallel import gather, initialise
@@ -74,7 +75,7 @@ def fill(cache: PagedLatentCache | ContextParallelCache, lengths: list[int], see
     return cache.append(sequences, [1] * len(lengths))
 
 
-def layer_rows(parallel: Parallel, device: torch.device) -> list[dict[str, Any]]:
+def layer_rows(parallel: Parallel, device: torch.device) -> Iterator[dict[str, Any]]:
     """The layer on one GPU and tensor parallel over all of them."""
     torch.manual_seed(0)
     whole = MLA(FULL, dtype=torch.bfloat16, device=device).requires_grad_(False)
@@ -85,7 +86,6 @@ def layer_rows(parallel: Parallel, device: torch.device) -> list[dict[str, Any]]
     spread = ParallelMLA(FULL, parallel, dtype=torch.bfloat16, device=device).requires_grad_(False)
     spread.load_full_weights(whole.state_dict())
     table = cos_sin_table(FULL, device=device)
-    rows = []
     for kv_len in LAYER_LENGTHS:
         cache = PagedLatentCache(1, BATCH * -(-kv_len // PAGE), PAGE, device=device)
         step = fill(cache, [kv_len] * BATCH, seed=kv_len)  # the same on all ranks
@@ -102,13 +102,11 @@ def layer_rows(parallel: Parallel, device: torch.device) -> list[dict[str, Any]]
             together(*arguments)
             nccl = graph_us(partial(together, *arguments))
         what = f"layer B{BATCH} kv {kv_len}"
-        rows.append({"what": what, "one_us": one, "many_us": many, "nccl_us": nccl, "error": error})
-    return rows
+        yield {"what": what, "one_us": one, "many_us": many, "nccl_us": nccl, "error": error}
 
 
-def context_rows(parallel: Parallel, device: torch.device) -> list[dict[str, Any]]:
+def context_rows(parallel: Parallel, device: torch.device) -> Iterator[dict[str, Any]]:
     """One sequence of 128 heads: all keys on one GPU, and dealt to the ranks."""
-    rows = []
     shard = parallel.shard(PAGE)
     for kv_len, q_len in ((CONTEXTS[0], 1), (CONTEXTS[0], 4), (CONTEXTS[1], 1)):
         pages = kv_len // PAGE
@@ -149,12 +147,9 @@ def context_rows(parallel: Parallel, device: torch.device) -> list[dict[str, Any
             spread(q, own, lens, own_lens, own_table)
             nccl = graph_us(partial(spread, q, own, lens, own_lens, own_table))
         what = f"decode B1 H128 q_len {q_len} kv {kv_len}"
-        rows.append(
-            {"what": what, "one_us": one, "many_us": many, "nccl_us": nccl, "own_keys_us": half, "error": error}
-        )
+        yield {"what": what, "one_us": one, "many_us": many, "nccl_us": nccl, "own_keys_us": half, "error": error}
         del cache, own
         torch.cuda.empty_cache()
-    return rows
 
 
 @contextmanager
@@ -168,9 +163,8 @@ def through_nccl() -> Iterator[None]:
         peer_memory._capacities.update(capacities)
 
 
-def collective_rows(parallel: Parallel, device: torch.device) -> list[dict[str, Any]]:
+def collective_rows(parallel: Parallel, device: torch.device) -> Iterator[dict[str, Any]]:
     """The collectives of a step alone: what the link and the wait for the other rank cost."""
-    rows = []
     own_heads = 128 // parallel.world
     for tokens in (1, 32, 128):
         hidden = torch.randn(tokens, 7168, device=device).bfloat16()
@@ -191,13 +185,12 @@ def collective_rows(parallel: Parallel, device: torch.device) -> list[dict[str, 
             peers = graph_us(call)
             with through_nccl():
                 nccl = graph_us(call)
-            rows.append({"what": what, "many_us": peers, "nccl_us": nccl, "sent_bytes": sent_bytes})
-    return rows
+            yield {"what": what, "many_us": peers, "nccl_us": nccl, "sent_bytes": sent_bytes}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", type=Path, help="write the rows to this file as well")
+    parser.add_argument("--csv", type=Path, help="write the rows to this file as they come")
     arguments = parser.parse_args()
     device = initialise()
     world = dist.get_world_size()
@@ -205,39 +198,24 @@ def main() -> None:
         raise SystemExit("bench_distributed: needs one GPU per rank; the demo command runs on CPUs")
     tp = Parallel.create(tp_size=world, device_type="cuda")
     cp = Parallel.create(cp_size=world, device_type="cuda")
-    rows: list[dict[str, Any]] = []
-    with torch.inference_mode():
-        for measured in (collective_rows(cp, device), layer_rows(tp, device), context_rows(cp, device)):
-            rows += measured
-            if dist.get_rank() == 0:
-                report(measured, world)
-                if arguments.csv:
-                    save(arguments.csv, rows, world)
-    dist.destroy_process_group()
-
-
-def report(rows: list[dict[str, Any]], world: int) -> None:
-    for row in rows:
-        one = f"{row['one_us']:9.1f} us on one, {row['many_us'] / row['one_us']:.3f}x" if "one_us" in row else ""
-        print(f"{row['what']:36}{row['many_us']:9.1f} us on {world}, NCCL {row['nccl_us']:.1f} {one}", flush=True)
-
-
-def save(path: Path, rows: list[dict[str, Any]], world: int) -> None:
-    """A CSV whose first lines say where the numbers come from."""
     about = {
         "device": f"{world} x {torch.cuda.get_device_name()}",
         "torch": torch.__version__,
         "date": f"{date.today()}",
         "command": f"torchrun --nproc-per-node {world} benchmarks/bench_distributed.py --csv FILE",
     }
-    columns = ("what", "one_us", "many_us", "nccl_us", "own_keys_us", "sent_bytes", "error")
-    with path.open("w", newline="") as file:
-        file.writelines(f"# {key}: {value}\n" for key, value in about.items())
-        writer = csv.writer(file)
-        writer.writerow(columns)
-        for row in rows:
-            values = (row.get(column) for column in columns)
-            writer.writerow([f"{value:.4g}" if isinstance(value, float) else value for value in values])
+    table = Table(arguments.csv if dist.get_rank() == 0 else None, about)
+    with torch.inference_mode():
+        for row in chain(collective_rows(cp, device), layer_rows(tp, device), context_rows(cp, device)):
+            table.add(row)
+            if dist.get_rank() == 0:
+                report(row, world)
+    dist.destroy_process_group()
+
+
+def report(row: dict[str, Any], world: int) -> None:
+    one = f"{row['one_us']:9.1f} us on one, {row['many_us'] / row['one_us']:.3f}x" if "one_us" in row else ""
+    print(f"{row['what']:36}{row['many_us']:9.1f} us on {world}, NCCL {row['nccl_us']:.1f} {one}", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from flashmla_sparse import PREFILL, SPARSE, Case, prefill_case, sets_for, spars
 
 import mla_suite
 from mla_suite.bench import environment as known
-from mla_suite.bench.clock import REST_S, Replay
+from mla_suite.bench.timer import REST_S, Replay
 from mla_suite.integrations import flash_mla as drop_in
 
 PAGE, MIN_CALLS = 64, 6
@@ -213,10 +213,6 @@ def environment(commit: str = "", device: str = "cuda") -> dict[str, str]:
     return facts | {"peer": f"sgl-flash-mla {known.version('sgl-flash-mla')}", "command": command}
 
 
-def geometric_mean(values: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
-
-
 def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Markdown: the geometric mean of every column's share of the peer's time, and how many rows are slower."""
     lines = ["| | rows | column | of FlashMLA's time | rows above 1.01x | worst |", "|---|---:|---|---:|---:|---:|"]
@@ -281,7 +277,7 @@ def main() -> int:
     parser.add_argument(
         "--report", type=Path, metavar="FILE", help="print the summary of a saved run and measure nothing"
     )
-    parser.add_argument("--plot", type=Path, metavar="SVG", help="with --report: draw the dense grid")
+    parser.add_argument("--plot", type=Path, metavar="SVG", help="with --report: draw the dense grid, by matplotlib")
     options = parser.parse_args()
     if options.report:
         rows = json.loads(options.report.read_text())["rows"]

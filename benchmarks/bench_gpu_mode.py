@@ -16,14 +16,20 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import geometric_mean
 from typing import NamedTuple
 
 import torch
 
 from mla_suite import archs
-from mla_suite.bench import bounds, clock, noise, sets
+from mla_suite.bench import sets, timer
 from mla_suite.models import MLA, MLAConfig, PagedLatentCache, Step, cos_sin_table
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+import counted_bounds
 
 ROOFLINE_US = {512: 54.62, 2048: 141.16, 4096: 210.75, 6144: 280.87}
 """By prefill: the task's speed of light of a step, on an MI300."""
@@ -31,7 +37,7 @@ BEST_US = 112904.773
 """The first place of the task's ranking: a geometric mean over the four sizes, measured by the task's own host code."""
 ARCH, BATCH = "gfx942", 128
 CLOSE = 1e-2  # |y - y of the reference| / |y of the reference|: bf16 roundings at other places
-EFFORT = clock.Effort(rounds=3, passes=1)
+EFFORT = timer.Effort(rounds=3)
 
 
 class Bound(NamedTuple):
@@ -52,10 +58,6 @@ class Inputs(NamedTuple):
     step: Step
 
 
-def geometric_mean(values: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
-
-
 def weight_bytes(config: MLAConfig) -> int:
     with torch.device("meta"):
         layer = MLA(config, kv_format="bf16", dtype=torch.bfloat16)
@@ -65,12 +67,12 @@ def weight_bytes(config: MLAConfig) -> int:
 def bound(prefill: int) -> Bound:
     """Counted in the emulator; ValueError when the kernels' result is not right."""
     (case,) = (case for case in sets.named("gpu-mode-2025-layer") if case.facts["kv_len"] == prefill + 1)
-    found = bounds.count(case, ARCH)
+    found = counted_bounds.count(case, ARCH)
     if found.failure:
         raise ValueError(f"{case.id}: {found.failure}")
-    arch, limiter = archs.get(ARCH), bounds.limiter(found.counted)
+    arch, limiter = archs.get(ARCH), counted_bounds.limiter(found.clocks)
     seconds = weight_bytes(MLAConfig.gpu_mode_2025()) / arch.memory_bytes_per_s
-    return Bound(limiter, found.counted[limiter], seconds * arch.clock_mhz * 1e6)
+    return Bound(limiter, found.clocks[limiter], seconds * arch.clock_mhz * 1e6)
 
 
 def make_layer(device: torch.device, batch: int) -> tuple[MLA, PagedLatentCache, list[int], torch.Tensor]:
@@ -108,8 +110,8 @@ def times(lengths: Sequence[int], device: torch.device) -> Iterator[tuple[int, f
         x = torch.randn(BATCH, 1, layer.config.hidden_size, device=device).bfloat16()
         inputs = Inputs(x, kv_cache, cache.append(sequences, [1] * BATCH))
         checked(layer, inputs, cos_sin)
-        rounds = clock.device_rounds(lambda turn: layer.decode(*turn, cos_sin), [inputs], EFFORT)
-        yield prefill, noise.median(rounds)
+        rounds = timer.device_rounds(lambda turn: layer.decode(*turn, cos_sin), [inputs], EFFORT)
+        yield prefill, timer.median(rounds)
 
 
 def main() -> None:
@@ -124,8 +126,8 @@ def main() -> None:
     for kv, own in found.items():
         published = f"{kv:>7} {ROOFLINE_US[kv]:>11.2f} {ROOFLINE_US[kv] * mhz:>8.0f}"
         print(f"{published} | {own.attention:>9.0f} {own.weights:>8.0f} {own.step:>8.0f} {own.limiter}", flush=True)
-    roofline = geometric_mean([ROOFLINE_US[kv] for kv in lengths])
-    mean = geometric_mean([own.step for own in found.values()])
+    roofline = geometric_mean(ROOFLINE_US[kv] for kv in lengths)
+    mean = geometric_mean(own.step for own in found.values())
     print(f"geometric mean {roofline:.2f} us, {roofline * mhz:.0f} clocks | bound {mean:.0f} clocks")
     print(f"first place of the ranking: {BEST_US:.0f} us")
     if not torch.cuda.is_available():
@@ -137,7 +139,7 @@ def main() -> None:
         for kv, us in times(lengths, torch.device("cuda")):
             timed[kv] = us
             print(f"{kv:>7} {us:>11.2f} us, {us / ROOFLINE_US[kv]:.2f} of the MI300's roofline", flush=True)
-    print(f"geometric mean {geometric_mean(list(timed.values())):.2f} us")
+    print(f"geometric mean {geometric_mean(timed.values()):.2f} us")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ Down-projections as one product, absorption and values batched over the heads, c
 serves all lengths: `fullgraph`, the width of the block table dynamic. Device time is that of one replay of a CUDA graph
 of the step, after a rest (burst) and at the end of 0.7 s without one (sustained); `reduce-overhead` captures its own.
 A step reads 374 MB of weights, so nothing of it is cached from one to the next. The floor is the time to read the
-weights, and attention's own floor, measured in the same run or taken from a saved one.
+weights, and attention's own floor, measured in the same run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,7 +24,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.async_compile import AsyncCompile
 
 import mla_suite
-from mla_suite.bench import clock, environment, floors, noise, record, sets
+from mla_suite.bench import floors, sets, timer
 from mla_suite.bench.floors import Floors
 from mla_suite.models import MLA, MLAConfig, Step, cos_sin_table, slots
 
@@ -34,7 +33,7 @@ LENGTHS = (512, 2048, 4096, 6144)
 MODES = ("eager", "default", "reduce-overhead", "max-autotune-no-cudagraphs")
 FULL = MLAConfig(hidden_size=7168, num_heads=128, q_lora_rank=1536)
 CLOSE = 1e-2  # |compiled - eager| / |eager|: bf16 roundings at other places
-EFFORT = clock.Effort(rounds=3, passes=1)
+EFFORT = timer.Effort(rounds=3)
 
 
 class Inputs(NamedTuple):
@@ -119,7 +118,7 @@ def device_times(call: Callable[..., torch.Tensor], inputs: Inputs, mode: str) -
     """Rounds of burst, and the sustained time, in microseconds per step."""
     if mode == "reduce-overhead":  # each call replays the graph that Inductor recorded; one cannot be put in another
         return _own_graph(lambda: call(*inputs))
-    replay = clock.Replay(lambda turn: call(*turn), [inputs])
+    replay = timer.Replay(lambda turn: call(*turn), [inputs])
     return [replay.round() for _ in range(EFFORT.rounds)], replay.sustained()
 
 
@@ -143,7 +142,7 @@ def _own_graph(call: Callable[[], object], calls: int = 20) -> tuple[list[float]
         torch.cuda.synchronize()
         time.sleep(EFFORT.rest_s)
         rounds.append(queued(calls))
-    stop = time.perf_counter() + clock.SUSTAINED_S
+    stop = time.perf_counter() + timer.SUSTAINED_S
     while time.perf_counter() < stop:
         us = queued(4 * calls)
     return rounds, us
@@ -165,7 +164,7 @@ def attention_us(layer: Layer, inputs: Inputs) -> float:
     def call(turn: Inputs) -> object:
         return mla_suite.decode(q, turn.kv_cache, lens, turn.block_table, softmax_scale=scale)
 
-    return noise.median(clock.device_rounds(call, [inputs], EFFORT))
+    return timer.median(timer.device_rounds(call, [inputs], EFFORT))
 
 
 class Line(NamedTuple):
@@ -216,7 +215,7 @@ HEADER = (
 
 
 def shown(line: Line) -> str:
-    us = noise.median(line.rounds)
+    us = timer.median(line.rounds)
     return (
         f"{line.kv_len:6} {line.mode:28} {us:8.1f} {line.sustained:9.1f} {line.floor:7.1f} {us / line.floor:7.2f} "
         f"{line.attention:9.1f} {us - line.attention:7.1f} {line.error:.0e}"
@@ -243,16 +242,15 @@ def test_layer(benchmark: Any, device: torch.device, kv_len: int, mode: str) -> 
 
     device_us = None
     if on_gpu and benchmark.enabled:
-        device_us = noise.median(device_times(call, inputs, mode)[0])
+        device_us = timer.median(device_times(call, inputs, mode)[0])
     facts = {"mode": mode, "kv_len": kv_len, "weight_bytes": layer.weight_bytes, "error": error, "device_us": device_us}
-    benchmark.extra_info |= environment.describe(device) | facts
+    benchmark.extra_info |= facts
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kv", default=",".join(map(str, LENGTHS)))
     parser.add_argument("--modes", default="reduce-overhead,max-autotune-no-cudagraphs,eager")
-    parser.add_argument("--floors", type=Path, help="a run saved by `bench --save`, for its ceilings")
     given = parser.parse_args()
     modes = given.modes.split(",")
     if unknown := set(modes) - set(MODES):
@@ -260,8 +258,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("the layer's benchmark needs a GPU; pytest benchmarks/bench_layer.py runs a tiny one on a CPU")
     AsyncCompile.use_process_pool()  # its processes start meanwhile
-    ceilings = record.load(given.floors).floors if given.floors else None
-    ceilings = ceilings or floors.measure(torch.device("cuda"))
+    ceilings = floors.measure(torch.device("cuda"))
     print(torch.cuda.get_device_name(), "torch", torch.__version__, f"read {ceilings.gb_per_s:.0f} GB/s", flush=True)
     print(HEADER, flush=True)
     with torch.no_grad():

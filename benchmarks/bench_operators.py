@@ -19,13 +19,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import counted_bounds as bounds
 import meter
 import pytest
 import torch
+from counted_bounds import Bounds
 
-from mla_suite.bench import bounds, clock, floors, inputs, noise, runners
+from mla_suite.bench import floors, inputs, runners, timer
 from mla_suite.bench.inputs import Call
-from mla_suite.bench.record import Result
+from mla_suite.bench.measure import Measured
 from mla_suite.bench.runners import Runner
 from mla_suite.bench.sets import Case
 from mla_suite.core import register
@@ -61,28 +63,20 @@ def test_device_time(
     assert runner.run is not None
     if not benchmark.enabled:
         return
-    turns = inputs.rotation(call, case.sample.bytes, clock.cold_bytes(gpu), clock.MAX_CALLS)
-    replay = clock.Replay(runner.run, turns)
-    result = Result(case.op, case.shape, backend, dict(case.facts), case.sample.bytes, case.sample.flops)
+    turns = inputs.rotation(call, case.sample.bytes, timer.cold_bytes(gpu), timer.MAX_CALLS)
+    replay, rounds = timer.Replay(runner.run, turns), list[float]()
 
     def one_round() -> None:
-        result.rounds.append(replay.round())
-        meter.add(result.rounds[-1] * 1e-6)
+        rounds.append(replay.round())
+        meter.add(rounds[-1] * 1e-6)
 
     benchmark.pedantic(one_round, setup=meter.reset, rounds=ROUNDS)
+    floor_us, bound = (0.0, "")
     if ceilings is not None:
-        result.floor_us, result.bound = ceilings.of(result.bytes, result.flops, fp8=case.fp8_products)
-    benchmark.extra_info |= {
-        "bytes": result.bytes,
-        "flops": result.flops,
-        "device_us": result.us,
-        "spread_percent": 100 * noise.spread(result.rounds) / result.us,
-        "gb_per_s": result.gb_per_s,
-        "tflops": result.tflops,
-        "floor_us": result.floor_us,
-        "over_floor": result.over_floor,
-        "bound": result.bound,
-    }
+        floor_us, bound = ceilings.of(case.sample.bytes, case.sample.flops, fp8=case.fp8_products)
+    found = Measured(case, backend, rounds=tuple(rounds), floor_us=floor_us, bound=bound)
+    kept = ("us", "spread_percent", "gb_per_s", "tflops", "floor_us", "over_floor", "bound", "bytes", "flops")
+    benchmark.extra_info |= {name: found.facts()[name] for name in kept}
 
 
 @pytest.mark.benchmark(group="host time")
@@ -95,32 +89,32 @@ def test_host_time(benchmark: Any, case: Case, backend: str, device: torch.devic
         torch.cuda.synchronize()
 
 
-_results: dict[tuple[str, str], Result] = {}
+_counted: dict[tuple[str, str], Bounds] = {}
 
 
-def counts(case: Case, arch: str, benchmark: Any, stored: frozenset[str]) -> Result:
+def counts(case: Case, arch: str, benchmark: Any, stored: frozenset[str]) -> Bounds:
     """Counts of the emulator, made once for both statistics. Skips what the arch has no kernel for, unless it had."""
     key = case.id, arch
-    if key not in _results:
-        _results[key] = bounds.count(case, arch)
-    result = _results[key]
-    assert not result.wrong, result.failure
-    if result.failure:
-        assert benchmark.fullname not in stored, f"the compared run has it, but now: {result.failure}"
-        pytest.skip(f"{case.op} on {arch}: {result.failure}")
-    benchmark.extra_info |= {"config": result.config, "clocks": result.counted}
-    return result
+    if key not in _counted:
+        _counted[key] = bounds.count(case, arch)
+    found = _counted[key]
+    assert not found.wrong, found.failure
+    if found.failure:
+        assert benchmark.fullname not in stored, f"the compared run has it, but now: {found.failure}"
+        pytest.skip(f"{case.op} on {arch}: {found.failure}")
+    benchmark.extra_info |= {"config": found.config, "clocks": found.clocks}
+    return found
 
 
 @pytest.mark.benchmark(group="clocks", timer=meter.meter)
 def test_clocks(benchmark: Any, case: Case, arch: str, stored: frozenset[str]) -> None:
     """The highest bound of a compute unit, work spread evenly over the chip's: never a time."""
-    result = counts(case, arch, benchmark, stored)
-    benchmark.pedantic(meter.add, (result.counted[bounds.limiter(result.counted)],), setup=meter.reset)
+    found = counts(case, arch, benchmark, stored)
+    benchmark.pedantic(meter.add, (found.clocks[bounds.limiter(found.clocks)],), setup=meter.reset)
 
 
 @pytest.mark.benchmark(group="instructions", timer=meter.meter)
 def test_instructions(benchmark: Any, case: Case, arch: str, stored: frozenset[str]) -> None:
     """Wave instructions of all launches."""
-    result = counts(case, arch, benchmark, stored)
-    benchmark.pedantic(meter.add, (float(result.instructions),), setup=meter.reset)
+    found = counts(case, arch, benchmark, stored)
+    benchmark.pedantic(meter.add, (float(found.instructions),), setup=meter.reset)

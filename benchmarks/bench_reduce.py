@@ -33,9 +33,9 @@ import torch
 import mla_suite
 from mla_suite import archs
 from mla_suite.archs.common import combine_config
-from mla_suite.bench import saving, sets
-from mla_suite.bench.clock import Effort, device_rounds
-from mla_suite.bench.noise import median
+from mla_suite.bench import sets
+from mla_suite.bench.saving import Table
+from mla_suite.bench.timer import Effort, device_rounds, median
 from mla_suite.integrations import metadata_convert
 from mla_suite.launch import emulate
 from mla_suite.testing import Exact, assert_close
@@ -244,7 +244,7 @@ def counted(shape: tuple[int, int, int], name: str) -> Iterator[Line]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the lines as CSV too")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the lines to this file as they come")
     parser.add_argument("--shapes", nargs="+", metavar="PART", help="only shapes whose names contain one of these")
     parser.add_argument("--arch", default="gfx942,gfx950", help="AMD archs to count for without a GPU")
     given = parser.parse_args(arguments)
@@ -252,16 +252,13 @@ def main(arguments: list[str] | None = None) -> None:
     on_gpu = torch.cuda.is_available()
     print(torch.cuda.get_device_name() if on_gpu else BYTES_ALONE, "torch", torch.__version__)
     print(",".join(HEADER))
-    lines = []
+    table = Table(given.csv)
     for case in cases:
         shape = case.facts["batch"], case.facts["heads"], case.facts["splits"]
         found = [timed(shape, torch.device("cuda"))] if on_gpu else [counted(shape, a) for a in given.arch.split(",")]
         for line in (line for part in found for line in part):
-            lines.append(line)
+            table.add(dict(zip(HEADER, line.cells, strict=True)))
             print(",".join(line.cells), flush=True)
-    if given.csv:
-        rows = (HEADER, *(line.cells for line in lines))
-        saving.write_whole(given.csv, "\n".join(",".join(row) for row in rows) + "\n")
 
 
 if __name__ == "__main__":

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 
 from mla_suite.bench import inputs, stream_kernel
-from mla_suite.bench.clock import Replay, cold_bytes
 from mla_suite.bench.inputs import Call, rotation
-from mla_suite.bench.noise import median
+from mla_suite.bench.timer import Replay, cold_bytes, median
 from mla_suite.core import register
 from mla_suite.core.op import Op, Sample
 from mla_suite.launch.launcher import compute_units

@@ -21,7 +21,6 @@ runs where there is no GPU: `--layers 1 --hidden 128 --heads 4 --intermediate 25
 from __future__ import annotations
 
 import argparse
-import csv
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,6 +32,7 @@ import transformers
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, StaticCache
 
 from mla_suite.bench import floors
+from mla_suite.bench.saving import Table
 from mla_suite.integrations.transformers import LatentCache, patch, unpatch
 
 LATENT_BYTES = 576 * 2
@@ -62,7 +62,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=32, help="sequences (default: 32)")
     parser.add_argument("--context", type=int, default=4096, help="cached tokens of each (default: 4096)")
     parser.add_argument("--modes", default="eager,compiled", help="eager comes first, for it is compared with")
-    parser.add_argument("--csv", type=Path, help="write the lines here")
+    parser.add_argument("--csv", type=Path, help="write the lines to this file as they come")
     return parser.parse_args()
 
 
@@ -166,28 +166,17 @@ def versions(device: torch.device) -> str:
     return f"transformers {transformers.__version__}, torch {torch.__version__}, {name}"
 
 
-def save(lines: list[Line], options: argparse.Namespace, device: torch.device) -> None:
-    sizes = ("layers", "hidden", "heads", "intermediate", "batch", "context")
-    with options.csv.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow([*Line._fields, *sizes, "versions"])
-        for line in lines:
-            values = [f"{value:.4g}" if isinstance(value, float) else value for value in line]
-            writer.writerow([*values, *(getattr(options, size) for size in sizes), versions(device)])
-
-
 def main() -> None:
     options = arguments()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(versions(device), flush=True)
     print("model      mode            ms   floor  x floor    GiB   error", flush=True)
-    lines: list[Line] = []
+    table, sizes = Table(options.csv), ("layers", "hidden", "heads", "intermediate", "batch", "context")
+    facts = {size: getattr(options, size) for size in sizes} | {"versions": versions(device)}
     with torch.no_grad():
         for line in measure(options, device):
-            lines.append(line)
+            table.add(line._asdict() | facts)
             print(shown(line), flush=True)
-            if options.csv:
-                save(lines, options, device)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,9 @@ import torch
 
 import mla_suite
 from mla_suite import testing
-from mla_suite.bench import inputs, saving, sets
+from mla_suite.bench import inputs, sets
 from mla_suite.bench.inputs import Call
+from mla_suite.bench.saving import Table
 
 PUBLISHED = {(1, 512): 0.000135, (2, 2048): 0.000089, (4, 8192): 0.000041, (4, 16384): 0.000026}
 SCALE = 192**-0.5
@@ -81,21 +82,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(f"{batch}x{ctx}" for batch, ctx in PUBLISHED))
     parser.add_argument("--scale-dim", type=int, default=192, metavar="N", help="softmax scale 1/sqrt(N) (default 192)")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the lines as CSV too")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the lines to this file as they come")
     given = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print("on", torch.cuda.get_device_name() if device.type == "cuda" else "an emulated gfx950")
     print(*HEADER)
-    found = []
+    table, holds = Table(given.csv), True
     for shape in given.shapes.split(","):
         batch, ctx = map(int, shape.split("x"))
         for line in lines(batch, ctx, device, given.scale_dim**-0.5):
-            found.append(line)
+            table.add(dict(zip(HEADER, line.cells, strict=True)))
+            holds &= line.holds
             print(*line.cells, "" if line.holds else "<- larger than published", flush=True)
-    if given.csv:
-        text = "\n".join(",".join(cells) for cells in (HEADER, *(line.cells for line in found))) + "\n"
-        saving.write_whole(given.csv, text)
-    return 0 if all(line.holds for line in found) else 1
+    return 0 if holds else 1
 
 
 if __name__ == "__main__":

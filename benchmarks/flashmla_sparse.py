@@ -10,7 +10,7 @@ import torch
 import mla_suite
 from mla_suite.integrations import flash_mla as drop_in
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format
+from mla_suite.kv_formats import get_kv_format
 
 COLD_BYTES = 160_000_000
 
@@ -88,7 +88,7 @@ class SparseTurn(NamedTuple):
 
 def sparse_case(row: Sparse, peer: Any) -> Case:
     """fp8 records; each request selects from tokens of its own, every query token anew."""
-    kind = kv_format(row.record)
+    kind = get_kv_format(row.record)
     width = kind.head_dim
     scale = width**-0.5
     pools = []

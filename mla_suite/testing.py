@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -33,23 +34,23 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def attention(
-    queries: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor, scale: float, head_dim_v: int, sink: torch.Tensor
+    queries: torch.Tensor, keys: torch.Tensor, seen: torch.Tensor, scale: float, head_dim_v: int, sink: torch.Tensor
 ) -> Exact:
-    """Exact attention of rows [rows, head_dim] over keys [n, head_dim]; row r sees the first visible[r] keys.
+    """Exact attention of rows [rows, head_dim] over keys [n, head_dim]; row r sees key k where seen[r, k] is true.
 
     sink [rows] logits, -inf for none. All in fp64, by the formula.
     """
-    p, lse = _weights(queries, keys, visible, scale, sink)
+    p, lse = _weights(queries, keys, seen, scale, sink)
     values = keys[:, :head_dim_v].double()
     return Exact(p @ values, lse, p @ values.abs())
 
 
 def _weights(
-    queries: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor, scale: float, sink: torch.Tensor
+    queries: torch.Tensor, keys: torch.Tensor, seen: torch.Tensor, scale: float, sink: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax weights [rows, n] and lse [rows]."""
     scores = queries.double() @ keys.double().T * scale
-    scores = scores.masked_fill(torch.arange(keys.shape[0], device=keys.device) >= visible[:, None], -torch.inf)
+    scores = scores.masked_fill(~seen, -torch.inf)
     lse = torch.logsumexp(scores, dim=1)
     denominator = torch.logaddexp(lse, sink.double())
     return torch.where(scores == -torch.inf, 0.0, torch.exp(scores - denominator[:, None])), lse
@@ -60,7 +61,7 @@ class _Sequence(NamedTuple):
 
     queries: torch.Tensor
     keys: torch.Tensor
-    visible: torch.Tensor
+    seen: torch.Tensor
     sink: torch.Tensor
 
 
@@ -76,29 +77,34 @@ def _sequences(args: Any) -> Iterator[_Sequence]:
         else:
             pages = args.kv_indices[args.kv_indptr[b] : args.kv_indptr[b + 1]]
         used = pages[: -(-length // page)].long()
-        kind = kv_formats.kv_format(args.kv_format)
-        keys = caches.as_keys(kind, caches.unpack(kind, args.kv_cache[used])).flatten(0, 1)[:length].double()
+        fmt = kv_formats.get_kv_format(args.kv_format)
+        keys = caches.as_keys(fmt, caches.unpack(fmt, args.kv_cache[used])).flatten(0, 1)[:length].double()
         keys = keys if args.kv_descale is None else keys * args.kv_descale.double()
         keys = keys if args.rope_cos_sin is None else _rotated(keys, args.rope_cos_sin[:length].double())
         queries = flat[tokens[b] : tokens[b + 1]]
         queries = queries if args.q_descale is None else queries * args.q_descale.double()
         q_len = queries.shape[0]
-        last = torch.full((q_len,), length, **here)
-        if args.causal:
-            total = length if args.cp_tot_seq_lens is None else int(args.cp_tot_seq_lens[b])
-            world, rank, run = args.cp_world_size, args.cp_rank, args.cp_interleave
-            local = torch.arange(length, **here)
-            positions = local // run * run * world + rank * run + local % run  # of this rank's keys, in the sequence
-            last = (positions <= torch.arange(total - q_len, total, **here)[:, None]).sum(1)
+        total = length if args.cp_tot_seq_lens is None else int(args.cp_tot_seq_lens[b])
+        world, rank, run = args.cp_world_size, args.cp_rank, args.cp_interleave
+        local = torch.arange(length, **here)
+        positions = local // run * run * world + rank * run + local % run  # of this rank's keys, in the sequence
+        own = torch.arange(total - q_len, total, **here)[:, None]  # positions of the query tokens
+        seen = positions <= own if args.causal else torch.ones(q_len, length, dtype=torch.bool, **here)
+        if args.window_left >= 0:
+            seen = seen & (own - positions <= args.window_left)
+        if args.tree_mask is not None:
+            words = args.tree_mask.flatten()[tokens[b] : tokens[b + 1]].tolist()
+            for (i, word), j in itertools.product(enumerate(words), range(max(q_len - length, 0), q_len)):
+                seen[i, length - q_len + j] = bool(word >> j & 1)
         sink = torch.full((heads,), -torch.inf, **here) if args.attn_sink is None else args.attn_sink
-        yield _Sequence(queries.flatten(0, 1), keys, last.repeat_interleave(heads), sink.repeat(q_len))
+        yield _Sequence(queries.flatten(0, 1), keys, seen.repeat_interleave(heads, dim=0), sink.repeat(q_len))
 
 
 def exact_decode(*tensors: torch.Tensor | None, **options: Any) -> Exact:
     """Exact result of `mla_suite.decode` on the same arguments. Splits and plans change nothing."""
     args = register.get("decode").Args(*tensors, **options)
     found = [
-        attention(own.queries, own.keys, own.visible, args.softmax_scale, args.head_dim_v, own.sink)
+        attention(own.queries, own.keys, own.seen, args.softmax_scale, args.head_dim_v, own.sink)
         for own in _sequences(args)
     ]
     joined = Exact(*(torch.cat(parts) for parts in zip(*found, strict=True)))
@@ -123,8 +129,8 @@ def fp8_weights_bound(*tensors: torch.Tensor | None, **options: Any) -> torch.Te
     args = register.get("decode").Args(*tensors, **options)
     found = []
     for own in _sequences(args):
-        p, _ = _weights(own.queries, own.keys, own.visible, args.softmax_scale, own.sink)
-        seen = (torch.arange(p.shape[1], device=p.device) < own.visible[:, None]).double()
+        p, _ = _weights(own.queries, own.keys, own.seen, args.softmax_scale, own.sink)
+        seen = own.seen.double()
         largest = p.amax(dim=1, keepdim=True) if p.shape[1] else p.new_zeros(p.shape[0], 1)
         size, steps = own.keys[:, : args.head_dim_v].abs(), E4M3_ABSOLUTE * largest
         sums = E4M3_RELATIVE * p.sum(1, keepdim=True) + steps * seen.sum(1, keepdim=True)

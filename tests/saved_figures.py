@@ -15,10 +15,11 @@ from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 import bench_flashmla
-import bench_vllm
-import bench_vllm_server
 import scale_model
-from vllm_servers import Load
+import vllm_engine
+import vllm_server
+from vllm_model import medians
+from vllm_server import Load
 
 ROOT = Path(__file__).parent.parent
 FLASHMLA, REDUCE = "benchmarks/results/flashmla/h200.json", "benchmarks/results/reduce/h200.csv"
@@ -130,29 +131,30 @@ def reduction() -> Iterator[Sourced]:
 
 
 def engine() -> Iterator[Sourced]:
-    names = ("attention_us", "plan_us", "between_us", "step_us", "tokens_per_s")
+    names = vllm_engine.TIMED
+    sizes = ("batch", "context")
     runs = [
-        bench_vllm.Row(
-            row["backend"], int(row["batch"]), int(row["context"]), **{name: float(row[name]) for name in names}
-        )
+        {"backend": row["backend"], **{name: int(row[name]) for name in sizes}, **{n: float(row[n]) for n in names}}
         for row in saved(ENGINE)
     ]
-    found = {(row.batch, row.context, row.backend): row for row in bench_vllm.medians(runs)}
+    found = medians(runs, (*sizes, "backend"), names)
+    per_layer = {key: vllm_engine.per_layer_us(row) for key, row in found.items()}
     lines, shares, gains = [], [], []
     for batch, context in sorted({key[:2] for key in found}):
-        ours, peer, triton = (found[batch, context, name] for name in ("CUSTOM", "FLASHMLA", "TRITON_MLA"))
-        shares.append(ours.per_layer_us / peer.per_layer_us)
-        gains.append(ours.tokens_per_s / peer.tokens_per_s)
+        ours, peer = (found[batch, context, name] for name in ("CUSTOM", "FLASHMLA"))
+        layers = [per_layer[batch, context, name] for name in ("FLASHMLA", "TRITON_MLA", "CUSTOM")]
+        shares.append(layers[2] / layers[0])
+        gains.append(ours["tokens_per_s"] / peer["tokens_per_s"])
         cells = (
-            *(f"{each.per_layer_us:.1f}" for each in (peer, triton, ours)),
+            *(f"{us:.1f}" for us in layers),
             f"{shares[-1]:.2f}",
-            *(f"{each.step_us / 1e3:.2f}" for each in (peer, ours)),
-            *(f"{each.tokens_per_s:.0f}" for each in (peer, ours)),
+            *(f"{each['step_us'] / 1e3:.2f}" for each in (peer, ours)),
+            *(f"{each['tokens_per_s']:.0f}" for each in (peer, ours)),
         )
         lines.append(f"| {batch} x {context} | {' | '.join(cells)} |")
-    own = [row for row in runs if row.backend == "CUSTOM"]
-    slow, fast = sorted(row.tokens_per_s for row in own if (row.batch, row.context) == (128, 1024))
-    theirs, plans = found[128, 1024, "FLASHMLA"].tokens_per_s, [row.plan_us for row in own]
+    own = [row for row in runs if row["backend"] == "CUSTOM"]
+    slow, fast = sorted(row["tokens_per_s"] for row in own if (row["batch"], row["context"]) == (128, 1024))
+    theirs, plans = found[128, 1024, "FLASHMLA"]["tokens_per_s"], [row["plan_us"] for row in own]
     yield Sourced(
         README,
         ENGINE,
@@ -168,21 +170,21 @@ def engine() -> Iterator[Sourced]:
         [
             *lines,
             f"gave {slow:,.0f} tokens/s, {slow / theirs:.2f} of FlashMLA's; the other {fast:,.0f}",
-            f"The step takes the GPU {found[128, 1024, 'CUSTOM'].step_us / 1e3:.1f} ms",
+            f"The step takes the GPU {found[128, 1024, 'CUSTOM']['step_us'] / 1e3:.1f} ms",
             f"where {span([us for us in plans if us > 0], 0)} us in it remain",
             f"in one row {min(plans):.1f} us",
         ],
     )
     built = saved(BY_BUILDER)
     first = [row for row in built if row["batch"] == "1"]
-    shorter = [1 - float(row["step_us"]) / found[1, int(row["context"]), "CUSTOM"].step_us for row in first]
+    shorter = [1 - float(row["step_us"]) / found[1, int(row["context"]), "CUSTOM"]["step_us"] for row in first]
     assert {f"{100 * share:.0f}" for share in shorter} == {"2"}
     text = [f"{span([float(row['plan_us']) for row in built], 0)} us of kernels", "at batch 1 were 2 % shorter"]
     yield Sourced(SERVERS, BY_BUILDER, text)
     alone = {row["name"]: row for row in saved(DECODE)["rows"]}
     one, many = alone["B1 H128 kv1024 q1"], alone["B128 H128 kv4096 q1"]
     flashmla, ours_us = (
-        [found[batch, context, name].per_layer_us for batch, context in ((1, 1024), (128, 4096))]
+        [per_layer[batch, context, name] for batch, context in ((1, 1024), (128, 4096))]
         for name in ("FLASHMLA", "CUSTOM")
     )
     yield Sourced(
@@ -198,10 +200,10 @@ def engine() -> Iterator[Sourced]:
 def server() -> Iterator[Sourced]:
     rows = [
         {"backend": each["backend"], "load": Load(*(int(each[name]) for name in ("concurrency", "input", "output")))}
-        | {name: float(each[name]) for name in (*bench_vllm_server.FIELDS, "seconds")}
+        | {name: float(each[name]) for name in (*vllm_server.FIELDS, "seconds")}
         for each in saved(SERVER)
     ]
-    found = bench_vllm_server.medians(rows)
+    found = medians(rows, ("load", "backend"), vllm_server.FIELDS)
     lines, ratios, prefill = [], [], []
     for load in dict.fromkeys(load for load, _ in found):
         ours, peer, triton = (found[load, backend] for backend in ("CUSTOM", "FLASHMLA", "TRITON_MLA"))

@@ -41,13 +41,3 @@ READ |= set(re.findall(r"\{env:(\w+):", (ROOT / "tox.ini").read_text()))
 def test_a_variable_is_read_and_documented(name: str) -> None:
     assert name in DOCUMENTED, f"docs/ci_owner.md does not list {name}"
     assert name in READ, f"docs/ci_owner.md lists {name}, which nothing reads"
-
-
-CHECKS = {"MLA_SUITE_LOG", "MLA_SUITE_DEBUG", "MLA_SUITE_CHECK", "MLA_SUITE_CHECK_DIR"}
-
-
-def test_those_that_route_are_named() -> None:
-    """Dispatch and its tables read what decides where a call goes, and the switches of checks and of the log."""
-    routing = names_read("mla_suite/core", "mla_suite/launch", "mla_suite/archs") - CHECKS
-    (sentence,) = re.findall(r"^Three of them decide where a call goes: .*?\. `explain`", GUIDE, re.M | re.S)
-    assert set(re.findall(r"`([A-Z_]+)`", sentence)) == routing

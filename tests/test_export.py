@@ -119,6 +119,7 @@ def step5_inputs(batch, width):
     )
 
 
+@pytest.mark.full
 def test_all_operators_in_a_package_at_another_batch(tmp_path):
     batch, width = torch.export.Dim("batch", min=2, max=32), torch.export.Dim("width", min=2, max=64)
     one = {0: batch}

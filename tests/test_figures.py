@@ -31,9 +31,8 @@ STATED = {
         "| gfx950 fp8, 128 heads | 89.6 / 50.3 |": "the same",
     },
     "docs/ci_owner.md": {
-        "the spreads of both runs and 2.5 % together": "a limit of `bench --compare`",
-        "up to 3 %": "a limit of `bench --compare`",
-        "a change of 10 %": "a limit of `bench --compare`",
+        "Two cards of one model differ by 2.5 %": "timer.QUIET",
+        "at the end of 0.7 s without a pause": "timer.SUSTAINED_S",
         "moved by 5 to 55 %": "why times of the host gate nothing",
     },
     "docs/published_work.md": {"1.3x and 1.9x by rocprof": "what the pull request says of itself"},

@@ -171,7 +171,7 @@ except ValueError as error:
     said["emulate gfx1250"] = str(error)
 
 # A KV format of 4-bit values.
-kind = kv_formats.kv_format("toy_fp4")
+kind = kv_formats.get_kv_format("toy_fp4")
 said["toy_fp4"] = {"token_bytes": kind.token_bytes, "width": kind.width, "dense": kind.dense}
 values = torch.tensor([0.0, 0.25, 0.26, 0.75, 1.25, -1.75, 2.5, 3.5, 5.0, 6.0]).repeat(52)[:512]
 exact = torch.cat((values, torch.arange(64.0))).repeat(1, 4, 1)

@@ -62,8 +62,8 @@ def sources() -> dict[str, Path]:
 MODULES = sources()
 
 
-def imports_of(name: str, path: Path, at_import_only: bool) -> set[str]:
-    """Modules of this package that a module imports; with `at_import_only`, not those imported inside functions."""
+def imports_of(name: str, path: Path) -> set[str]:
+    """Modules of this package that a module imports, inside functions as well."""
     found: set[str] = set()
 
     def visit(node: ast.AST) -> None:
@@ -78,7 +78,7 @@ def imports_of(name: str, path: Path, at_import_only: bool) -> set[str]:
                         found.add(inner if inner in MODULES else child.module)
             elif isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
                 continue
-            elif not (at_import_only and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)):
+            else:
                 visit(child)
 
     visit(ast.parse(path.read_text()))
@@ -100,7 +100,7 @@ def layer(name: str) -> int:
 def test_imports_run_downwards(name):
     own, own_layer = part(name), layer(name)
     assert own_layer, f"{name} is in no layer; add its part to LAYERS"
-    for target in imports_of(name, MODULES[name], at_import_only=False):
+    for target in imports_of(name, MODULES[name]):
         if part(target) == own or (name == "mla_suite" and layer(target) <= own_layer):
             continue
         above = layer(target) > own_layer
@@ -112,15 +112,25 @@ def test_imports_run_downwards(name):
 @pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("mla_suite.ops.")])
 def test_operators_use_only_those_listed(name):
     own = name.split(".")[2]
-    for target in imports_of(name, MODULES[name], at_import_only=False):
+    for target in imports_of(name, MODULES[name]):
         names = target.split(".")
         if names[1:2] == ["ops"] and len(names) > 2 and names[2] != own:
             assert (own, names[2]) in OPERATORS, f"{name} imports operator {names[2]}"
 
 
+# Circles that a launch as data takes out: each a module that makes launches, and the records that it is chosen from.
+OPEN_CIRCLES = {
+    ("mla_suite.archs.common.combine_config", "mla_suite.archs.common.combine"),
+    ("mla_suite.archs.sm_90.decode_config", "mla_suite.archs.sm_90.decode"),
+}
+
+
 def test_no_circles():
-    """A package counts as importing what its `__init__` imports; importing a part of a package imports the package."""
-    graph = {name: imports_of(name, path, at_import_only=True) for name, path in MODULES.items()}
+    """Imports inside functions count: they may put a start or a dependency off, and never hide a circle.
+
+    A package counts as importing what its `__init__` imports; importing a part of a package imports the package.
+    """
+    graph = {name: imports_of(name, path) for name, path in MODULES.items()}
     done: set[str] = set()
 
     def walk(name: str, trail: tuple[str, ...]) -> None:
@@ -129,7 +139,7 @@ def test_no_circles():
             return
         for target in sorted(graph.get(name, ())):
             # A package's own `__init__` may collect its parts.
-            if not name.startswith(target + "."):
+            if not name.startswith(target + ".") and (name, target) not in OPEN_CIRCLES:
                 walk(target, (*trail, name))
         done.add(name)
 

@@ -13,8 +13,6 @@ from typing import IO
 
 import pytest
 
-from mla_suite.bench import record
-
 COMMAND = """
 import runpy, signal
 
@@ -48,21 +46,19 @@ def line_with(words: str, stream: IO[str] | None) -> str:
 
 
 def test_an_interrupted_bench_has_saved_what_it_measured(tmp_path: Path) -> None:
-    saved, table = tmp_path / "run.json", tmp_path / "table.csv"
-    options = ["--op", "combine", "--rounds", "1", "--passes", "100000", "--save", str(saved), "--csv", str(table)]
-    with started("bench", "--device", "cpu", "--no-emulator", *options) as process:
-        for _ in range(3):  # the shape that is measured, a line for each pass
-            line_with(" s  combine-b4-r16-s8-v512", process.stderr)
+    table = tmp_path / "table.csv"
+    options = ["--set", "flashmla", "--plan", "without", "--set", "quick", "--csv", str(table)]
+    with started("bench", "--device", "cpu", "--shapes", "b2-h16-q1-kv64-", "b1-h16-q1-kv1024-", *options) as process:
+        line_with("b1-h16-q1-kv1024-p64-bf16 reference", process.stdout)
         process.send_signal(signal.SIGINT)
-        printed, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert f"what was measured is above, and saved in {saved} and {table}" in said
-    assert "b4-r16-s8-v512" in printed
-    (result,) = record.load(saved).results
-    assert len(result.rounds) >= 2
-    assert table.read_text().startswith("batch,ctx,")
+    assert " s  decode-b1-h16-q1-kv1024-p64-bf16" in said, "progress"
+    assert said.endswith("bench: stopped\n")
+    assert ",b1-h16-q1-kv1024-p64-bf16,reference," in table.read_text()
 
 
+@pytest.mark.full
 def test_a_build_says_how_far_it_is(tmp_path: Path) -> None:
     words = ("build", "--arch", "gfx942", "--kernel", "append_kv", "--out", str(tmp_path))
     with started(*words) as process:

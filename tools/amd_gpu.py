@@ -25,11 +25,9 @@ import torch
 print(torch.__version__, torch.version.hip or "-", torch.cuda.is_available() and
       torch.cuda.get_device_properties(0).gcnArchName.split(":")[0])
 """
-BENCH = "mla_suite bench --op decode --backend native --no-third-party --no-emulator"
+BENCH = "mla_suite bench --op decode --backend native --no-third-party"
 PUBLISHED_SETS = ("aiter-3003", "aiter-3468", "v3.2", "v4", "gpu-mode-2025", "gpu-mode-2025-layer")
-PUBLISHED = "mla_suite bench --no-third-party --no-emulator --passes 1 " + " ".join(
-    f"--set {n}" for n in PUBLISHED_SETS
-)
+PUBLISHED = "mla_suite bench --no-third-party " + " ".join(f"--set {name}" for name in PUBLISHED_SETS)
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ EXPECTED = {
 
 def steps(arch: str) -> list[Step]:
     expected = EXPECTED[arch]
-    profiled = f"python -m {BENCH} --set flashmla --shapes b64-h128-q1-kv16384 --rounds 1 --passes 1 --sustained 0"
+    profiled = f"python -m {BENCH} --set flashmla --shapes b64-h128-q1-kv16384 --rounds 1 --sustained 0 --no-floors"
     counters = "SQ_INSTS_VALU SQ_INSTS_LDS SQ_LDS_BANK_CONFLICT SQ_LDS_IDX_ACTIVE"
     return [
         Step(f"mla_suite build --arch {arch}", f"one line that counts the kernels for {arch}, and no warning"),

@@ -1,4 +1,4 @@
-"""Measuring operators: named shapes, device and host time, floors, comparison of runs, pages, tuning.
+"""Measuring operators: named shapes, device and host time, floors, tuning.
 
-`python -m mla_suite bench` and `tune` and the pytest-benchmark files all use these functions.
+`timer` gives every time; the programs and pytest-benchmark files of benchmarks/, `bench` and `tune` are built on it.
 """

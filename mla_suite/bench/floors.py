@@ -5,20 +5,18 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 
-from mla_suite.bench.clock import Effort, cold_bytes, device_rounds
-from mla_suite.bench.noise import median
+from mla_suite.bench.timer import Effort, cold_bytes, device_rounds, median
 
 READ_BYTES = tuple(65536 * n for n in (4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384))
 """256 KiB to 1 GiB."""
 MATRIX = 8192
-EFFORT = Effort(rounds=2, passes=1)
+EFFORT = Effort(rounds=2)
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class Floors:
     read        (bytes, microseconds) of a kernel that only reads, rising; one launch is included
     tflops      of a bf16 matrix product of 8192 x 8192 x 8192 random values by torch, not throttled
     source      what measured the reads
-    fp8_tflops  of the same product in e4m3; 0 where the GPU or its torch has none, or an older run did not measure it
+    fp8_tflops  of the same product in e4m3; 0 where the GPU or its torch has none
     """
 
     read: tuple[tuple[int, float], ...]
@@ -62,13 +60,9 @@ class Floors:
         """Best read rate of the curve."""
         return max(size / us / 1e3 for size, us in self.read)
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def from_json(found: dict[str, Any]) -> Floors:
-    curve = tuple((int(size), float(us)) for size, us in found["read"])
-    return Floors(curve, float(found["tflops"]), str(found["source"]), float(found.get("fp8_tflops", 0.0)))
+    def __str__(self) -> str:
+        fp8 = f"fp8 {self.fp8_tflops:.0f} TFLOP/s" if self.fp8_tflops else "fp8 not measured"
+        return f"read {self.gb_per_s:.0f} GB/s ({self.source}), bf16 product {self.tflops:.0f} TFLOP/s, {fp8}"
 
 
 def measure(device: torch.device, effort: Effort = EFFORT) -> Floors:

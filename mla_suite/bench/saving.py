@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from mla_suite.build import locations
@@ -24,3 +27,32 @@ def write_whole(path: Path, text: str) -> None:
             locations.write_atomically(target, text.encode())
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+class Table:
+    """Rows of a CSV file that is written again, whole, with every row: an interrupted run leaves those before it.
+
+    path   None: nothing is written. UsageError at once for one that cannot be
+    about  facts of the run, which stand before the rows as lines `# name: value`
+    """
+
+    def __init__(self, path: Path | None, about: Mapping[str, object] = {}) -> None:
+        self._path, self.about, self._rows = path, dict(about), list[Mapping[str, object]]()
+        if path is not None:
+            nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
+            if path.is_dir() or not os.access(nearest, os.W_OK) or not (nearest == path or nearest.is_dir()):
+                raise UsageError(f"{path} cannot be written; name a file in a folder of yours")
+
+    def add(self, row: Mapping[str, object]) -> None:
+        """Append a row; the columns are those of all rows, in the order in which they came. Floats get 5 digits."""
+        self._rows.append(row)
+        if self._path is None:
+            return
+        text = io.StringIO()
+        text.writelines(f"# {name}: {value}\n" for name, value in self.about.items())
+        columns = list(dict.fromkeys(name for each in self._rows for name in each))
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
+        writer.writeheader()
+        for each in self._rows:
+            writer.writerow({k: f"{value:.5g}" if isinstance(value, float) else value for k, value in each.items()})
+        write_whole(self._path, text.getvalue())

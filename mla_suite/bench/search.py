@@ -11,20 +11,20 @@ from typing import Any
 import torch
 
 from mla_suite.archs import ArchSpec
-from mla_suite.bench import clock, inputs, noise, runners
-from mla_suite.bench.clock import Effort
+from mla_suite.bench import inputs, runners
 from mla_suite.bench.inputs import Call, Right
-from mla_suite.bench.noise import Verdict
 from mla_suite.bench.runners import Runner
 from mla_suite.bench.sets import Case
+from mla_suite.bench.timer import MAX_CALLS, Effort, Verdict, cold_bytes, device_rounds, judge, median, spread
 from mla_suite.core import register
 from mla_suite.core.dispatch import Supported
 from mla_suite.core.op import Op
 from mla_suite.core.tuning import SearchSpace
 from mla_suite.errors import UsageError
 
-BRIEF = Effort(rounds=1, passes=1, rest_s=0.05)
-THOROUGH = Effort(rounds=2, passes=4)
+BRIEF = Effort(rounds=1, rest_s=0.05)
+THOROUGH = Effort(rounds=2)
+TURNS = 4  # of THOROUGH rounds, in turn with those of the others
 FINALISTS = 3
 
 Timer = Callable[[Runner, Sequence[Call], Effort], list[float]]
@@ -70,7 +70,7 @@ class Outcome:
             return "no other configuration could be run and was right"
         if self.verdict.word != "faster":
             return f"within the noise of the present configuration: {self.verdict}"
-        if self.baseline is not None and noise.median(self.best_rounds) > self.baseline[1]:
+        if self.baseline is not None and median(self.best_rounds) > self.baseline[1]:
             return f"{self.baseline[0]} takes {self.baseline[1]:.2f} us, less than the best of these"
         return None
 
@@ -78,7 +78,7 @@ class Outcome:
 def on_device(runner: Runner, turns: Sequence[Call], effort: Effort) -> list[float]:
     """Rounds by graph replay."""
     assert runner.run is not None
-    return clock.device_rounds(runner.run, turns, effort)
+    return device_rounds(runner.run, turns, effort)
 
 
 def search(
@@ -101,7 +101,7 @@ def search(
     if not isinstance(answer, Supported):
         raise UsageError(f"{case.id}: {backend_name} does not take it: {answer.reason}")
     right = inputs.expected(case, call)
-    turns = inputs.rotation(call, case.sample.bytes, clock.cold_bytes(device), clock.MAX_CALLS)
+    turns = inputs.rotation(call, case.sample.bytes, cold_bytes(device), MAX_CALLS)
 
     present = runners.configured(op, backend, answer.config, answer.reason)
     present.error(call, right)
@@ -114,31 +114,31 @@ def search(
         runner = runners.configured(op, backend, config, "candidate")
         try:
             runner.error(call, right)
-            times.append((noise.median(timer(runner, turns, BRIEF)), config, runner))
+            times.append((median(timer(runner, turns, BRIEF)), config, runner))
         except Exception as error:  # a candidate that cannot be built, launched or trusted is out, and says why
             found.refused.append(f"{config}: {' '.join(str(error).split())[:200]}")
     found.tried = len(times)
     finalists = sorted(times, key=lambda entry: entry[0])[:FINALISTS]
 
     rounds: dict[int, list[float]] = {index: [] for index in range(-1, len(finalists))}
-    for _ in range(THOROUGH.passes):  # in turn, so that what drifts drifts for all
+    for _ in range(TURNS):  # in turn, so that what drifts drifts for all
         for index in rounds:
             runner = present if index < 0 else finalists[index][2]
             rounds[index] += timer(runner, turns, THOROUGH)
     found.present_rounds = rounds[-1]
     if finalists:
-        best = min(range(len(finalists)), key=lambda index: noise.median(rounds[index]))
+        best = min(range(len(finalists)), key=lambda index: median(rounds[index]))
         found.best, found.best_rounds = finalists[best][1], rounds[best]
-        found.verdict = noise.judge(found.present_rounds, found.best_rounds)
+        found.verdict = judge(found.present_rounds, found.best_rounds)
     other = _baseline(op, backend_name, problem, arch, call, turns, right, device, timer)
     if other is not None:
         name, us, runner = other
-        own = min((found.present_rounds, found.best_rounds), key=lambda r: noise.median(r) if r else float("inf"))
-        if us < noise.median(own) and space.leaves(name) is not None:
-            for _ in range(THOROUGH.passes):
+        own = min((found.present_rounds, found.best_rounds), key=lambda r: median(r) if r else float("inf"))
+        if us < median(own) and space.leaves(name) is not None:
+            for _ in range(TURNS):
                 found.baseline_rounds += timer(runner, turns, THOROUGH)
-            us = noise.median(found.baseline_rounds)
-            found.left_to = noise.judge(own, found.baseline_rounds).word == "faster"
+            us = median(found.baseline_rounds)
+            found.left_to = judge(own, found.baseline_rounds).word == "faster"
         found.baseline = name, us
     return found
 
@@ -163,7 +163,7 @@ def _baseline(
         if isinstance(answer, Supported):
             runner = runners.configured(op, backend, answer.config, answer.reason)
             runner.error(call, right)
-            times.append((backend.name, noise.median(timer(runner, turns, BRIEF)), runner))
+            times.append((backend.name, median(timer(runner, turns, BRIEF)), runner))
     return min(times, key=lambda entry: entry[1]) if times else None
 
 
@@ -177,8 +177,8 @@ def cells(outcome: Outcome, space: SearchSpace, arch: ArchSpec, environment: Map
     rounds, baseline, chosen = outcome.best_rounds, outcome.baseline, None
     if outcome.left_to and outcome.baseline is not None:
         rounds, chosen = outcome.baseline_rounds, space.leaves(outcome.baseline[0])
-        baseline = outcome.backend, noise.median(outcome.present_rounds)
-    us = noise.median(rounds)
+        baseline = outcome.backend, median(outcome.present_rounds)
+    us = median(rounds)
     beside = dict(baseline=baseline[0], baseline_microseconds=f"{baseline[1]:.3f}") if baseline else {}
     named = ("cuda", "rocm", "torch", "triton")
     versions = " ".join(f"{name} {environment[name]}" for name in named if environment[name])
@@ -187,7 +187,7 @@ def cells(outcome: Outcome, space: SearchSpace, arch: ArchSpec, environment: Map
         **(chosen or space.cells(outcome.problem, arch, outcome.best)),
         "kind": "measured",
         "microseconds": f"{us:.3f}",
-        "spread_percent": f"{100 * noise.spread(rounds) / us:.1f}",
+        "spread_percent": f"{100 * spread(rounds) / us:.1f}",
         **beside,
         "device": environment["device"],
         "compute_units": environment["compute_units"],

@@ -10,8 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mla_suite.bench.clock import Effort, device_rounds
-from mla_suite.bench.noise import median
+from mla_suite.bench.timer import Effort, device_rounds, median
 from mla_suite.launch.launcher import compute_units
 
 

@@ -27,6 +27,8 @@ from mla_suite.build.instances import Instance, instances
 from mla_suite.build.locations import BuildError, ObjectError
 from mla_suite.build.manifest import KernelEntry, Library, Manifest
 
+NO_NVCC = "no nvcc of CUDA 12 or newer serves here; `pip install nvidia-cuda-nvcc` or name one with --nvcc or CUDA_HOME"
+
 
 def build(
     archs: Sequence[str] | None = None,
@@ -72,7 +74,7 @@ def build(
         wanted = [item for item in wanted if item.kernel in kernels]
     if not fp16:
         wanted = [item for item in wanted if item.constants.get("DTYPE") != "fp16"]
-    for_nvidia = sorted({item.arch.name for item in wanted if item.arch.vendor == "nvidia"})
+    for_nvidia = _archs_of("nvidia", wanted)
     nvidia = compilers.find_nvidia(nvcc) if for_nvidia else None
     if debug and not for_nvidia:
         raise ValueError(
@@ -81,13 +83,12 @@ def build(
     if debug and nvidia is not None:
         nvidia = nvidia.for_debugging()
     if for_nvidia and nvidia is None:
-        left_out, need = ", ".join(for_nvidia), "no nvcc of CUDA 12 or newer serves here"
-        remedy = "`pip install nvidia-cuda-nvcc` or name one with --nvcc or CUDA_HOME"
+        left_out = ", ".join(for_nvidia)
         if archs is not None:
-            raise BuildError(f"{need}; {remedy}, or leave {left_out} out")
-        print(f"{left_out} is left out: {need}; {remedy}; everything else works without it", file=sys.stderr)
+            raise BuildError(f"{NO_NVCC}, or leave {left_out} out")
+        print(f"{left_out} is left out: {NO_NVCC}; everything else works without it", file=sys.stderr)
         wanted = [item for item in wanted if item.arch.vendor != "nvidia"]
-    for_amd = sorted({item.arch.name for item in wanted if item.arch.vendor == "amd"})
+    for_amd = _archs_of("amd", wanted)
     amd = compilers.find_amd(rocm, for_amd) if for_amd else None
     complete = archs is None and kernels is None
     replaced = {(item.arch.name, item.kernel) for item in wanted}
@@ -120,18 +121,21 @@ def build_tuned(wanted: Sequence[Instance], progress: Callable[[int, int], None]
     missing = [item for item in wanted if not manifest.is_built(item.arch.name, item.id)]
     if not missing:
         return 0
-    for_amd = sorted({item.arch.name for item in missing if item.arch.vendor == "amd"})
+    for_amd, for_nvidia = _archs_of("amd", missing), _archs_of("nvidia", missing)
     amd = compilers.find_amd(None, for_amd) if for_amd else None
-    for_nvidia = any(item.arch.vendor == "nvidia" for item in missing)
     nvidia = compilers.find_nvidia() if for_nvidia else None
     if for_nvidia and nvidia is None:
-        raise BuildError("no nvcc of CUDA 12 or newer serves here; `pip install nvidia-cuda-nvcc` or set CUDA_HOME")
+        raise BuildError(NO_NVCC)
     out = locations.writable_tuned_objects(csrc)
     site = _Site(csrc, out, out / ".build", amd, nvidia)
     with _written(out), locations.locked(out):
         made = _compiled(missing, site, None, progress)
         _publish(made, {}, site, lambda old: not old.stale, accept_damaged=True)
     return len(missing)
+
+
+def _archs_of(vendor: str, items: Sequence[Instance]) -> list[str]:
+    return sorted({item.arch.name for item in items if item.arch.vendor == vendor})
 
 
 class _Site(NamedTuple):

@@ -62,7 +62,7 @@ class KernelEntry(Cost):
 
     @property
     def stale(self) -> bool:
-        """Whether the sources, where they are at hand, are others than it was made from."""
+        """True if the sources on disk differ from those it was built from; False where there are none."""
         return self.csrc.is_dir() and hash_sources(self.csrc, self.sources) != self.source_hash
 
     def _check_sources(self) -> None:
@@ -110,8 +110,8 @@ class Manifest:
         read_trusted(self.root / made.file, made.sha256)
         return self.root / made.file
 
-    def of(self, archs: Collection[str]) -> Manifest:
-        """The same without the kernels of other archs."""
+    def only_archs(self, archs: Collection[str]) -> Manifest:
+        """This manifest without the kernels of other archs."""
         return replace(self, kernels={key: entry for key, entry in self.kernels.items() if entry.arch in archs})
 
     def files(self) -> list[str]:

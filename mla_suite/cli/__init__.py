@@ -4,7 +4,7 @@ A command module has `add_arguments(parser)` and `run(args) -> int`, and its doc
 as a ValueError is a sentence about its arguments: it is printed, and the exit status is 2; after Ctrl-C it is 130.
 `torch_device`, `positive` and `sizes` are types of arguments that several commands take; each refuses in a sentence.
 `bar` and `compiling` are the progress bars of those that take long, on stderr; where that is no terminal, lines.
-Modules are imported only when their command is asked for, so `build` works where torch is not installed.
+A command is imported when it is asked for: `build` works without torch, and none waits for what others need.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import sys
 import time
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
 if TYPE_CHECKING:
     import torch
-    from rich.console import Console
-    from rich.progress import Progress
 
 INTERRUPTED = 130
 LINE_EVERY_S = 10.0  # of a build of hundreds of steps, whose output is no terminal
@@ -30,7 +31,7 @@ COMMANDS = {
     "build": "compile the kernels for AMD and NVIDIA GPUs; needs no GPU",
     "kernels": "show what was built: registers, LDS, spills, occupancy, instruction counts",
     "formats": "print the byte map of every KV cache format",
-    "bench": "measure the operators on named shapes, compare runs, write a page of plots",
+    "bench": "measure the operators on named shapes, each result checked first",
     "emulate": "run an operator on an emulated AMD GPU: numbers, sanitizer findings, counters and bounds",
     "replay": "run a call again that check mode found wrong, and compare it with the reference",
     "tune": "search configurations on this GPU and store the best with their provenance",
@@ -39,7 +40,7 @@ COMMANDS = {
 
 
 def torch_device(text: str) -> torch.device:
-    import torch
+    import torch  # `build` and `kernels` work where it is not installed
 
     try:
         device = torch.device(text)
@@ -68,13 +69,12 @@ def bar(first: str, total: int, *, quiet: bool = False) -> Iterator[Callable[...
 
     Where the output is no terminal, each new description is a line of its own, with the seconds since the first.
     """
-    from rich.console import Console
-
     console = Console(stderr=True, quiet=quiet)
     if not console.is_terminal:
         yield _lines(first, quiet=quiet)
         return
-    with _progress("{task.description:60}", console) as shown:
+    columns = TextColumn("{task.description:60}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console) as shown:
         yield partial(shown.update, shown.add_task(first, total=total))
 
 
@@ -93,44 +93,20 @@ def _lines(first: str, *, quiet: bool) -> Callable[..., None]:
 def compiling() -> Iterator[Callable[[int, int], None]]:
     """Yields a function of (finished compiler steps, their total). The bar appears with the first step.
 
-    Where the output is no terminal, the first step, the last, and one after every ten seconds are a line each.
+    Its description, which is a line where the output is no terminal, changes every ten seconds and at the end.
     """
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield _compiling_lines()
-        return
-    shown = _progress("compiling", console)
-    task = shown.add_task("", total=None)
-
-    def step(number: int, of: int) -> None:
-        shown.start()
-        shown.update(task, completed=number, total=of)
-
-    try:
-        yield step
-    finally:
-        shown.stop()
-
-
-def _compiling_lines() -> Callable[[int, int], None]:
-    update, last = None, 0.0
+    update: Callable[..., None] | None = None
+    last = 0.0
 
     def step(number: int, of: int) -> None:
         nonlocal update, last
         said = f"compiling {number} of {of}"
         if update is None:
-            update, last = _lines(said, quiet=False), time.perf_counter()
+            update, last = stack.enter_context(bar(said, of)), time.perf_counter()
         elif number == of or time.perf_counter() - last >= LINE_EVERY_S:
             update(description=said)
             last = time.perf_counter()
+        update(completed=number, total=of)
 
-    return step
-
-
-def _progress(label: str, console: Console) -> Progress:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console)
+    with ExitStack() as stack:
+        yield step

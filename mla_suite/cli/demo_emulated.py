@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from rich import box
+from rich.console import Console
+from rich.table import Column, Table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_suite
@@ -24,9 +27,6 @@ from mla_suite.core import register
 from mla_suite.core.explain import Explanation
 from mla_suite.errors import UsageError
 from mla_suite.launch import current_arch
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 RTOL, ATOL = 2e-2, 8e-3
 """Tolerances of GPU MODE's amd-mla-decode task, which compares the output and the whole cache."""
@@ -109,16 +109,12 @@ def _shown(part: Part, arch: ArchSpec, update: Callable[..., None]) -> dict[str,
 
 def _backends(answers: Sequence[Explanation], launches: Sequence[dict[str, Any]]) -> dict[str, dict[str, str]]:
     """Per operator the backend and why. `combine` is no call of the layer: the attention operator launches it."""
-    found = {answer.op: {"backend": answer.backend, "why": _why(answer)} for answer in answers}
+    found = {answer.op: {"backend": answer.backend, "why": str(answer)} for answer in answers}
     if "combine" not in found and any(_operator(launch["kernel"]) == "combine" for launch in launches):
-        why = f"combine on {answers[0].arch} -> native: launched by the attention operator to combine what plan split"
+        arch = answers[0].arch
+        why = f"combine on {arch} -> native ({arch}): launched by the attention operator to combine what plan split"
         found["combine"] = {"backend": "native", "why": why}
     return found
-
-
-def _why(answer: Explanation) -> str:
-    lines = [f"{answer.op} on {answer.arch} -> {answer.backend}: {answer.reason}"]
-    return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in answer.refused])
 
 
 def _not_native(
@@ -150,9 +146,6 @@ def _compared(name: str, expected: torch.Tensor, got: torch.Tensor) -> tuple[flo
 
 def show(record: dict[str, Any], console: Console) -> None:
     """Print a report for people."""
-    from rich import box
-    from rich.table import Column, Table
-
     for part in record["parts"]:
         console.rule(part["title"], align="left")
         for op, found in part["backends"].items():

@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
 
 import mla_suite
+from mla_suite import kv_formats
 from mla_suite.archs import ArchSpec
-from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format as declared
-from mla_suite.models import MLA, MLAConfig, PagedLatentCache, Step, cos_sin_table
+from mla_suite.models import MLA, MLAConfig, PagedLatentCache, cos_sin_table
 from mla_suite.models.rope import rotate
 
 GPU_MODE_BATCHES, GPU_MODE_PREFILLS = (1, 2), (128, 512)
@@ -45,27 +43,13 @@ def parts(arch: ArchSpec) -> Iterator[tuple[str, Callable[[], list[Part]]]]:
 
 def gpu_mode_layer() -> list[Part]:
     """The decode step of GPU MODE's layer over a contiguous cache, at two batches and two prefills."""
-    config = MLAConfig.gpu_mode_2025()
-    layer = _layer(config, "bf16")
-    return [_contiguous(layer, batch, prefill) for batch in GPU_MODE_BATCHES for prefill in GPU_MODE_PREFILLS]
-
-
-def _contiguous(layer: MLA, batch: int, prefill: int) -> Part:
-    config = layer.config
-    draw = torch.Generator().manual_seed(batch * prefill)
-    cache, sequences = PagedLatentCache.contiguous(1, batch, prefill + 1)
-    cache.append(sequences, [prefill] * batch)
-    filled = torch.empty_like(cache.layers[0]).normal_(generator=draw)
-    x = torch.empty(batch, 1, config.hidden_size, dtype=torch.bfloat16).normal_(generator=draw)
-    angles = cos_sin_table(config, prefill + 1, dtype=torch.bfloat16)
-    where = cache.append(sequences, [1] * batch)
-
-    def step() -> dict[str, torch.Tensor]:
-        kv_cache = filled.clone()
-        return {"y": _decoded(layer, x, kv_cache, where, angles), "cache": kv_cache}
-
-    title = f"GPU MODE amd-mla-decode layer, batch {batch}, prefill {prefill}, {config.num_heads} heads, bf16"
-    return Part(title, ("plan", "append_kv", "decode", "combine"), step)
+    layer = _layer(MLAConfig.gpu_mode_2025(), "bf16")
+    steps = [
+        _dense(layer, "GPU MODE amd-mla-decode layer", (prefill,) * batch, page_size=prefill + 1)
+        for batch in GPU_MODE_BATCHES
+        for prefill in GPU_MODE_PREFILLS
+    ]
+    return [replace(step, operators=(*step.operators, "combine")) for step in steps]
 
 
 def dense_layers() -> list[Part]:
@@ -75,40 +59,36 @@ def dense_layers() -> list[Part]:
     quantised = _layer(config, "fp8", whole)
     rank = _layer(config.for_rank(4), "fp8", whole)
     return [
-        _paged(whole, "R1 layer", q_len=1),
-        _paged(quantised, "R1 layer", q_len=1),
-        _paged(rank, "R1 layer, one of 4 ranks", q_len=4),
+        _dense(whole, "R1 layer", (700, 90)),
+        _dense(quantised, "R1 layer", (700, 90)),
+        _dense(rank, "R1 layer, one of 4 ranks", (700, 90), q_len=4),
     ]
 
 
-def _paged(layer: MLA, name: str, *, q_len: int) -> Part:
-    config, page, prefills = layer.config, 64, (700, 90)
-    draw = torch.Generator().manual_seed(q_len)
-    pages = sum(-(-(n + q_len) // page) for n in prefills)
-    cache = PagedLatentCache(1, pages, page, kv_format=layer.kv_format)
+def _dense(layer: MLA, name: str, prefills: tuple[int, ...], *, page_size: int = 64, q_len: int = 1) -> Part:
+    """A step of `q_len` tokens for each sequence over a cache of as many tokens as `prefills` says."""
+    config = layer.config
+    draw = torch.Generator().manual_seed(q_len * sum(prefills))
+    pages = sum(-(-(n + q_len) // page_size) for n in prefills)
+    cache = PagedLatentCache(1, pages, page_size, kv_format=layer.kv_format)
     sequences = [cache.allocate() for _ in prefills]
     cache.append(sequences, list(prefills))
-    rows = torch.empty(pages, page, 576).normal_(generator=draw)
-    kind = declared(layer.kv_format)
-    descale = rows.abs().max() / FP8_LARGEST if kind.per_tensor_descale else None
-    filled = caches.pack(kind, rows, descale=descale)
+    rows = torch.empty(pages, page_size, 576).normal_(generator=draw)
+    scaled = kv_formats.get_kv_format(layer.kv_format).per_tensor_descale
+    descale = rows.abs().max() / FP8_LARGEST if scaled else None
+    filled = kv_formats.pack(layer.kv_format, rows, descale=descale)
     x = torch.empty(len(prefills), q_len, config.hidden_size, dtype=torch.bfloat16).normal_(generator=draw)
-    angles = cos_sin_table(config)
+    angles = cos_sin_table(config, dtype=torch.float32 if config.cache_rotated else torch.bfloat16)  # as the task's
     where = cache.append(sequences, [q_len] * len(prefills))
 
     def step() -> dict[str, torch.Tensor]:
         kv_cache = filled.clone()
-        return {"y": _decoded(layer, x, kv_cache, where, angles, kv_descale=descale), "cache": kv_cache}
+        plan = mla_suite.plan(where.seq_lens, num_heads=config.num_heads, max_seqlen_q=q_len)
+        y = layer.decode(x, kv_cache, where, angles, plan=plan, kv_descale=descale)
+        return {"y": y, "cache": kv_cache}
 
     title = f"{name}, {config.num_heads} heads, {layer.kv_format} cache, lengths {prefills}, q_len {q_len}"
     return Part(title, ("plan", "append_kv", "decode"), step)
-
-
-def _decoded(
-    layer: MLA, x: torch.Tensor, kv_cache: torch.Tensor, where: Step, angles: torch.Tensor, **more: Any
-) -> torch.Tensor:
-    plan = mla_suite.plan(where.seq_lens, num_heads=layer.config.num_heads, max_seqlen_q=x.shape[1])
-    return layer.decode(x, kv_cache, where, angles, plan=plan, **more)
 
 
 def sparse_layer() -> Part:
@@ -128,10 +108,9 @@ def sparse_layer() -> Part:
     q_down, q_up, kv_down = weight(q_lora, hidden), weight(heads * head_dim, q_lora), weight(head_dim, hidden)
     o_proj = weight(hidden, heads * head_dim)
     sink = torch.empty(heads).normal_(generator=draw)
-    kind = declared("dsv4")
     pages = [-(-(n + 1) // page) for n in lengths]
-    filled = caches.pack(kind, torch.empty(sum(pages), page, head_dim).normal_(generator=draw))
-    compressed = caches.pack(kind, torch.empty(20, 64, head_dim).normal_(generator=draw))
+    filled = kv_formats.pack("dsv4", torch.empty(sum(pages), page, head_dim).normal_(generator=draw))
+    compressed = kv_formats.pack("dsv4", torch.empty(20, 64, head_dim).normal_(generator=draw))
     x = torch.empty(len(lengths), 1, hidden, dtype=torch.bfloat16).normal_(generator=draw)
     first = [sum(pages[:b]) * page for b in range(len(lengths))]  # slot of each sequence's token 0: pages in order
     slots = torch.tensor([start + n for start, n in zip(first, lengths, strict=True)])

@@ -18,16 +18,27 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import mla_suite
+from mla_suite import emulator, testing
+from mla_suite.archs import ArchSpec
+from mla_suite.bench import inputs
+from mla_suite.bench.runners import fp8_weights
+from mla_suite.build import ObjectError
 from mla_suite.cli import problem
+from mla_suite.core import register
+from mla_suite.core.explain import explain
+from mla_suite.core.op import Op, Sample
+from mla_suite.emulator import Report
 from mla_suite.errors import UsageError
-
-if TYPE_CHECKING:
-    from mla_suite.archs import ArchSpec
-    from mla_suite.core.op import Op, Sample
-    from mla_suite.emulator import Report
-
+from mla_suite.launch import DriverError, LaunchError
+from mla_suite.ops.decode.samples import decode_sample
 
 OWN = tuple(name for name in problem.OPTIONS if name != "topk")
 
@@ -41,10 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from mla_suite.build import ObjectError
-    from mla_suite.core import register
-    from mla_suite.launch import DriverError, LaunchError
-
     if args.op is None:
         for op in register.registry().values():
             print(op.name, *(f"\n  {sample.name}" for sample in op.samples()), sep="")
@@ -74,13 +81,11 @@ def _sample(op: Op, args: argparse.Namespace) -> Sample:
             raise UsageError(
                 "emulate: a problem of your own is one of decode, without a sample, and has --heads and --kv"
             )
-        import torch
-
-        from mla_suite.ops.decode.samples import decode_sample
-
         lens = given.pop("batch", 1) * [given.pop("kv")]
         dtype = getattr(torch, given.pop("q_dtype", "bfloat16"))
-        return decode_sample(lens, dtype=dtype, planned=given.pop("plan", False), **given)
+        return decode_sample(
+            lens, dtype=dtype, planned=given.pop("plan", False), page=given.pop("page_size", 64), **given
+        )
     samples = {sample.name: sample for sample in op.samples()}
     name = args.sample or next(iter(samples))
     if name not in samples:
@@ -90,13 +95,6 @@ def _sample(op: Op, args: argparse.Namespace) -> Sample:
 
 def measure(op: Op, sample: Sample, arch: str) -> dict[str, Any]:
     """Run one sample on the reference and in the emulator; -> what is printed."""
-    import torch
-
-    import mla_suite
-    from mla_suite import emulator, testing
-    from mla_suite.bench.runners import fp8_weights
-    from mla_suite.core.explain import explain
-
     device = torch.device("cpu")
     operator = getattr(torch.ops.mla_suite, op.name)
 
@@ -129,10 +127,6 @@ def measure(op: Op, sample: Sample, arch: str) -> dict[str, Any]:
 
 def _wrong(op: Op, expected: Sequence[Any], got: Sequence[Any], fp8_weights_bound: Any) -> str:
     """Names outputs further off than `bench` allows, in a sentence; arguments that were written have the same bytes."""
-    import torch
-
-    from mla_suite.bench import inputs
-
     count = len(expected) - len(op.mutates)
     try:
         inputs.error(got[:count], expected[:count], fp8_weights=fp8_weights_bound)
@@ -145,8 +139,6 @@ def _wrong(op: Op, expected: Sequence[Any], got: Sequence[Any], fp8_weights_boun
 
 def _difference(expected: Any, got: Any) -> float:
     """Largest absolute difference; 0 where both are the same infinity or NaN."""
-    import torch
-
     a, b = (t.view(torch.uint8) if t.element_size() == 1 else t for t in (expected, got))
     same = (a == b) | ((a != a) & (b != b))
     return float(torch.where(same, 0.0, (a.double() - b.double()).abs()).max()) if a.numel() else 0.0
@@ -177,10 +169,6 @@ _RESOURCES = {"memory": "memory", "matrix": "matrix", "valu": "vector ALU", "lds
 
 
 def _print(record: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     console = Console(highlight=False, soft_wrap=True)
     console.print(Text(f"{record['op']} {record['sample']}\n{record['explanation']}"))
     differences = ", ".join(f"{d:.3g}" for d in record["largest_difference"])

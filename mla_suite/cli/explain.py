@@ -13,7 +13,13 @@ from __future__ import annotations
 
 import argparse
 
+import torch
+
+import mla_suite
+from mla_suite import archs
 from mla_suite.cli import problem, torch_device
+from mla_suite.core import register
+from mla_suite.core.explain import explain_on
 from mla_suite.errors import UsageError, usage
 
 
@@ -28,13 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import torch
-
-    import mla_suite
-    from mla_suite import archs
-    from mla_suite.core import register
-    from mla_suite.core.explain import explain_on
-
     arch = archs.get(args.on) if args.on else None
     options = problem.given(args)
     if options:

@@ -1,15 +1,15 @@
 """Print the byte map of every KV cache kv_format.
 
-A cache is a tensor [pages, page, width]. For each kv_format this shows what one token costs, the rule that makes its
-scales, and where each field of token t lies in a block of P tokens:
+A cache is a tensor [pages, page_size, width]. For each kv_format this shows what one token costs, the rule that makes
+its scales, and where each field of token t lies in a block of P tokens:
 
-    python -m mla_suite formats                     all kv_formats, blocks of 64 tokens
-    python -m mla_suite formats dsv4 --page 256     one kv_format, another page size
-    python -m mla_suite formats v32 --constants     also the integers that kernels are compiled with
-    python -m mla_suite formats --json              the same facts for a program
+    python -m mla_suite formats                         all kv_formats, blocks of 64 tokens
+    python -m mla_suite formats dsv4 --page-size 256    one kv_format, another page size
+    python -m mla_suite formats v32 --constants         also the integers that kernels are compiled with
+    python -m mla_suite formats --json                  the same facts for a program
 
 Offsets count bytes from the start of a block. The next block begins `block` bytes later, and a cache may leave more
-room than that. In Python: mla_suite.kv_formats.kv_format(name), and .cache for pack, unpack and validate.
+room than that. In Python: mla_suite.kv_formats.get_kv_format(name); pack, unpack, validate and empty are there too.
 """
 
 from __future__ import annotations
@@ -18,20 +18,11 @@ import argparse
 import json
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from mla_suite.cli import positive
-from mla_suite.kv_formats import KV_FORMATS, Field, KVFormat, kv_format
-
-BAR = 50
-COLOURS = {
-    "latent": "black on cyan",
-    "rope": "black on yellow",
-    "scale": "black on green",
-    "pad": "white on bright_black",
-}
+from mla_suite.kv_formats import KV_FORMATS, Field, KVFormat, get_kv_format
 
 NOTES = {
     "e4m3fn": "OCP fp8: largest 448; 0x7f and 0xff are NaN",
@@ -44,84 +35,83 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "names", nargs="*", metavar="kv_format", help=f"which to print; default all: {', '.join(KV_FORMATS)}"
     )
-    parser.add_argument("--page", type=positive, default=64, help="tokens in a block (default 64)")
+    parser.add_argument("--page-size", type=positive, default=64, help="tokens in a block (default 64)")
     parser.add_argument("--constants", action="store_true", help="also print the constants kernels are compiled with")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
     console = Console(highlight=False)
-    chosen = [kv_format(name) for name in args.names] or list(KV_FORMATS.values())
+    facts = {fmt.name: describe(fmt, args.page_size) for fmt in map(get_kv_format, args.names or KV_FORMATS)}
     if args.json:
-        print(json.dumps({one.name: facts(one, args.page) for one in chosen}, indent=2))
+        print(json.dumps(facts, indent=2))
         return 0
-    for one in chosen:
-        console.print(picture(one, args.page, args.constants), "")
+    for name, described in facts.items():
+        show(name, described, args.constants, console)
     return 0
 
 
-def facts(one: KVFormat, page: int) -> dict[str, Any]:
+def describe(fmt: KVFormat, page_size: int) -> dict[str, Any]:
     """Everything printed about a kv_format, as plain data."""
+    scaled = "kv_descale, one fp32 per tensor" if fmt.per_tensor_descale else "none"
     return {
-        "summary": one.summary,
-        "dtypes": list(one.dtypes),
-        "shape": ["pages", page, one.width],
-        "token_bytes": one.token_bytes,
-        "head_dim": one.head_dim,
-        "head_dim_v": one.head_dim_v,
-        "block_bytes": one.block_bytes(page),
-        "block_bytes_unpadded": one.block_bytes(page, padded=False),
-        "alignment": one.alignment,
-        "scale_rule": scale_sentence(one),
+        "summary": fmt.summary,
+        "dtypes": list(fmt.dtypes),
+        "shape": ["pages", page_size, fmt.width],
+        "token_bytes": fmt.token_bytes,
+        "head_dim": fmt.head_dim,
+        "head_dim_v": fmt.head_dim_v,
+        "block_bytes": fmt.block_bytes(page_size),
+        "block_bytes_unpadded": fmt.block_bytes(page_size, padded=False),
+        "alignment": fmt.alignment,
+        "scale_rule": scaled if fmt.scale_rule is None else fmt.scale_rule.sentence,
         "fields": [
             {
                 "name": field.name,
                 "encoding": field.encoding,
                 "count": field.count,
                 "offset": offset_formula(field),
-                "token_0": [field.start(0, page), field.start(0, page) + field.bytes],
-                "last_token": [field.start(page - 1, page), field.start(page - 1, page) + field.bytes],
+                "token_0": [field.start(0, page_size), field.start(0, page_size) + field.bytes],
+                "last_token": [
+                    field.start(page_size - 1, page_size),
+                    field.start(page_size - 1, page_size) + field.bytes,
+                ],
             }
-            for field in one.fields
+            for field in fmt.fields
         ],
-        "constants": one.constants(),
+        "constants": fmt.constants(),
     }
 
 
-def picture(one: KVFormat, page: int, constants: bool) -> RenderableType:
-    """The kv_format's facts, a bar of one token's bytes, and a table of its fields."""
-    shown = facts(one, page)
+def show(name: str, facts: dict[str, Any], constants: bool, console: Console) -> None:
+    """Prints what `describe` found: a line for each fact, then a table of the fields."""
+    _, page_size, width = facts["shape"]
+    dense = get_kv_format(name).dense
+    padding = facts["block_bytes"] - facts["block_bytes_unpadded"]
+    lines = {
+        "cache": f"[pages, {page_size}, {width}{'*' if dense else ''}] {' or '.join(facts['dtypes'])}; "
+        f"{facts['token_bytes']} bytes per token",
+        "row": f"{facts['head_dim']}{'*' if dense else ''} values, of which V is the first {facts['head_dim_v']}"
+        + (" (*any size)" if dense else ""),
+        "block": f"{facts['block_bytes']} bytes" + (f", of which {padding} are padding" if padding else ""),
+        "align": f"first byte and block stride are multiples of {facts['alignment']}",
+        "scale": facts["scale_rule"],
+    }
+    encodings = {field["encoding"] for field in facts["fields"]}
+    lines |= {encoding: note for encoding, note in NOTES.items() if encoding in encodings}
+    console.print(f"[bold]{name}[/bold]  {facts['summary']}")
+    for label, text in lines.items():
+        console.print(f"  {label:9} {text}", markup=False, soft_wrap=True)
     table = Table(box=None, padding=(0, 1, 0, 2))
-    for column in ("", "values", "first byte", "token 0", f"token {page - 1}"):
+    for column in ("", "values", "first byte", "token 0", f"token {page_size - 1}"):
         table.add_column(column, no_wrap=True)
-    for field in shown["fields"]:
+    for field in facts["fields"]:
         spans = [f"{first}..{end - 1}" for first, end in (field["token_0"], field["last_token"])]
         table.add_row(field["name"], f"{field['count']} x {field['encoding']}", field["offset"], *spans)
-    width = f"{one.width}*" if one.dense else str(one.width)
-    padding = one.block_bytes(page) - one.block_bytes(page, padded=False)
-    block = f"{one.block_bytes(page)} bytes" + (f", of which {padding} are padding" if padding else "")
-    said = {
-        "cache": f"[pages, {page}, {width}] {' or '.join(one.dtypes)}; {one.token_bytes} bytes per token",
-        "row": f"{one.head_dim} values = {one.latent} latent + {one.rope} rope; V is the first {one.head_dim_v}"
-        + (" (*any size)" if one.dense else ""),
-        "block": block,
-        "align": f"first byte and block stride are multiples of {one.alignment}",
-        "scale": scale_sentence(one),
-    }
-    encodings = {field.encoding for field in one.fields}
-    said |= {encoding: note for encoding, note in NOTES.items() if encoding in encodings}
-    lines = [Text(f"  {label:9} {text}") for label, text in said.items()]
-    title = Text.assemble((one.name, "bold"), f"  {one.summary}")
-    parts: list[RenderableType] = [title, *lines, *bars(one, page), table]
+    console.print(table)
     if constants:
-        parts.append(Text("  " + "\n  ".join(f"-D{name}={value}" for name, value in one.constants().items())))
-    return Group(*parts)
-
-
-def scale_sentence(one: KVFormat) -> str:
-    if one.scale_rule is not None:
-        return one.scale_rule.sentence
-    return "kv_descale, one fp32 per tensor" if one.per_tensor_descale else "none"
+        console.print("\n".join(f"  -D{macro}={value}" for macro, value in facts["constants"].items()))
+    console.print()
 
 
 def offset_formula(field: Field) -> str:
@@ -129,23 +119,3 @@ def offset_formula(field: Field) -> str:
     terms = [f"P*{field.per_block}"] if field.per_block else []
     terms.append(f"t*{field.stride}")
     return " + ".join([*terms, str(field.offset)] if field.offset else terms)
-
-
-def bars(one: KVFormat, page: int) -> list[Text]:
-    """One token's bytes drawn to scale; a second bar for what lies at the end of the block."""
-    drawn = [Text("  token     ") + bar([f for f in one.fields if not f.per_block])]
-    tail = [f for f in one.fields if f.per_block]
-    if tail:
-        start = tail[0].start(0, page)
-        drawn.append(Text("  tail      ") + bar(tail) + Text(f" x {page}, from byte {start}"))
-    return drawn
-
-
-def bar(fields: list[Field]) -> Text:
-    total = max(sum(field.bytes for field in fields), 64)
-    text = Text("|")
-    for field in fields:
-        label = f"{field.name} {field.bytes} B"
-        cells = max(BAR * field.bytes // total, len(label) + 2)
-        text.append(label.center(cells), style=COLOURS[field.name]).append("|")
-    return text

@@ -11,6 +11,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from rich.console import Console
+from rich.table import Table
+
 from mla_suite.build import KernelEntry, ObjectError
 from mla_suite.build.manifest import installed, read
 from mla_suite.errors import UsageError
@@ -23,9 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-    from rich.table import Table
-
     try:
         manifest = read(arguments.objects) if arguments.objects else installed()
     except ObjectError as error:

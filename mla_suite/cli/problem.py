@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+import mla_suite
+from mla_suite import kv_formats
+from mla_suite.archs import ArchSpec
 from mla_suite.cli import positive
 from mla_suite.errors import UsageError
-
-if TYPE_CHECKING:
-    from mla_suite.archs import ArchSpec
+from mla_suite.ops.plan import parts_on, scheduler
 
 LENGTHS, KV_FORMATS = {"decode": "kv", "sparse_decode": "topk"}, {"decode": "bf16", "sparse_decode": "v32"}
 Q_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e4m3fnuz")
@@ -21,7 +24,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "q_len": dict(type=positive, help="query tokens of a sequence (default 1)"),
     "kv": dict(type=int, help="cached keys of a sequence, of decode"),
     "topk": dict(type=positive, help="selected keys of a query token, of sparse_decode"),
-    "page": dict(type=positive, help="keys in a page of the cache (default 64)"),
+    "page_size": dict(type=positive, help="keys in a page of the cache (default 64)"),
     "kv_format": dict(help="the cache's kv_format (default bf16; sparse_decode: v32)"),
     "q_dtype": dict(choices=Q_DTYPES, help="type of the queries (default bfloat16)"),
     "plan": dict(action="store_true", default=None, help="with a plan"),
@@ -59,37 +62,28 @@ def without_values(op: str, options: dict[str, Any], arch: ArchSpec | None) -> t
     foreign = {"kv": "topk", "topk": "kv"}[length]
     if foreign in options:
         raise UsageError(f"--{foreign} is not an option of {op}; it takes --{length}")
-    import torch
-
-    from mla_suite import kv_formats
-    from mla_suite.kv_formats import cache as caches
-
-    batch, q_len, page = (options.get(name, default) for name, default in (("batch", 1), ("q_len", 1), ("page", 64)))
-    keys, kind = options[length], kv_formats.kv_format(options.get("kv_format", KV_FORMATS[op]))
-    pages, index = -(-keys // page), partial(torch.empty, dtype=torch.int32, device="meta")
+    defaults = {"batch": 1, "q_len": 1, "page_size": 64}
+    batch, q_len, page_size = (options.get(name, default) for name, default in defaults.items())
+    keys, fmt = options[length], kv_formats.get_kv_format(options.get("kv_format", KV_FORMATS[op]))
+    pages, index = -(-keys // page_size), partial(torch.empty, dtype=torch.int32, device="meta")
     q_dtype = getattr(torch, options.get("q_dtype", "bfloat16"))
-    q = torch.empty(batch, q_len, options["heads"], kind.head_dim, dtype=q_dtype, device="meta")
+    q = torch.empty(batch, q_len, options["heads"], fmt.head_dim, dtype=q_dtype, device="meta")
     tensors: tuple[Any, ...]
     keywords: dict[str, Any]
     if op == "decode":
-        cache = caches.empty(kind, batch * pages + 1, page, device="meta")
+        cache = kv_formats.empty(fmt, batch * pages + 1, page_size, device="meta")
         tensors = (q, cache, index(batch), index(batch, pages))
-        keywords = dict(kv_format=kind.name, max_seqlen_kv=keys) | _splits(options, batch, q_len, keys, arch)
+        keywords = dict(kv_format=fmt.name, max_seqlen_kv=keys) | _splits(options, batch, q_len, keys, arch)
     else:
-        cache = caches.empty(kind, batch * pages, page, device="meta")
+        cache = kv_formats.empty(fmt, batch * pages, page_size, device="meta")
         tensors = (q, [cache], [index(batch, q_len, keys)])
         # A plan of sparse_decode has a sequence for each query token.
-        keywords = dict(kv_formats=[kind.name]) | _splits(options, batch * q_len, 1, keys, arch)
+        keywords = dict(kv_formats=[fmt.name]) | _splits(options, batch * q_len, 1, keys, arch)
     return tensors, dict(softmax_scale=192**-0.5, **keywords)
 
 
 def _splits(options: dict[str, Any], sequences: int, q_len: int, keys: int, arch: ArchSpec | None) -> dict[str, Any]:
     """Returns the arguments that say how keys are split; a plan is as `mla_suite.plan` makes it on the arch."""
-    import torch
-
-    import mla_suite
-    from mla_suite.ops.plan import parts_on, scheduler
-
     found: dict[str, Any] = {name: options[name] for name in ("num_splits", "split_size") if name in options}
     if "plan" in options:
         units = 1 if arch is None else arch.compute_units

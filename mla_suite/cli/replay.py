@@ -18,12 +18,14 @@ import argparse
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from mla_suite.errors import UsageError
+import torch
 
-if TYPE_CHECKING:
-    from mla_suite.core.saved_call import Saved
+import mla_suite
+from mla_suite.core import check_mode, dispatch, register, saved_call
+from mla_suite.core.saved_call import Saved
+from mla_suite.errors import UsageError, usage
+from mla_suite.launch import DriverError, LaunchError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,10 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import mla_suite
-    from mla_suite.core import saved_call
-    from mla_suite.errors import usage
-
     try:
         saved = saved_call.load(args.file)
     except (OSError, ValueError) as error:
@@ -58,11 +56,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _replay(saved: Saved, backend: str | None, *, on_cpu: bool) -> int:
-    import torch
-
-    from mla_suite.core import check_mode, dispatch, register, saved_call
-    from mla_suite.launch import DriverError, LaunchError
-
     op = register.get(saved.op)
     device = torch.device("cuda" if saved.device == "cuda" and not on_cpu and torch.cuda.is_available() else "cpu")
     tensors = tuple(saved_call.tensor(one, device) for one in saved.tensors)

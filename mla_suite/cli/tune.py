@@ -203,15 +203,15 @@ def _cases(args: argparse.Namespace) -> list[Case]:
 
 
 def _line(outcome: Outcome) -> str:
-    from mla_suite.bench import noise
+    from mla_suite.bench.timer import median
 
-    present = f"present {outcome.present} {noise.median(outcome.present_rounds):.2f} us"
+    present = f"present {outcome.present} {median(outcome.present_rounds):.2f} us"
     if outcome.baseline is not None:
         present += f", {outcome.baseline[0]} {outcome.baseline[1]:.2f}"
     if outcome.left_to:
         return f"{outcome.case.id}: {present}; worth a row that leaves it to that"
     if outcome.verdict is None:
         return f"{outcome.case.id}: {present}; {outcome.kept}"
-    best = f"best {outcome.best} {noise.median(outcome.best_rounds):.2f} us ({outcome.verdict})"
+    best = f"best {outcome.best} {median(outcome.best_rounds):.2f} us ({outcome.verdict})"
     refused = f", {len(outcome.refused)} refused" if outcome.refused else ""
     return f"{outcome.case.id}: {present}; {best} of {outcome.tried}{refused}; {outcome.kept or 'worth a row'}"

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from mla_suite.distributed.context import local_slots
 from mla_suite.distributed.parallel import KeyShard
 from mla_suite.models.cache import PagedLatentCache, Step
 
@@ -94,20 +93,15 @@ class ContextParallelCache:
         if any(count < 0 for count in counts):
             raise ValueError(f"append: counts {list(counts)}; a count is 0 or more (use truncate to drop tokens)")
         step = self._own.append(sequences, local, width=width)
-        slots, positions = [], []
-        for sequence, start, count in zip(sequences, starts, counts, strict=True):
-            self._lengths[sequence] = start + count
-            where = range(start, start + count)
-            slots.append(local_slots(where, self._own.pages(sequence), self.page_size, self.shard))
-            positions.append(torch.arange(start, start + count, device="cpu"))
-        lengths = torch.tensor([self._lengths[sequence] for sequence in sequences], dtype=torch.int32, device="cpu")
-        empty = [torch.empty(0, dtype=torch.int64, device="cpu")]
-        return Step(
-            step.block_table,
-            lengths.to(self.device),
-            torch.cat(slots or empty).to(self.device),
-            torch.cat(positions or empty).to(self.device),
-        )
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        self._lengths.update(zip(sequences, ends, strict=True))
+        spans = [range(start, end) for start, end in zip(starts, ends, strict=True)]
+        positions = torch.tensor([position for span in spans for position in span], dtype=torch.int64, device="cpu")
+        slots = torch.full((positions.shape[0],), -1, device=self.device)
+        own = self.shard.owns(positions).nonzero()[:, 0].to(self.device)
+        slots[own] = step.slot_mapping  # which has the rank's own tokens in this order
+        lengths = torch.tensor(ends, dtype=torch.int32, device="cpu")
+        return Step(step.block_table, lengths.to(self.device), slots, positions.to(self.device))
 
     def _local(self, tokens: int) -> int:
         return int(self.shard.local_lens(torch.tensor(tokens, device="cpu")))

@@ -8,7 +8,6 @@ receives all heads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -153,12 +152,3 @@ def _check(q: torch.Tensor, shard: KeyShard, chosen: str) -> None:
         raise ValueError(
             f"q has {q.shape[-2]} heads, which do not split over {shard.world} ranks; use exchange='all_gather'"
         )
-
-
-def local_slots(positions: Sequence[int], pages: Sequence[int], page_size: int, shard: KeyShard) -> torch.Tensor:
-    """int64 [len(positions)]: where this rank stores the keys at these global positions, -1 for keys of other ranks."""
-    where = torch.tensor(list(positions), dtype=torch.int64, device="cpu")
-    own = shard.owns(where)
-    local = torch.where(own, shard.local_positions(where), 0)
-    table = torch.tensor(list(pages) or [0], dtype=torch.int64, device="cpu")
-    return torch.where(own, table[local // page_size] * page_size + local % page_size, -1)

@@ -74,7 +74,7 @@ class PeerMemory:
 
         -> merged [rows, own_heads, dim] in out's dtype, its lse [rows, own_heads]
         """
-        from mla_suite.distributed import peer_triton
+        from mla_suite.distributed import peer_triton  # triton comes with torch's GPU builds alone
 
         rows, heads, dim = out.shape
         merged = out.new_empty((rows, own_heads, dim))

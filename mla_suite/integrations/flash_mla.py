@@ -36,7 +36,7 @@ _WORDS = {
 }
 """Arguments of the operators -> those of `flash_mla_with_kvcache`."""
 _METADATA_WORDS = {"seq_lens": "cache_seqlens", "num_heads x max_seqlen_q": "num_q_tokens_per_head_k"}
-_DECODING_WORDS = {"cache_seqlens": "seqlens_k", "num_heads_k": "h_k"}  # of get_mla_metadata's second face
+_DECODING_WORDS = {"cache_seqlens": "seqlens_k", "num_heads_k": "h_k"}
 _KNOWN = KnownCalls("flash_mla_with_kvcache")
 FORMAT_NAMES = {"V32": "v32", "V4": "dsv4"}
 """FlashMLA's names of the records that are read here -> kv_formats."""
@@ -49,11 +49,11 @@ class Config(NamedTuple):
     batch: int
     q_len: int
     heads: int
-    page: int
+    page_size: int
     causal: bool
     is_fp8_kvcache: bool
     topk: int | None
-    extra_page: int | None
+    extra_page_size: int | None
     extra_topk: int | None
     enable_batch_invariant: bool
 
@@ -237,11 +237,11 @@ def flash_mla_with_kvcache(
         batch=q.shape[0],
         q_len=q.shape[1],
         heads=q.shape[2],
-        page=k_cache.shape[1],
+        page_size=k_cache.shape[1],
         causal=causal,
         is_fp8_kvcache=k_cache.dtype.itemsize == 1,
         topk=None if indices is None else indices.shape[-1],
-        extra_page=None if extra_k_cache is None else extra_k_cache.shape[1],
+        extra_page_size=None if extra_k_cache is None else extra_k_cache.shape[1],
         extra_topk=None if extra_indices_in_kvcache is None else extra_indices_in_kvcache.shape[-1],
         enable_batch_invariant=enable_batch_invariant,
     )
@@ -273,7 +273,7 @@ def flash_mla_with_kvcache(
             possible = "pass indices, or call mla_suite.decode with split_size"
             _refuse(name, "enable_batch_invariant is True in a dense call", possible)
         plan = _plan_of(name, tile_scheduler_metadata, num_splits, cache_seqlens, q.shape[1] * q.shape[2])
-        options = scale, q.shape[1], 0, head_dim_v, causal, stored, 0, 0, 1, 0, 1, True
+        options = scale, q.shape[1], 0, head_dim_v, causal, stored, 0, 0, 1, 0, 1, -1, True
         call = DirectCall(DECODE, _dense_tensors, options)
     given = (
         *(q, k_cache, block_table, cache_seqlens, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache),
@@ -294,7 +294,7 @@ def flash_mla_with_kvcache(
 def _dense_tensors(given: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of decode from those of `flash_mla_with_kvcache`."""
     q, cache, block_table, lens, _, sink, _, _, _, _, descale_q, descale_k, plan = given
-    return q, _rows(cache), lens, block_table, None, None, None, descale_q, descale_k, sink, None, plan, None
+    return q, _rows(cache), lens, block_table, None, None, None, descale_q, descale_k, sink, None, plan, None, None
 
 
 def _sparse_tensors(given: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -312,7 +312,7 @@ def _rows(cache: torch.Tensor) -> torch.Tensor:
 
 _PREFILL = ("flash_attn_varlen_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_varlen_kvpacked_func")
 _NO_PREFILL = (
-    "un-absorbed prefill is not part of this face; see mla_suite.models.MLA.prefill, or call torch's "
+    "this interface has no un-absorbed prefill; see mla_suite.models.MLA.prefill, or call torch's "
     "scaled_dot_product_attention"
 )
 __getattr__ = absent(__name__, dict.fromkeys(_PREFILL, _NO_PREFILL))

@@ -16,7 +16,10 @@ from typing import NamedTuple
 import torch
 
 from mla_suite.core import checks
-from mla_suite.integrations import refuse
+from mla_suite.errors import CallError
+from mla_suite.integrations import refuse, restate
+from mla_suite.ops.decode.validate_data import check_table
+from mla_suite.ops.plan import check_lengths
 
 
 class SingleHeadProblem(NamedTuple):
@@ -33,7 +36,7 @@ def split(
 ) -> SingleHeadProblem:
     """The problem with one KV head; sequence b of KV head k is its sequence b x kv_heads + k. Query heads that follow
     each other share a KV head. Refuses heads that cannot be shared out, and a cache that is no row after row."""
-    pages, page, kv_heads, width = k_cache.shape
+    pages, page_size, kv_heads, width = k_cache.shape
     if q.shape[2] % kv_heads:
         refuse(name, f"{q.shape[2]} query heads with {kv_heads} KV heads", "the first is a multiple of the second")
     if not k_cache.is_contiguous():
@@ -46,33 +49,21 @@ def split(
     checks.tensor(name, "block_table", block_table, rank=2, dtypes=checks.INDEX, like=q)
     checks.shape(name, "block_table", block_table, (q.shape[0], block_table.shape[1]), "[batch, columns]")
     if checks.readable(q) and (q.is_cpu or checks.debugging()):
-        _check_values(name, block_table, cache_seqlens, pages, page)
-    within_page = torch.arange(page, dtype=block_table.dtype, device=block_table.device) * kv_heads
+        try:  # here, since the operator would name sequences and pages of its own
+            check_lengths("decode", cache_seqlens, 0)
+            check_table(block_table, cache_seqlens, pages, page_size, torch.zeros_like(cache_seqlens))
+        except CallError as error:
+            restate(name, {"seq_lens": "cache_seqlens", "kv_cache": "k_cache"}, error)
+    within_page = torch.arange(page_size, dtype=block_table.dtype, device=block_table.device) * kv_heads
     of_head = torch.arange(kv_heads, dtype=block_table.dtype, device=block_table.device)
     # An entry past a sequence's pages may be any number, and so may its product: no such row is read.
-    first = (block_table * (page * kv_heads))[:, None, :, None]
+    first = (block_table * (page_size * kv_heads))[:, None, :, None]
     return SingleHeadProblem(
         q.unflatten(2, (kv_heads, q.shape[2] // kv_heads)).transpose(1, 2).flatten(0, 1),
-        k_cache.view(pages * page * kv_heads, 1, 1, width),
+        k_cache.view(pages * page_size * kv_heads, 1, 1, width),
         (first + (of_head[:, None, None] + within_page)).flatten(2).flatten(0, 1),
         of_each_head(cache_seqlens, kv_heads),
     )
-
-
-def _check_values(name: str, block_table: torch.Tensor, cache_seqlens: torch.Tensor, pages: int, page: int) -> None:
-    """Refuse lengths and page ids that cannot be, which the operator would number as sequences and rows of its own."""
-    room = page * block_table.shape[1]
-    wrong = ((cache_seqlens < 0) | (cache_seqlens > room)).nonzero()
-    if wrong.numel():
-        b = int(wrong[0])
-        possible = f"block_table has {block_table.shape[1]} pages of {page} tokens: it takes 0..{room}"
-        refuse(name, f"cache_seqlens[{b}] is {int(cache_seqlens[b])}", possible)
-    present = torch.arange(block_table.shape[1], device=block_table.device) * page < cache_seqlens[:, None]
-    wrong = (present & ((block_table < 0) | (block_table >= pages))).nonzero()
-    if wrong.numel():
-        b, column = wrong[0].tolist()
-        given = f"block_table[{b}, {column}] is page {int(block_table[b, column])}"
-        refuse(name, given, f"k_cache has {pages} pages")
 
 
 def join(out: torch.Tensor, lse: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,16 +1,18 @@
 """The KV cache formats, each declared once; kernels, packers, checks and the printed byte map derive from them.
 
-`kv_format(name)` finds one and needs no torch. `mla_suite.kv_formats.cache` moves values in and out of tensors.
+`get_kv_format(name)` finds one and needs no torch. Where torch is installed, `empty`, `pack`, `unpack` and `validate`
+make caches and move values in and out of them: `pack("dsv4", rows)`.
 """
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from types import MappingProxyType
 
 from mla_suite.errors import UsageError
 from mla_suite.kv_formats.declare import FP8_LARGEST, Field, KVFormat, ScaleRule, dense_fields
 
-__all__ = ["FP8_LARGEST", "KV_FORMATS", "Field", "KVFormat", "ScaleRule", "kv_format"]
+__all__ = ["FP8_LARGEST", "KV_FORMATS", "Field", "KVFormat", "ScaleRule", "get_kv_format"]
 
 LATENT = 512
 ROPE = 64
@@ -73,9 +75,16 @@ KV_FORMATS: MappingProxyType[str, KVFormat] = MappingProxyType({declared.name: d
 """Every declared kv_format by name."""
 
 
-def kv_format(name: str) -> KVFormat:
-    """The declared kv_format called `name`; an unknown name is a ValueError that lists the known ones."""
-    found = KV_FORMATS.get(name)
+def get_kv_format(name: str | KVFormat) -> KVFormat:
+    """The declared kv_format called `name`, or the record itself; ValueError lists the names where there is none."""
+    found = name if isinstance(name, KVFormat) else KV_FORMATS.get(name)
     if found is None:
         raise UsageError(f"kv_format {name!r} is unknown; the kv_formats are {', '.join(KV_FORMATS)}")
     return found
+
+
+if find_spec("torch") is not None:
+    from mla_suite.kv_formats.cache import empty as empty
+    from mla_suite.kv_formats.cache import pack as pack
+    from mla_suite.kv_formats.cache import unpack as unpack
+    from mla_suite.kv_formats.cache import validate as validate

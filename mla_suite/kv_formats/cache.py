@@ -1,7 +1,8 @@
 """Caches in a declared kv_format: make, check, pack, unpack, gather rows, scatter rows, look for damaged values.
 
-A cache is `[pages, page, width]`; blocks may lie further apart than their tokens need (`KVFormat.block_bytes`). A
-*slot* is page id * page + offset. Rows are fp32 `[..., head_dim]`.
+A cache is `[pages, page_size, width]`; blocks may lie further apart than their tokens need (`KVFormat.block_bytes`). A
+*slot* is page id * page_size + offset. Rows are fp32 `[..., head_dim]`. `empty`, `pack`, `unpack` and `validate` are in
+`mla_suite.kv_formats` as well, and take a format by its name or its record.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import torch
 
 from mla_suite.core import checks
-from mla_suite.kv_formats import KV_FORMATS
+from mla_suite.kv_formats import KV_FORMATS, get_kv_format
 from mla_suite.kv_formats.declare import Field, KVFormat
 from mla_suite.kv_formats.encode import decode, decode_rows, encode_rows
 
@@ -22,12 +23,21 @@ def dtypes(kv_format: KVFormat) -> tuple[torch.dtype, ...]:
 
 
 def empty(
-    kv_format: KVFormat, pages: int, page: int, *, padded: bool = True, device: torch.device | str = "cpu"
+    kv_format: str | KVFormat,
+    num_pages: int,
+    page_size: int,
+    *,
+    padded: bool = True,
+    device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """An uninitialised cache `[pages, page, width]`, its blocks `kv_format.block_bytes(page, padded)` apart."""
-    stride = kv_format.block_bytes(page, padded) // kv_format.element_bytes
-    blocks = torch.empty((pages, stride), dtype=dtypes(kv_format)[0], device=device)
-    return blocks.as_strided((pages, page, kv_format.width), (stride, kv_format.width, 1))
+    """An uninitialised cache `[num_pages, page_size, width]`, its blocks `block_bytes(page_size, padded)` apart.
+
+    Raises ValueError for an unknown name.
+    """
+    fmt = get_kv_format(kv_format)
+    stride = fmt.block_bytes(page_size, padded) // fmt.element_bytes
+    blocks = torch.empty((num_pages, stride), dtype=dtypes(fmt)[0], device=device)
+    return blocks.as_strided((num_pages, page_size, fmt.width), (stride, fmt.width, 1))
 
 
 def check(
@@ -98,13 +108,14 @@ def check_descale(
 
 
 def pack(
-    kv_format: KVFormat, rows: torch.Tensor, *, descale: torch.Tensor | None = None, padded: bool = True
+    kv_format: str | KVFormat, rows: torch.Tensor, *, descale: torch.Tensor | None = None, padded: bool = True
 ) -> torch.Tensor:
-    """A new cache that holds `rows` `[pages, page, head_dim]` (any float dtype), quantised by the kv_format's rule.
+    """A new cache that holds `rows` `[pages, page_size, head_dim]` (any float dtype), quantised by the format's rule.
 
-    Bytes between blocks are zero. Raises ValueError for rows of another width than the format's, and for a descale that
-    the kv_format has no use for.
+    Bytes between blocks are zero. Raises ValueError for an unknown name, for rows of another width than the format's,
+    and for a descale that the format has no use for.
     """
+    kv_format = get_kv_format(kv_format)
     if rows.dim() != 3 or not (kv_format.dense or rows.shape[-1] == kv_format.head_dim):
         width = "head_dim" if kv_format.dense else kv_format.head_dim
         checks.fail(
@@ -124,11 +135,13 @@ def pack(
     return cache
 
 
-def unpack(kv_format: KVFormat, cache: torch.Tensor, *, descale: torch.Tensor | None = None) -> torch.Tensor:
-    """fp32 rows `[pages, page, head_dim]` of a cache; `unpack(kv_format, cache[page_ids])` reads only those pages.
+def unpack(kv_format: str | KVFormat, cache: torch.Tensor, *, descale: torch.Tensor | None = None) -> torch.Tensor:
+    """fp32 rows `[pages, page_size, head_dim]` of a cache; `unpack(kv_format, cache[page_ids])` reads only those pages.
 
-    Raises ValueError or TypeError for a tensor that is no cache in `format`, and for a descale that it has no use for.
+    Raises ValueError or TypeError for an unknown name, for a tensor that is no cache in that format, and for a descale
+    that it has no use for.
     """
+    kv_format = get_kv_format(kv_format)
     checks.tensor("unpack", "cache", cache, rank=3, dtypes=dtypes(kv_format))
     check(kv_format, cache, cache.shape[2] if kv_format.dense else kv_format.head_dim, op="unpack", argument="cache")
     check_descale(kv_format, descale, cache, op="unpack", argument="descale")
@@ -173,13 +186,13 @@ def scatter(
         words[block, token] = stored.view(words.dtype)
 
 
-def validate(kv_format: KVFormat, cache: torch.Tensor) -> tuple[str, ...]:
+def validate(kv_format: str | KVFormat, cache: torch.Tensor) -> tuple[str, ...]:
     """Lists the faults among the values of a cache, one sentence each; empty when all is well.
 
     Looks at every token, so write or clear the whole cache first. Reports NaN and inf among the values, and scales that
     are not positive and finite or, where the rule says so, not a power of two.
     """
-    sized = _sized_to(kv_format, cache.shape[2])
+    sized = _sized_to(get_kv_format(kv_format), cache.shape[2])
     found: list[str] = []
     for field in sized.value_fields:
         _report(found, f"{field.name} is not finite", ~_decoded(sized, cache, field).isfinite().all(dim=-1))

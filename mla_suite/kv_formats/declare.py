@@ -28,7 +28,7 @@ FP8_LARGEST = {"e4m3fn": 448.0, "e4m3fnuz": 240.0}
 class Field:
     """One field of a token: `count` elements of `encoding`.
 
-    In a block of `page` tokens, token `t` has the field at byte `page * per_block + t * stride + offset`.
+    In a block of `page_size` tokens, token `t` has the field at byte `page_size * per_block + t * stride + offset`.
     """
 
     name: str
@@ -47,9 +47,9 @@ class Field:
         """Bytes of the field in one token."""
         return self.count * ENCODING_BITS[self.encoding] // 8
 
-    def start(self, token: int, page: int) -> int:
-        """First byte of the field of `token` within its block of `page` tokens."""
-        return page * self.per_block + token * self.stride + self.offset
+    def start(self, token: int, page_size: int) -> int:
+        """First byte of the field of `token` within its block of `page_size` tokens."""
+        return page_size * self.per_block + token * self.stride + self.offset
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ class ScaleRule:
 class KVFormat:
     """A KV format: where each value of a token lies in a block of a paged cache, and how it is encoded.
 
-    A cache is a tensor `[pages, page, width]` of `dtypes[0]` (any of `dtypes` is accepted); `width` counts elements
-    of that dtype. The row a token stands for is its `latent` values followed by its `rope` values, `head_dim` in all;
-    V is the first `head_dim_v` of them.
+    A cache is a tensor `[pages, page_size, width]` of `dtypes[0]` (any of `dtypes` is accepted); `width` counts
+    elements of that dtype. The row a token stands for is its `latent` values followed by its `rope` values, `head_dim`
+    in all; V is the first `head_dim_v` of them.
     """
 
     name: str
@@ -147,10 +147,10 @@ class KVFormat:
         """`ocp` or `fnuz` for fp8 values, else an empty string."""
         return {"e4m3fn": "ocp", "e4m3fnuz": "fnuz"}.get(self.by_name["latent"].encoding, "")
 
-    def block_bytes(self, page: int, padded: bool = True) -> int:
-        """Bytes from one block of `page` tokens to the next; `padded` rounds up to `block_multiple`."""
+    def block_bytes(self, page_size: int, padded: bool = True) -> int:
+        """Bytes from one block of `page_size` tokens to the next; `padded` rounds up to `block_multiple`."""
         multiple = self.block_multiple if padded else 1
-        return -(-page * self.token_bytes // multiple) * multiple
+        return -(-page_size * self.token_bytes // multiple) * multiple
 
     def sized(self, latent: int, rope: int) -> KVFormat:
         """The same format for rows of `latent` + `rope` values; only dense formats have a choice."""

@@ -2,7 +2,7 @@
 
 torch's batched product leaves its result heads first, and a pass over it follows: a concatenation with the rotated part
 into q, or a transposition for o_proj. At batch 128 and 128 heads on an H200 these passes took 39 us (Inductor's code,
-which turns q_pe in it) and 3 us beside products of 10. On CUDA GPUs bf16 and fp16 go through operators of their own,
+which rotates q_pe in it) and 3 us beside products of 10. On CUDA GPUs bf16 and fp16 go through operators of their own,
 `mla_suite_layers::absorb` and `::head_values`, whose Triton kernels write the result where the next step reads it: 10
 us each. Everything else is torch.
 """
@@ -17,9 +17,9 @@ from mla_suite.models.operators import TAGS, have_kernels, library, on_its_devic
 from mla_suite.models.rope import rotate
 
 MAX_ROWS = 128  # tokens of a program
-COLUMNS = 64  # of the latent at a time
-HEADS = 32  # whose q_pe a program turns at a time
-PROGRAMS = 128  # as many have work for the multiprocessors of the largest GPUs; a program with more to do loads ahead
+COLUMNS = 64  # latent columns that a program multiplies at a time
+HEADS = 32  # heads whose q_pe a program rotates at a time
+PROGRAMS = 128  # enough programs to fill the largest GPU; with fewer, each has more columns and loads ahead
 
 library.define(
     "absorb(Tensor q_nope, Tensor q_pe, Tensor w_uk, Tensor? cos_sin, Tensor? positions, bool interleaved) -> Tensor",

@@ -37,7 +37,7 @@ def absorb_kernel(
 ):
     """The first heads x LATENT / OWN programs: OWN columns of a head's latent for BLOCK_M tokens, COLUMNS at a time.
 
-    Then a program for each token turns its heads' q_pe, HEADS at a time: it waits for one load after another, beside
+    Then a program for each token rotates its heads' q_pe, HEADS at a time: it waits for one load after another, beside
     the others.
     """
     SHARES: tl.constexpr = LATENT // OWN
@@ -77,8 +77,8 @@ def absorb_kernel(
                 elif INTERLEAVED:
                     pe = tl.load(mine + whole, mask=there).to(tl.float32)
                     a, b = tl.split(tl.reshape(pe, (HEADS, HALF, 2)))
-                    turned = tl.interleave(a * cos - b * sin, b * cos + a * sin)
-                    tl.store(into + whole, turned.to(q.dtype.element_ty), mask=there)
+                    rotated = tl.interleave(a * cos - b * sin, b * cos + a * sin)
+                    tl.store(into + whole, rotated.to(q.dtype.element_ty), mask=there)
                 else:
                     a = tl.load(mine + pair, mask=there).to(tl.float32)
                     b = tl.load(mine + HALF + pair, mask=there).to(tl.float32)

@@ -160,7 +160,7 @@ def _storage(kv_format: str, num_pages: int, page_size: int, device: torch.devic
 
     A tensor made in inference mode could not be written to outside of it, as `append` does to copy a page.
     """
-    declared = kv_formats.kv_format(kv_format)
+    declared = kv_formats.get_kv_format(kv_format)
     if declared.head_dim != LATENT + ROPE:
         raise ValueError(
             f"PagedLatentCache: kv_format {kv_format!r} holds rows of {declared.head_dim} values, this cache rows of "

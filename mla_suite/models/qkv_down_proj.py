@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from mla_suite.models.operators import TAGS, have_kernels, library, on_its_device
 
-PARTS = 2  # of K; with 4 a step took 1.5 us longer
-MAX_TOKENS = 256  # of more the parts, which are twice as wide as the result, are too many bytes
+PARTS = 2  # splits of K; with 4 a step took 1.5 us longer
+MAX_TOKENS = 256  # above this, writing and reading fp32 partial results costs more than the split of K saves
 
 library.define(
     "latents(Tensor x, Tensor weight, Tensor q_weight, Tensor kv_weight, float q_eps, float kv_eps)"

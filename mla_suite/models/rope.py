@@ -61,7 +61,7 @@ def cos_sin_table(
 
 
 def rotate(x: torch.Tensor, cos_sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
-    """x [..., ROPE] turned by cos_sin [..., ROPE] (broadcast), computed in fp32, returned in x's dtype.
+    """x [..., ROPE] rotated by cos_sin [..., ROPE] (broadcast), computed in fp32, rerotated in x's dtype.
 
     interleaved pairs elements 2i and 2i + 1 (GPT-J, DeepSeek); otherwise i and i + ROPE / 2 (NeoX). Elements stay in
     their places, so a rotated query must meet a key rotated in the same style.
@@ -70,8 +70,8 @@ def rotate(x: torch.Tensor, cos_sin: torch.Tensor, *, interleaved: bool) -> torc
     values = x.float()
     if interleaved:
         even, odd = values[..., 0::2], values[..., 1::2]
-        turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+        rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
     else:
         low, high = values.chunk(2, dim=-1)
-        turned = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
-    return turned.to(x.dtype)
+        rotated = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+    return rotated.to(x.dtype)

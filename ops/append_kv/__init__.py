@@ -12,7 +12,7 @@ from mla_suite.core import checks, dispatch, eager
 from mla_suite.core.op import Op, Output
 from mla_suite.core.register import register
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format as declared
+from mla_suite.kv_formats import get_kv_format
 from mla_suite.ops.append_kv import compare, reference, samples
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -77,7 +77,7 @@ def append_kv(
 
 
 def check(args: AppendKvArgs) -> tuple[Output, ...]:
-    kind = declared(args.kv_format)
+    kind = get_kv_format(args.kv_format)
     checks.tensor("append_kv", "kv_c", args.kv_c, rank=2, dtypes=INPUT_DTYPES)
     checks.tensor("append_kv", "k_pe", args.k_pe, rank=2, dtypes=(args.kv_c.dtype,), like=args.kv_c)
     tokens, latent = args.kv_c.shape
@@ -113,7 +113,7 @@ def describe(args: AppendKvArgs) -> Problem:
 
 
 def validate(args: AppendKvArgs) -> None:
-    caches.check_base(declared(args.kv_format), args.kv_cache, op="append_kv", argument="kv_cache")
+    caches.check_base(get_kv_format(args.kv_format), args.kv_cache, op="append_kv", argument="kv_cache")
     factor = 1.0 if args.kv_descale is None else float(args.kv_descale)
     if not 0.0 < factor < math.inf:
         checks.fail("append_kv", "kv_descale", f"is {factor:g}", "values are divided by it: a finite number above 0")

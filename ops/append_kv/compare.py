@@ -10,13 +10,13 @@ import torch
 
 from mla_suite.core.op import Compared
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format as declared
+from mla_suite.kv_formats import get_kv_format
 from mla_suite.ops.append_kv import reference
 
 
 def compare(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> Sequence[Compared]:
     """The values of written rows are equal. They do not depend on what the cache held, which is gone after the call."""
-    kind, (_, page, width) = declared(args.kv_format), args.kv_cache.shape
+    kind, (_, page, width) = get_kv_format(args.kv_format), args.kv_cache.shape
     tokens = reference.written(args.slot_mapping).sort().values
     # The reference writes them side by side into a cache of its own.
     side_by_side = torch.arange(len(tokens), device=tokens.device)

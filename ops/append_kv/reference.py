@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format as declared
+from mla_suite.kv_formats import get_kv_format
 
 
 def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
@@ -17,7 +17,7 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         rope = rotated(rope, args.cos_sin[args.positions[tokens].long()].float(), args.interleaved)
     rows = torch.cat([latent, rope], dim=-1)
     caches.scatter(
-        declared(args.kv_format), args.kv_cache, args.slot_mapping[tokens].long(), rows, descale=args.kv_descale
+        get_kv_format(args.kv_format), args.kv_cache, args.slot_mapping[tokens].long(), rows, descale=args.kv_descale
     )
 
 

@@ -9,14 +9,14 @@ import torch
 
 from mla_suite.core.op import Sample
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format as declared
+from mla_suite.kv_formats import get_kv_format
 
 
 def sample(
     tokens: int, kv_format: str, *, page: int = 64, rope: bool = False, interleaved: bool = True, skip: bool = False
 ) -> Sample:
     """`tokens` random rows to distinct slots in random order; `skip` gives every third token a negative slot."""
-    kind = declared(kv_format)
+    kind = get_kv_format(kv_format)
     pages = -(-tokens // page) + 1
 
     def make(device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -16,8 +16,7 @@ import triton.language as tl
 
 from mla_suite.archs import ArchSpec
 from mla_suite.core.dispatch import Supported, Unsupported
-from mla_suite.kv_formats import FP8_LARGEST
-from mla_suite.kv_formats import kv_format as declared
+from mla_suite.kv_formats import FP8_LARGEST, get_kv_format
 
 
 def fp32_bits(value: float) -> int:
@@ -201,7 +200,7 @@ def encode_e4m3(values, FNUZ: tl.constexpr):
 @functools.lru_cache(maxsize=256)
 def constants(kv_format: str, latent: int, rope: int) -> dict[str, Any]:
     """The kv_format's constants and encodings, as the kernel names them."""
-    kind = declared(kv_format).sized(latent, rope)
+    kind = get_kv_format(kv_format).sized(latent, rope)
     encodings = {field.name: field.encoding for field in kind.fields}
     names = ("KV_LATENT", "KV_ROPE", "KV_SCALE", "KV_PAD")
     found: dict[str, Any] = {name: value for name, value in kind.constants().items() if name.startswith(names)}
@@ -211,7 +210,7 @@ def constants(kv_format: str, latent: int, rope: int) -> dict[str, Any]:
 
 
 def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
-    unknown = declared(problem.kv_format).encodings - ENCODINGS
+    unknown = get_kv_format(problem.kv_format).encodings - ENCODINGS
     if unknown:
         given = f"kv_format {problem.kv_format} holds {', '.join(sorted(unknown))}"
         return Unsupported(f"{given}; it takes {', '.join(sorted(ENCODINGS))}")

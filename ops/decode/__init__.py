@@ -12,12 +12,13 @@ from mla_suite.core.op import Op, Output
 from mla_suite.core.prepared import ceil_div, rounded_up
 from mla_suite.core.register import register
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format as declared
+from mla_suite.kv_formats import get_kv_format
 from mla_suite.ops.decode import compare, reference, samples, validate_data
-from mla_suite.ops.plan import check_splits, check_words, longest_counted
+from mla_suite.ops.plan import check_splits, check_window, check_words, longest_counted
 from mla_suite.ops.plan.metadata import OPEN
 
 Q_FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+MAX_TREE = 64  # query tokens of a sequence whose tree a word of 64 bits describes
 MAX_CP_PERIOD = 2**30  # keys; the kernels divide by it in 31 bits
 Q_DTYPES = (torch.bfloat16, torch.float16, torch.float32, *Q_FP8)
 
@@ -39,6 +40,7 @@ class DecodeArgs:
     rope_cos_sin: torch.Tensor | None = None
     plan: torch.Tensor | None = None
     cp_tot_seq_lens: torch.Tensor | None = None
+    tree_mask: torch.Tensor | None = None
     _: KW_ONLY
     softmax_scale: float
     max_seqlen_q: int = 1
@@ -51,6 +53,7 @@ class DecodeArgs:
     cp_world_size: int = 1
     cp_rank: int = 0
     cp_interleave: int = 1
+    window_left: int = -1
     plus_inf_lse: bool = False
 
 
@@ -72,6 +75,8 @@ class Problem(NamedTuple):
     planned: bool
     num_splits: int
     split_size: int
+    window: bool  # window_left is given
+    tree: bool  # tree_mask is given
 
     def notes(self) -> tuple[str, ...]:
         """Returns the sentences `explain` adds."""
@@ -94,6 +99,7 @@ def decode(
     rope_cos_sin: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
     cp_tot_seq_lens: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
     *,
     softmax_scale: float,
     max_seqlen_q: int = 1,
@@ -106,6 +112,7 @@ def decode(
     cp_world_size: int = 1,
     cp_rank: int = 0,
     cp_interleave: int = 1,
+    window_left: int = -1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from the newest query tokens of each sequence to its cached keys; V is the first values of each key row.
 
@@ -113,7 +120,7 @@ def decode(
                   float32 or float8
     kv_cache      [pages, page, width] in `kv_format`; token t of a sequence lies in its page t // page at t % page
     seq_lens      [batch] int32, cached keys of each sequence, those of the query tokens included
-    block_table   [batch, width] int32 page ids, entries past a sequence's pages are never read; or
+    block_table   [batch, width] int32 page ids, entries past a sequence's pages or before its window are never read; or
     kv_indptr     [batch + 1] int32 and kv_indices [n] int32: sequence b has pages kv_indices[kv_indptr[b]...]
     cu_seqlens_q  [batch + 1] int32: sequence b has query tokens cu_seqlens_q[b]..cu_seqlens_q[b + 1], at most
                   max_seqlen_q. Tokens behind the last are of no sequence, and their out and lse are not computed
@@ -127,6 +134,9 @@ def decode(
                   split, and changes results by rounding alone
     cp_tot_seq_lens  [batch] int32, with cp_world_size: keys of each sequence on all ranks together. Needed where a
                   causal sequence may have several query tokens; one query token sees all of a rank's keys
+    tree_mask     [batch, q_len] int64, [tokens] with cu_seqlens_q: a tree of at most 64 drafts takes the place of the
+                  causal limit. Query token i sees query token j's key where bit j of its word is set, and all earlier
+                  keys. A chain has the words 1, 3, 7, ...
     softmax_scale multiplies q . k
     max_seqlen_kv an upper bound of seq_lens, which helps to choose the kernel; 0 if unknown
     head_dim_v    values of V; a row has head_dim
@@ -138,6 +148,8 @@ def decode(
     cp_world_size, cp_rank, cp_interleave  with cp_world_size > 1, kv_cache, block_table and seq_lens are those of rank
                   cp_rank, which has the keys at global positions p with p // cp_interleave % cp_world_size == cp_rank,
                   in order and without gaps. The causal limit is on global positions; `combine` merges the results
+    window_left   >= 0: keys left of a query token, without its own, that it sees (a sliding window); -1 for all.
+                  Earlier keys are neither read nor counted
 
     -> out [..., heads, head_dim_v] in q's dtype (bfloat16 for fp8), lse [..., heads] fp32 natural log.
 
@@ -156,17 +168,17 @@ def decode(
     """
     tensors = (
         *(q, kv_cache, seq_lens, block_table, kv_indptr, kv_indices, cu_seqlens_q),
-        *(q_descale, kv_descale, attn_sink, rope_cos_sin, plan, cp_tot_seq_lens),
+        *(q_descale, kv_descale, attn_sink, rope_cos_sin, plan, cp_tot_seq_lens, tree_mask),
     )
     options = (
         *(softmax_scale, max_seqlen_q, max_seqlen_kv, head_dim_v, causal, kv_format, num_splits, split_size),
-        *(cp_world_size, cp_rank, cp_interleave),
+        *(cp_world_size, cp_rank, cp_interleave, window_left),
     )
     return eager.call(DECODE, tensors, options)
 
 
 def check(args: DecodeArgs) -> tuple[Output, ...]:
-    kind = declared(args.kv_format)
+    kind = get_kv_format(args.kv_format)
     checks.tensor("decode", "q", args.q, rank=3 if args.cu_seqlens_q is not None else 4, dtypes=Q_DTYPES)
     heads, head_dim = args.q.shape[-2:]
     caches.check(kind, args.kv_cache, head_dim, op="decode", argument="kv_cache", like=args.q)
@@ -213,6 +225,9 @@ def check(args: DecodeArgs) -> tuple[Output, ...]:
     checks.scale("decode", args.softmax_scale)
     check_splits("decode", args.num_splits, args.split_size)
     _check_ranks(args, batch)
+    check_window("decode", args.window_left)
+    if args.tree_mask is not None:
+        _check_tree(args, args.tree_mask, batch)
     dtype = torch.bfloat16 if args.q.dtype in Q_FP8 else args.q.dtype
     return Output((*args.q.shape[:-1], args.head_dim_v), dtype), Output(tuple(args.q.shape[:-1]), torch.float32)
 
@@ -241,6 +256,26 @@ def _check_ranks(args: DecodeArgs, batch: int) -> None:
     if args.attn_sink is not None:
         possible = "every rank would add it: give it to the combine that merges the ranks"
         checks.fail("decode", "attn_sink", f"is given with cp_world_size {world}", possible)
+    if args.window_left >= 0:
+        possible = "a window's keys lie on few ranks: attend on the ranks that have them, or with one rank"
+        checks.fail("decode", "window_left", f"is {args.window_left} with cp_world_size {world}", possible)
+
+
+def _check_tree(args: DecodeArgs, tree_mask: torch.Tensor, batch: int) -> None:
+    ragged = args.cu_seqlens_q is not None
+    checks.tensor("decode", "tree_mask", tree_mask, rank=1 if ragged else 2, dtypes=(torch.int64,), like=args.q)
+    shape, words = ((args.q.shape[0],), "[tokens]") if ragged else ((batch, args.q.shape[1]), "[batch, q_len]")
+    checks.shape("decode", "tree_mask", tree_mask, shape, words)
+    drafts = args.max_seqlen_q if ragged else args.q.shape[1]
+    if checks.certain(drafts > MAX_TREE):
+        given = f"is given for {drafts} query tokens of a sequence"
+        checks.fail("decode", "tree_mask", given, f"a word has bits for {MAX_TREE}")
+    if not args.causal:
+        checks.fail("decode", "tree_mask", "is given with causal=False", "it takes the place of the causal limit")
+    for name, both in (("window_left", args.window_left >= 0), ("cp_world_size", args.cp_world_size > 1)):
+        if both:
+            possible = "the position of a draft does not follow from its place in a tree: pass one of the two"
+            checks.fail("decode", "tree_mask", f"is given with {name} {getattr(args, name)}", possible)
 
 
 def _check_pages(args: DecodeArgs, batch: int) -> None:
@@ -272,10 +307,13 @@ def describe(args: DecodeArgs) -> Problem:
     else:
         pages = 0 if args.kv_indices is None else args.kv_indices.shape[0]
         context, context_from = pages * page // max(batch, 1), "kv_indices per sequence x page"
+    q_len = args.q.shape[1] if args.cu_seqlens_q is None else args.max_seqlen_q
+    if args.window_left >= 0 and args.split_size == 0:
+        context, context_from = min(context, args.window_left + q_len), "window_left"
     return Problem(
         batch=batch,
         heads=args.q.shape[-2],
-        q_len=args.q.shape[1] if args.cu_seqlens_q is None else args.max_seqlen_q,
+        q_len=q_len,
         context=context,
         context_from=context_from,
         page=page,
@@ -288,6 +326,8 @@ def describe(args: DecodeArgs) -> Problem:
         planned=args.plan is not None,
         num_splits=args.num_splits,
         split_size=args.split_size,
+        window=args.window_left >= 0,
+        tree=args.tree_mask is not None,
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from mla_suite import testing
 from mla_suite.core.op import Compared
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format as declared
+from mla_suite.kv_formats import get_kv_format
 from mla_suite.ops.decode import reference
 
 
@@ -36,7 +36,7 @@ def _scores_off(args: Any) -> torch.Tensor | float:
     if args.rope_cos_sin is None:
         return 0.0
     rounded = slice(-args.rope_cos_sin.shape[1], None)
-    kind, longest = declared(args.kv_format), torch.zeros(1, dtype=torch.float64, device=args.q.device)
+    kind, longest = get_kv_format(args.kv_format), torch.zeros(1, dtype=torch.float64, device=args.q.device)
     page = torch.arange(args.kv_cache.shape[1], device=args.q.device)
     for ids in pages(args)["kv_cache"][0].split(max(1, reference.BLOCK // len(page))):
         slots = (ids[:, None] * len(page) + page).flatten()
@@ -51,14 +51,14 @@ def _scores_off(args: Any) -> torch.Tensor | float:
 
 def pages(args: Any) -> dict[str, Sequence[torch.Tensor]]:
     """The page ids of all sequences, each once."""
-    used = -(-args.seq_lens.long() // args.kv_cache.shape[1])
-    return {"kv_cache": [torch.cat([*_of_each(args, used.tolist()), used.new_empty(0)]).unique()]}
+    first, end = reference.pages_read(args)
+    return {"kv_cache": [torch.cat([*_of_each(args, first.tolist(), end.tolist()), first.new_empty(0)]).unique()]}
 
 
-def _of_each(args: Any, used: Sequence[int]) -> Iterator[torch.Tensor]:
+def _of_each(args: Any, firsts: Sequence[int], ends: Sequence[int]) -> Iterator[torch.Tensor]:
     if args.block_table is not None:
-        for row, count in zip(args.block_table, used, strict=True):
-            yield row[:count].long()
+        for row, first, end in zip(args.block_table, firsts, ends, strict=True):
+            yield row[first:end].long()
     else:
-        for first, count in zip(args.kv_indptr.tolist(), used, strict=False):
-            yield args.kv_indices[first : first + count].long()
+        for at, first, end in zip(args.kv_indptr.tolist(), firsts, ends, strict=False):
+            yield args.kv_indices[at + first : at + end].long()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from mla_suite.ops.combine import CombineArgs
 from mla_suite.ops.combine.reference import run as combine
 from mla_suite.ops.plan.metadata import OPEN, Plan
 from mla_suite.ops.plan.reference import equal_chunk
+from mla_suite.ops.plan.window import first_key, origin
 
 BLOCK = 1024  # keys gathered at once: 2.4 MB of fp32 rows, which stay in a core's cache between the two products
 
@@ -28,23 +30,33 @@ def keys_of_rank(lens: torch.Tensor, world_size: int, rank: int, interleave: int
     return lens // period * interleave + rest
 
 
+def pages_read(args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """First and end of the entries of each sequence's page list that are read: [batch] int64 each."""
+    page, lens = args.kv_cache.shape[1], args.seq_lens.long()
+    q_lens = args.q.shape[1] if args.cu_seqlens_q is None else args.cu_seqlens_q.diff()
+    return first_key(lens, q_lens, args.window_left) // page, -(-lens // page)
+
+
 def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     """Fill out and lse; given a third output for sum(p |v|), that too, and all in its dtype instead of fp32."""
     out, lse, *magnitude = outputs
     dtype = magnitude[0].dtype if magnitude else torch.float32
     width = args.head_dim_v * (1 + len(magnitude))
     heads, page = args.q.shape[-2], args.kv_cache.shape[1]
-    kv_format = kv_formats.kv_format(args.kv_format)
+    kv_format = kv_formats.get_kv_format(args.kv_format)
     lens = args.seq_lens.tolist()
+    q_lens = args.q.shape[1] if args.cu_seqlens_q is None else args.cu_seqlens_q.diff()
+    firsts = first_key(args.seq_lens, q_lens, args.window_left)
+    origins = origin(firsts)
     splits = (
         Plan.read(args.plan).splits()
         if args.plan is not None
-        else _splits(args.seq_lens, args.num_splits, args.split_size)
+        else _splits(args.seq_lens - origins, args.num_splits, args.split_size)
     )
     bounds = args.cu_seqlens_q.tolist() if args.cu_seqlens_q is not None else None
     indptr = args.kv_indptr.tolist() if args.kv_indptr is not None else None
     totals = args.cp_tot_seq_lens.tolist() if args.cp_tot_seq_lens is not None else None
-    for b, length in enumerate(lens):
+    for b, (length, first_seen, start) in enumerate(zip(lens, firsts.tolist(), origins.tolist(), strict=True)):
         at = b if bounds is None else slice(bounds[b], bounds[b + 1])
         queries = args.q[at].to(dtype) * args.softmax_scale  # [q_len, heads, head_dim]
         if args.q_descale is not None:
@@ -67,21 +79,24 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
 
         # Query token i of q_len sees the keys up to its own, which is the sequence's key total - q_len + i.
         visible = torch.full((q_len,), length, device=args.q.device)
-        if args.causal:
-            total = length if totals is None else totals[b]
-            visible = total - torch.arange(q_len - 1, -1, -1, device=args.q.device)
+        own = (length if totals is None else totals[b]) - torch.arange(q_len, 0, -1, device=args.q.device)
+        if args.causal and args.tree_mask is None:
+            visible = own + 1
             if totals is not None:
                 visible = keys_of_rank(visible, args.cp_world_size, args.cp_rank, args.cp_interleave)
-        visible = visible.repeat_interleave(heads)
+        window = own - args.window_left if args.window_left >= 0 else None
+        tree = None if args.tree_mask is None else args.tree_mask[at]
+        seen = partial(sees, visible, window, tree, length - q_len, heads)
 
         # An empty split weighs nothing; one is kept so that a sequence without keys has a result.
-        spans = [(first, min(end, length)) for first, end in splits[b] if first < length] or [(0, 0)]
+        moved = [(max(first + start, first_seen), min(end + start, length)) for first, end in splits[b]]
+        spans = [(first, end) for first, end in moved if first < end] or [(0, 0)]
         partial_out = queries.new_empty((len(spans), q_len * heads, width))
         partial_lse = queries.new_empty((len(spans), q_len * heads))
         for split, (first, end) in enumerate(spans):
             blocks = ((key, rows_of(key, min(key + BLOCK, end)).to(dtype)) for key in range(first, end, BLOCK))
             partial_out[split], partial_lse[split] = attend(
-                queries.flatten(0, 1), blocks, visible, args.head_dim_v, magnitude=bool(magnitude)
+                queries.flatten(0, 1), blocks, seen, args.head_dim_v, magnitude=bool(magnitude)
             )
 
         combined = out.new_empty((1, q_len * heads, width)), lse.new_empty((1, q_len * heads))
@@ -97,15 +112,15 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
 def attend(
     queries: torch.Tensor,
     blocks: Iterable[tuple[int, torch.Tensor]],
-    visible: torch.Tensor,
+    seen: Callable[[torch.Tensor], torch.Tensor],
     head_dim_v: int,
     *,
     magnitude: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(q k) v and its log-sum-exp over keys that come in blocks.
 
-    queries [rows, head_dim], scaled; blocks of (position of the first key, [keys, head_dim]); row r sees keys at
-    positions below visible[r].
+    queries [rows, head_dim], scaled; blocks of (position of the first key, [keys, head_dim]); seen(positions [keys])
+    says in [rows, keys] which rows see which.
 
     -> out [rows, head_dim_v], 0 where nothing is seen, with `magnitude` softmax(q k) |v| behind it; lse [rows], there
     -inf.
@@ -117,7 +132,7 @@ def attend(
     for first, keys in blocks:
         scores = queries @ keys.T
         positions = torch.arange(first, first + keys.shape[0], device=keys.device)
-        scores.masked_fill_(positions >= visible[:, None], -torch.inf)
+        scores.masked_fill_(~seen(positions), -torch.inf)
         m_before, m_i = m_i, torch.maximum(m_i, scores.amax(dim=1))
         shift = m_i.masked_fill(m_i == -torch.inf, 0.0)  # of a row that has seen nothing
         p = scores.sub_(shift[:, None]).exp_()
@@ -127,9 +142,31 @@ def attend(
         values = torch.cat((values, values.abs()), dim=1) if magnitude else values
         out = torch.addmm(out.mul_(alpha[:, None]), p, values)
         del keys, values, scores, p  # before the next block is gathered
-    seen = m_i != -torch.inf
-    out = torch.where(seen[:, None], out / l_i[:, None], 0.0)
-    return out, torch.where(seen, m_i + l_i.log(), -torch.inf)
+    saw_any = m_i != -torch.inf
+    out = torch.where(saw_any[:, None], out / l_i[:, None], 0.0)
+    return out, torch.where(saw_any, m_i + l_i.log(), -torch.inf)
+
+
+def sees(
+    visible: torch.Tensor,
+    window: torch.Tensor | None,
+    tree: torch.Tensor | None,
+    drafts_from: int,
+    heads: int,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """Which keys of a sequence its query rows see, as [q_len * heads, keys].
+
+    visible [q_len]: keys at lower positions are seen; window [q_len]: from this position on; tree [q_len] int64: of the
+    keys at drafts_from + j those whose bit j is set. positions [keys].
+    """
+    seen = positions < visible[:, None]
+    if window is not None:
+        seen &= positions >= window[:, None]
+    if tree is not None:
+        draft = positions - drafts_from
+        seen &= (draft < 0) | ((tree[:, None] >> draft.clamp(0, 63)) & 1).bool()
+    return seen.repeat_interleave(heads, dim=0)
 
 
 def rotated(rows: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:

@@ -33,30 +33,34 @@ def decode_sample(
     split_size: int = 0,
     planned: bool = False,
     ranks: tuple[int, int, int] = (1, 0, 1),
+    window_left: int = -1,
+    tree: bool = False,
     pages: int = 0,
     seed: int = 0,
 ) -> Sample:
     """Sequences of `lens` keys in shuffled pages, out of `pages` or, when 0, one more than they need.
 
     In varlen mode sequence b has 1 + b % q_len query tokens. With `ranks`, which is the number of ranks, a rank and the
-    keys in a row on one, `lens` count the keys of all ranks, and the problem is that rank's.
+    keys in a row on one, `lens` count the keys of all ranks, and the problem is that rank's. With `tree` the query
+    tokens are a random tree of drafts.
     Values are drawn on the device they are for: a CPU takes seconds for the caches of long contexts.
     """
     batch, head_dim = len(lens), latent + rope
     totals, lens = lens, [int(n) for n in keys_of_rank(torch.tensor(list(lens)), *ranks)]
-    kind = kv_formats.kv_format(kv_format)
+    fmt = kv_formats.get_kv_format(kv_format)
     counts = [-(-length // page) for length in lens]
     pages = pages or sum(counts) + 1
     q_lens = [1 + b % q_len for b in range(batch)] if varlen else [q_len] * batch
+    longest = max(lens)
 
     def make(device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
         generator = torch.Generator(device).manual_seed(seed)
         draw: dict[str, Any] = dict(generator=generator, device=device)
         shape = (sum(q_lens), heads, head_dim) if varlen else (batch, q_len, heads, head_dim)
         q = torch.randn(shape, **draw).to(dtype)
-        descale = torch.tensor(0.02, device=device) if kind.per_tensor_descale else None
-        kv_cache = caches.pack(kind, torch.randn(pages, page, head_dim, **draw), descale=descale)
-        if kind.per_tensor_descale:
+        descale = torch.tensor(0.02, device=device) if fmt.per_tensor_descale else None
+        kv_cache = caches.pack(fmt, torch.randn(pages, page, head_dim, **draw), descale=descale)
+        if fmt.per_tensor_descale:
             kv_cache = kv_cache.view(torch.uint8)  # as serving engines hold it; opcheck cannot compare float8 tensors
         order = torch.randperm(pages, **draw).to(torch.int32).cpu()
         indptr = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
@@ -78,24 +82,28 @@ def decode_sample(
                 max_seqlen_kv=max(lens),
                 num_splits=num_splits,
                 split_size=split_size,
+                window_left=window_left,
             )
             args, kwargs = made.make(torch.device("cpu"))
             plan = torch.ops.mla_suite.plan(*args, **kwargs)
         cp_tot_seq_lens = torch.tensor(totals, dtype=torch.int32) if ranks[0] > 1 else None
         tensors = (
             *(q, kv_cache, seq_lens, *paging, cu_seqlens_q, None, descale, attn_sink, cos_sin, plan),
-            cp_tot_seq_lens,
+            *(cp_tot_seq_lens, random_tree(q_lens, varlen, seed) if tree else None),
         )
         moved = tuple(None if tensor is None else tensor.to(device) for tensor in tensors)
         options: dict[str, Any] = {"kv_format": kv_format, "num_splits": num_splits, "split_size": split_size}
+        if window_left >= 0:
+            options["window_left"] = window_left
         if ranks[0] > 1:
             options |= dict(zip(("cp_world_size", "cp_rank", "cp_interleave"), ranks, strict=True))
         if varlen:
             options["max_seqlen_q"] = max(q_lens)
         return moved, dict(softmax_scale=head_dim**-0.5, head_dim_v=latent, causal=causal, **options)
 
-    token_bytes = kind.token_bytes if (latent, rope) == (kind.latent, kind.rope) else head_dim * kind.element_bytes
+    token_bytes = fmt.token_bytes if (latent, rope) == (fmt.latent, fmt.rope) else head_dim * fmt.element_bytes
     rows = sum(q_lens) * heads
+    lens = lens if window_left < 0 else [min(n, window_left + each) for n, each in zip(lens, q_lens, strict=True)]
     moved_bytes = sum(lens) * token_bytes + rows * (head_dim * dtype.itemsize + latent * dtype.itemsize + 4)
     flops = sum(2 * heads * n * length * (head_dim + latent) for n, length in zip(q_lens, lens, strict=True))
     flags = [
@@ -108,14 +116,32 @@ def decode_sample(
         *([f"s{split_size}"] if split_size else []),
         *(["plan"] if planned else []),
         *([f"rank{ranks[1]}of{ranks[0]}"] if ranks[0] > 1 else []),
+        *([f"w{window_left}"] if window_left >= 0 else []),
+        *(["tree"] if tree else []),
     ]
-    shape_name = f"b{batch}-h{heads}-q{q_len}-kv{max(lens)}-p{page}-{kv_format}"
+    shape_name = f"b{batch}-h{heads}-q{q_len}-kv{longest}-p{page}-{kv_format}"
     return Sample("-".join((shape_name, *flags)), make, moved_bytes, flops)
 
 
 def _cos_sin(positions: int, rope: int) -> torch.Tensor:
     angles = torch.arange(positions)[:, None] * 10000.0 ** (-torch.arange(0, rope, 2) / rope)
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+def random_tree(q_lens: Sequence[int], varlen: bool, seed: int) -> torch.Tensor:
+    """A tree_mask whose query tokens each hang on an earlier one or on the cached keys, and see their ancestors."""
+    generator = torch.Generator().manual_seed(seed)
+    words = []
+    for q_len in q_lens:
+        own: list[int] = []
+        for token in range(q_len):
+            parent = int(torch.randint(-1, token, (), generator=generator)) if token else -1
+            word = 1 << token | (own[parent] if parent >= 0 else 0)
+            own.append(word - 2**64 if word >= 2**63 else word)
+        words.append(own)
+    if varlen:
+        return torch.tensor([word for own in words for word in own], dtype=torch.int64)
+    return torch.tensor(words, dtype=torch.int64)
 
 
 def samples() -> Sequence[Sample]:
@@ -125,4 +151,6 @@ def samples() -> Sequence[Sample]:
         decode_sample([300, 129], heads=24, q_len=2, kv_format="fp8", num_splits=3),
         decode_sample([130, 3, 0, 400], heads=8, q_len=4, page=16, ranks=(4, 1, 16)),
         decode_sample([96, 40], q_len=2, page=1, rotate=True, causal=False, split_size=64),
+        decode_sample([500, 0, 90, 131], heads=8, q_len=3, page=16, window_left=100, varlen=True),
+        decode_sample([300, 5], heads=8, q_len=5, tree=True, num_splits=2),
     )

@@ -37,7 +37,7 @@ WORDS_PER_WORK_TILE = tl.constexpr(WORK_TILE_WORDS)
 
 # One binary for all values of these.
 SIZES = ["batch", "q_len", "num_splits", "split_size", "lse_tokens", "lse_stride_batch"]
-SIZES += ["cp_interleave", "cp_period", "cp_offset"]
+SIZES += ["cp_interleave", "cp_period", "cp_offset", "window_left"]
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -55,6 +55,7 @@ def decode_kernel(
     rope_cos_sin,  # [max_len, ROPE] fp32, or None
     plan,  # int32 words, or None: equal splits
     cp_tot_seq_lens,  # [batch] int32, or None: keys of a sequence on all ranks, of which seq_lens has this one's
+    tree_mask,  # [tokens] int64, or None: bit j says that query token j is seen
     out,  # [tokens, heads, LATENT]
     lse,  # [tokens, heads] fp32
     partial_out,  # [splits, rows, LATENT] fp32, or None
@@ -80,12 +81,14 @@ def decode_kernel(
     cp_interleave,
     cp_period,
     cp_offset,
+    window_left,
     PAGE: tl.constexpr,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,  # window_left is a number of keys
     DOT: tl.constexpr,  # type of both matrix products' operands
 ):
     """Grid: (row tiles, blocks); block i takes SM parts i, i + blocks, ... of a plan, or split i of all."""
@@ -104,30 +107,39 @@ def decode_kernel(
         for tile in range(first_tile, end_tile):
             if plan is None:
                 b = tile // num_splits
-                kv_len = tl.load(seq_lens + b)
-                split = tile % num_splits
-                chunk = split_size
-                if split_size == 0:
-                    kv_blocks = (kv_len + ALIGNMENT - 1) // ALIGNMENT
-                    chunk = tl.maximum((kv_blocks + num_splits - 1) // num_splits, 1) * ALIGNMENT
-                first_key = split * chunk
-                # the last split is open, as in a plan: no key is lost when a length outgrows what was promised
-                end_key = tl.where(split == num_splits - 1, kv_len, tl.minimum(first_key + chunk, kv_len))
-                partial_row = tl.where(num_splits > 1, tile, -1) + tl.zeros([], tl.int64)
             else:
                 words = plan + tl.load(plan + WORK_TILES_AT) + tile * WORDS_PER_WORK_TILE
                 b = tl.load(words)
-                kv_len = tl.load(seq_lens + b)
+            kv_len = tl.load(seq_lens + b)
+            first_seen, origin = 0, 0  # of the window; work tiles count keys from its origin
+            if WINDOWED:
+                tokens = q_len
+                if cu_seqlens_q is not None:
+                    tokens = tl.load(cu_seqlens_q + b + 1) - tl.load(cu_seqlens_q + b)
+                first_seen = tl.maximum(kv_len - tokens - window_left, 0)
+                origin = first_seen // ALIGNMENT * ALIGNMENT
+            present = kv_len - origin
+            if plan is None:
+                split = tile % num_splits
+                chunk = split_size
+                if split_size == 0:
+                    kv_blocks = (present + ALIGNMENT - 1) // ALIGNMENT
+                    chunk = tl.maximum((kv_blocks + num_splits - 1) // num_splits, 1) * ALIGNMENT
+                first_key = split * chunk
+                # the last split is open, as in a plan: no key is lost when a length outgrows what was promised
+                end_key = tl.where(split == num_splits - 1, present, tl.minimum(first_key + chunk, present))
+                partial_row = tl.where(num_splits > 1, tile, -1) + tl.zeros([], tl.int64)
+            else:
                 first_key = tl.load(words + 1)
-                end_key = tl.minimum(tl.load(words + 2), kv_len)
+                end_key = tl.minimum(tl.load(words + 2), present)
                 partial_row = tl.load(words + 3).to(tl.int64)
             attend_work_tile(
                 q, kv_cache, block_table, kv_indptr, kv_indices, cu_seqlens_q, q_descale, kv_descale, attn_sink,
                 rope_cos_sin, out, lse, partial_out, partial_lse, softmax_scale, heads, q_len, q_stride_token,
                 q_stride_head, kv_stride_page, kv_stride_token, table_stride, out_stride_token, out_stride_head,
-                lse_stride_token, lse_stride_head, lse_stride_batch, lse_tokens, empty_lse, row, b, kv_len, first_key,
-                end_key, partial_row, cp_tot_seq_lens, cp_interleave, cp_period, cp_offset, PAGE, LATENT, ROPE,
-                BLOCK_N, CAUSAL, DOT,
+                lse_stride_token, lse_stride_head, lse_stride_batch, lse_tokens, empty_lse, row, b, kv_len,
+                tl.maximum(origin + first_key, first_seen), origin + end_key, partial_row, cp_tot_seq_lens, tree_mask,
+                cp_interleave, cp_period, cp_offset, window_left, PAGE, LATENT, ROPE, BLOCK_N, CAUSAL, WINDOWED, DOT,
             )  # fmt: skip
 
 
@@ -137,8 +149,8 @@ def attend_work_tile(
     out, lse, partial_out, partial_lse, softmax_scale, heads, q_len, q_stride_token, q_stride_head, kv_stride_page,
     kv_stride_token, table_stride, out_stride_token, out_stride_head, lse_stride_token, lse_stride_head,
     lse_stride_batch, lse_tokens, empty_lse, row, b, kv_len, first_key, end_key, partial_row, cp_tot_seq_lens,
-    cp_interleave, cp_period, cp_offset, PAGE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
-    BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, DOT: tl.constexpr,
+    tree_mask, cp_interleave, cp_period, cp_offset, window_left, PAGE: tl.constexpr, LATENT: tl.constexpr,
+    ROPE: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Rows `row` of sequence b over keys [first_key, end_key): to the partials, or to out when partial_row is -1."""
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -163,7 +175,9 @@ def attend_work_tile(
         scale *= value_scale
     # Query token i of n sees the keys up to its own, which is key total - n + i of the sequence.
     visible = tl.zeros_like(token) + end_key
-    if CAUSAL:
+    if tree_mask is not None:
+        drafts = tl.load(tree_mask + first_token + token, mask=live, other=0)
+    elif CAUSAL:
         limit = kv_len - (tokens - 1 - token)
         if cp_tot_seq_lens is not None:
             limit = tl.maximum(tl.load(cp_tot_seq_lens + b) - (tokens - 1 - token), 0)
@@ -194,6 +208,12 @@ def attend_work_tile(
         if ROPE > 0:
             scores = rope_scores(scores, q_low, q_high, kv_row, rope_cos_sin, key, inside, LATENT, ROPE, DOT)
         seen = inside[None, :] & (key[None, :] < visible[:, None])
+        if WINDOWED:
+            seen &= key[None, :] >= (kv_len - tokens + token - window_left)[:, None]
+        if tree_mask is not None:
+            draft = key - (kv_len - tokens)
+            shift = tl.maximum(draft, 0).to(tl.int64)
+            seen &= (draft < 0)[None, :] | ((drafts[:, None] >> shift[None, :]) & 1 != 0)
         scores = tl.where(seen, scores * scale, -float("inf"))
         m_i, l_i, alpha, p = softmax_step(scores, m_i, l_i)
         accumulator = accumulator * alpha[:, None]
@@ -279,6 +299,8 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     else:
         assert args.kv_indices is not None  # decode's checks: one of the two
         bound = args.max_seqlen_kv or args.kv_indices.shape[0] * page
+    if args.window_left >= 0:
+        bound = min(bound, args.window_left + q_len + SPLIT_ALIGNMENT)  # it begins at a multiple of the alignment
     tiles = -(-rows // config.rows)
     if args.plan is not None:
         splits, capacity = 1, int(most_work_tiles(args.plan.shape[0], batch))
@@ -302,6 +324,7 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         args.rope_cos_sin,
         args.plan,
         args.cp_tot_seq_lens,
+        args.tree_mask,
         flat_out,
         lse,
         partial_out,
@@ -323,12 +346,14 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         args.cp_interleave,
         args.cp_interleave * args.cp_world_size,
         args.cp_interleave * args.cp_rank,
+        args.window_left,
         PAGE=page,
         LATENT=args.head_dim_v,
         ROPE=args.q.shape[-1] - args.head_dim_v,
         BLOCK_M=config.rows,
         BLOCK_N=config.keys,
         CAUSAL=args.causal,
+        WINDOWED=args.window_left >= 0,
         DOT=DOT_TYPES.get(args.q.dtype, tl.bfloat16),
         num_warps=config.warps,
         num_stages=config.stages,

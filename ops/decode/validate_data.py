@@ -10,24 +10,24 @@ import torch
 
 from mla_suite.core import checks
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format as declared
-from mla_suite.ops.decode.reference import keys_of_rank
+from mla_suite.kv_formats import get_kv_format
+from mla_suite.ops.decode.reference import keys_of_rank, pages_read
 from mla_suite.ops.plan import check_lengths, check_plan
 
 
 def validate(args: Any) -> None:
-    caches.check_base(declared(args.kv_format), args.kv_cache, op="decode", argument="kv_cache")
+    caches.check_base(get_kv_format(args.kv_format), args.kv_cache, op="decode", argument="kv_cache")
     check_lengths("decode", args.seq_lens, args.max_seqlen_kv)
     _check_descale("q_descale", args.q_descale)
     _check_descale("kv_descale", args.kv_descale)
     if args.cu_seqlens_q is not None:
         _check_queries(args.cu_seqlens_q, args.q.shape[0], args.max_seqlen_q)
-    pages, page, _ = args.kv_cache.shape
-    used = (args.seq_lens.long() + page - 1) // page if page else args.seq_lens.long()
+    pages, page_size, _ = args.kv_cache.shape
+    first = pages_read(args)[0] if page_size else torch.zeros_like(args.seq_lens)
     if args.block_table is not None:
-        _check_table(args.block_table, args.seq_lens, used, pages, page)
+        check_table(args.block_table, args.seq_lens, pages, page_size, first)
     elif args.kv_indptr is not None and args.kv_indices is not None:
-        _check_ragged(args, used, pages, page)
+        _check_ragged(args, first, pages, page_size)
     if args.rope_cos_sin is not None and args.seq_lens.numel():
         positions, longest = args.rope_cos_sin.shape[0], int(args.seq_lens.max())
         if longest > positions:
@@ -55,7 +55,7 @@ def _check_descale(name: str, factor: torch.Tensor | None) -> None:
     """Kernels look for the largest score before they multiply, and mask scores with -inf."""
     value = 0.0 if factor is None else float(factor)
     if not 0.0 <= value < math.inf:
-        checks.fail("decode", name, f"is {value:g}", "it takes a finite number, 0 or more: quantise with such a one")
+        checks.fail("decode", name, f"is {value:g}", "it takes a finite number, 0 or more")
 
 
 def _check_queries(cu_seqlens_q: torch.Tensor, tokens: int, max_seqlen_q: int) -> None:
@@ -68,10 +68,14 @@ def _check_queries(cu_seqlens_q: torch.Tensor, tokens: int, max_seqlen_q: int) -
         checks.fail("decode", "max_seqlen_q", f"is {max_seqlen_q}", f"a sequence has {longest} query tokens: pass that")
 
 
-def _check_table(block_table: torch.Tensor, seq_lens: torch.Tensor, used: torch.Tensor, pages: int, page: int) -> None:
-    width = block_table.shape[1]
-    _check_fit(seq_lens, used, torch.full_like(used, width), f"block_table has {width} pages of {page} each")
-    present = torch.arange(width, device=used.device) < used[:, None]
+def check_table(
+    block_table: torch.Tensor, seq_lens: torch.Tensor, pages: int, page_size: int, first: torch.Tensor
+) -> None:
+    """Refuse lengths that do not fit block_table, and page ids from entry `first` [batch] on that the cache lacks."""
+    width, end = block_table.shape[1], _used(seq_lens, page_size)
+    _check_fit(seq_lens, end, torch.full_like(end, width), f"block_table has {width} pages of {page_size} each")
+    entry = torch.arange(width, device=end.device)
+    present = (entry >= first[:, None]) & (entry < end[:, None])
     wrong = (present & ((block_table < 0) | (block_table >= pages))).nonzero()
     if wrong.numel():
         b, column = wrong[0].tolist()
@@ -79,21 +83,25 @@ def _check_table(block_table: torch.Tensor, seq_lens: torch.Tensor, used: torch.
         checks.fail("decode", f"block_table[{b}, {column}]", given, f"kv_cache has {pages} pages")
 
 
-def _check_ragged(args: Any, used: torch.Tensor, pages: int, page: int) -> None:
-    kv_indptr, kv_indices = args.kv_indptr, args.kv_indices
+def _check_ragged(args: Any, first: torch.Tensor, pages: int, page_size: int) -> None:
+    kv_indptr, kv_indices, end = args.kv_indptr, args.kv_indices, _used(args.seq_lens, page_size)
     count = kv_indptr.diff()
     if int(kv_indptr[0]) < 0 or bool((count < 0).any()) or int(kv_indptr[-1]) > kv_indices.shape[0]:
         possible = f"it must rise, from 0 or more to at most the {kv_indices.shape[0]} entries of kv_indices"
         checks.fail("decode", "kv_indptr", f"is {kv_indptr.tolist()}", possible)
-    _check_fit(args.seq_lens, used, count, f"kv_indptr gives it too few pages of {page}")
-    position = torch.arange(kv_indices.shape[0], device=used.device)
-    present = torch.zeros_like(position, dtype=torch.bool)
-    for first, pages_used in zip(kv_indptr.tolist(), used.tolist(), strict=False):
-        present[first : first + pages_used] = True
+    _check_fit(args.seq_lens, end, count, f"kv_indptr gives it too few pages of {page_size}")
+    present = torch.zeros(kv_indices.shape[0], dtype=torch.bool, device=end.device)
+    for at, first_read, end_read in zip(kv_indptr.tolist(), first.tolist(), end.tolist(), strict=False):
+        present[at + first_read : at + end_read] = True
     wrong = (present & ((kv_indices < 0) | (kv_indices >= pages))).nonzero()
     if wrong.numel():
         at = int(wrong[0])
         checks.fail("decode", f"kv_indices[{at}]", f"is page {int(kv_indices[at])}", f"kv_cache has {pages} pages")
+
+
+def _used(seq_lens: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Pages that each sequence has keys in."""
+    return (seq_lens.long() + page_size - 1) // page_size if page_size else seq_lens.long()
 
 
 def _check_fit(seq_lens: torch.Tensor, used: torch.Tensor, room: torch.Tensor, possible: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ class PlanArgs:
     max_seqlen_kv: int
     num_splits: int = 0
     split_size: int = 0
+    window_left: int = -1
 
 
 class Problem(NamedTuple):
@@ -45,6 +46,7 @@ class Problem(NamedTuple):
     num_sm_parts: int
     num_splits: int
     split_size: int
+    window: bool  # window_left is given
 
 
 def plan(
@@ -57,6 +59,7 @@ def plan(
     num_sm_parts: int | None = None,
     num_splits: int = 0,
     split_size: int = 0,
+    window_left: int = -1,
 ) -> torch.Tensor:
     """Split sequences along their keys and share the work tiles among the device's compute units.
 
@@ -69,6 +72,8 @@ def plan(
                   rows of a sequence. More give the same results, but their work tiles wait for each other
     num_splits    > 0: this number of equal splits per sequence
     split_size    > 0: a split at every multiple of this number of keys, whatever the length and batch (batch-invariant)
+    window_left   >= 0: the plan is for a decode with this window, and counts the keys in it alone; sequences without
+                  cu_seqlens_q have max_seqlen_q query tokens then
 
     -> int32 [words], laid out as `ops/plan/metadata.py` says: batch + num_sm_parts work tiles when balanced,
     batch x num_splits when forced, at most batch x ceil(max_seqlen_kv / split_size) when batch-invariant;
@@ -83,7 +88,7 @@ def plan(
         if not is_dynamo_compiling():
             _check_kinds(seq_lens, num_heads, max_seqlen_q)
         num_sm_parts = sm_parts(seq_lens, num_heads * max_seqlen_q)
-    options = num_heads, max_seqlen_q, num_sm_parts, max_seqlen_kv, num_splits, split_size
+    options = num_heads, max_seqlen_q, num_sm_parts, max_seqlen_kv, num_splits, split_size, window_left
     return eager.call(PLAN, (seq_lens, cu_seqlens_q), options)
 
 
@@ -145,6 +150,7 @@ def check(args: PlanArgs) -> tuple[Output, ...]:
     if args.max_seqlen_kv < 0 or args.max_seqlen_kv > metadata.OPEN:
         checks.fail("plan", "max_seqlen_kv", f"is {args.max_seqlen_kv}", f"it takes 0..{metadata.OPEN}")
     check_splits("plan", args.num_splits, args.split_size)
+    check_window("plan", args.window_left)
     if args.split_size > 0 and args.max_seqlen_kv < 1:
         given = f"is {args.max_seqlen_kv} with split_size={args.split_size}"
         checks.fail("plan", "max_seqlen_kv", given, "pass the longest length")
@@ -172,9 +178,16 @@ def check_splits(op: str, num_splits: int, split_size: int) -> None:
         checks.fail(op, "num_splits", given, "pass one of the two: splits are counted or sized")
 
 
+def check_window(op: str, window_left: int) -> None:
+    """Refuse a window that is neither -1 nor a number of keys."""
+    if window_left < -1 or window_left > metadata.OPEN:
+        possible = f"it takes 0..{metadata.OPEN} keys left of a query token, or -1 for all"
+        checks.fail(op, "window_left", f"is {window_left}", possible)
+
+
 def describe(args: PlanArgs) -> Problem:
     sizes = args.num_heads, args.max_seqlen_q, args.num_sm_parts
-    return Problem(args.seq_lens.shape[0], *sizes, args.num_splits, args.split_size)
+    return Problem(args.seq_lens.shape[0], *sizes, args.num_splits, args.split_size, args.window_left >= 0)
 
 
 def validate(args: PlanArgs) -> None:
@@ -193,6 +206,10 @@ def check_lengths(op: str, seq_lens: torch.Tensor, max_seqlen_kv: int, argument:
         checks.fail(op, f"{argument}[{b}]", f"is {int(seq_lens[b])}", possible)
 
 
+_OPTIONS = [entry.name for entry in fields(PlanArgs) if entry.kw_only]
+_LONGEST, _SPLIT_SIZE = _OPTIONS.index("max_seqlen_kv"), _OPTIONS.index("split_size")
+
+
 @lru_cache(maxsize=4096)
 def longest_counted(max_seqlen_kv: int, split_size: int) -> int:
     """max_seqlen_kv as a bound that calls of many steps share: rounded up by at most an eighth, or to whole splits of
@@ -205,10 +222,10 @@ def longest_counted(max_seqlen_kv: int, split_size: int) -> int:
 
 def rounded(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
     """The options of the operator with max_seqlen_kv as `longest_counted` says."""
-    heads, max_seqlen_q, num_sm_parts, longest, num_splits, split_size = options
+    longest, split_size = options[_LONGEST], options[_SPLIT_SIZE]
     if longest.__class__ is int and split_size.__class__ is int:
         longest = longest_counted(longest, split_size)
-    return heads, max_seqlen_q, num_sm_parts, longest, num_splits, split_size
+    return *options[:_LONGEST], longest, *options[_LONGEST + 1 :]
 
 
 def check_words(op: str, plan: torch.Tensor, batch: int | torch.SymInt, like: torch.Tensor) -> None:

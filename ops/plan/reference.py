@@ -18,6 +18,7 @@ from mla_suite.ops.plan.scheduler import (
     round_up,
     scheduler_costs,
 )
+from mla_suite.ops.plan.window import first_key, origin
 
 
 def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
@@ -25,6 +26,8 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     sizes = dict(max_seqlen_kv=args.max_seqlen_kv, num_splits=args.num_splits, split_size=args.split_size)
     layout = words.layout_for(batch, args.num_sm_parts, **sizes)
     kv_lens = args.seq_lens.long()
+    q_lens = args.max_seqlen_q if args.cu_seqlens_q is None else args.cu_seqlens_q.diff()
+    kv_lens = kv_lens - origin(first_key(kv_lens, q_lens, args.window_left))
     if args.cu_seqlens_q is not None:
         kv_lens = torch.where(args.cu_seqlens_q.diff() > 0, kv_lens, 0)  # no query token, nothing to read
     costs = scheduler_costs(current_arch(args.seq_lens), args.num_heads * args.max_seqlen_q)
@@ -95,14 +98,9 @@ def _balanced(
     if not dealing.candidates(costs, batch, num_sm_parts):
         return in_order
     dealt, dealt_cost = dealing.deal(kv_lens, costs, num_sm_parts)
-    work_indptr, split_indptr, work_tiles = dealt
-    first, second, third = in_order
     cheaper = dealt_cost < cost
-    return (
-        torch.where(cheaper, work_indptr, first),
-        torch.where(cheaper, split_indptr, second),
-        torch.where(cheaper, work_tiles, third),
-    )
+    split_indptr, work_indptr, work_tiles = (torch.where(cheaper, *each) for each in zip(dealt, in_order, strict=True))
+    return split_indptr, work_indptr, work_tiles
 
 
 def work_tiles_between(points: Splits, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

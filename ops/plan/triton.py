@@ -29,19 +29,21 @@ WORK_TILES_USED, PARTIAL_ROWS = tl.constexpr(int(Word.WORK_TILES_USED)), tl.cons
 # Sizes that change from call to call; one binary serves them all.
 SIZES = [
     "header", "batch", "num_sm_parts", "capacity", "fixed", "partial_cost", "shared", "steps", "num_splits",
-    "split_size", "splits", "work_at", "counters_at", "work_tiles_at",
+    "split_size", "splits", "work_at", "counters_at", "work_tiles_at", "q_len", "window_left",
 ]  # fmt: skip
 BLOCK = 1024  # sequences or work tiles a program looks at together
 
 
 @triton.jit(do_not_specialize=SIZES)
-def cost_sum_kernel(seq_lens, cu_seqlens_q, keys, cost_sum, longest, batch, fixed, SIZE: tl.constexpr):
+def cost_sum_kernel(
+    seq_lens, cu_seqlens_q, keys, cost_sum, longest, batch, fixed, q_len, window_left, SIZE: tl.constexpr
+):  # fmt: skip
     """Sequences end to end: keys [batch + 1] rounded up, cost_sum [batch + 1]. One program."""
     total = tl.zeros([], tl.int64)
     most = tl.zeros([], tl.int64)
     for start in range(0, batch + 1, SIZE):
         b = start + tl.arange(0, SIZE)
-        present = round_up(present_keys(seq_lens, cu_seqlens_q, b, b < batch))
+        present = round_up(present_keys(seq_lens, cu_seqlens_q, q_len, window_left, b, b < batch))
         cost = tl.where(b < batch, present + fixed, 0)
         tl.store(keys + b, present, mask=b <= batch)
         tl.store(cost_sum + b, total + tl.cumsum(cost, 0) - cost, mask=b <= batch)
@@ -143,7 +145,8 @@ def sequences_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def count_kernel(
-    seq_lens, cu_seqlens_q, begin, split_indptr, batch, num_splits, split_size, splits, SIZE: tl.constexpr
+    seq_lens, cu_seqlens_q, begin, split_indptr, batch, num_splits, split_size, splits, q_len, window_left,
+    SIZE: tl.constexpr,
 ):  # fmt: skip
     """begin [batch + 1]: work tiles before each sequence of a plan with splits of one number or size; split_indptr. One
     program."""
@@ -151,7 +154,7 @@ def count_kernel(
     rows = tl.zeros([], tl.int64)
     for first in range(0, batch + 1, SIZE):
         b = first + tl.arange(0, SIZE)
-        kv_len = present_keys(seq_lens, cu_seqlens_q, b, b < batch)
+        kv_len = present_keys(seq_lens, cu_seqlens_q, q_len, window_left, b, b < batch)
         own = tl.zeros_like(kv_len) + splits
         if num_splits == 0:
             own = tl.minimum(tl.maximum((kv_len + split_size - 1) // split_size, 1), splits)
@@ -166,7 +169,7 @@ def count_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def uniform_kernel(
     seq_lens, cu_seqlens_q, begin, split_indptr, starts, total_cost, work_tiles, batch, num_splits, split_size, fixed,
-    capacity, steps, SIZE: tl.constexpr,
+    capacity, steps, q_len, window_left, SIZE: tl.constexpr,
 ):  # fmt: skip
     """The work tiles of a plan with splits of one number or size, and starts [capacity], the prefix sum of their costs.
     One program."""
@@ -178,7 +181,7 @@ def uniform_kernel(
         b = tl.minimum(count_below(begin + 1, batch, tile + 1, used, steps), batch - 1)
         split = tile - tl.load(begin + b, mask=used, other=0)
         splits = tl.load(begin + b + 1, mask=used, other=0) - tl.load(begin + b, mask=used, other=0)
-        kv_len = present_keys(seq_lens, cu_seqlens_q, b, used)
+        kv_len = present_keys(seq_lens, cu_seqlens_q, q_len, window_left, b, used)
         chunk = tl.zeros_like(kv_len) + split_size
         if split_size == 0:
             kv_blocks = (kv_len + SPLIT_ALIGNMENT - 1) // SPLIT_ALIGNMENT
@@ -281,13 +284,22 @@ def count_below(ascending, count, value, mask, steps):
 
 
 @triton.jit
-def present_keys(seq_lens, cu_seqlens_q, b, inside):
-    """Keys of each sequence as int64; none where there is no query token to read them."""
+def present_keys(seq_lens, cu_seqlens_q, q_len, window_left, b, inside):
+    """Keys of each sequence as int64, from where its window begins; none where no query token reads them."""
     kv_len = tl.load(seq_lens + b, mask=inside, other=0).to(tl.int64)
+    tokens = tl.zeros_like(kv_len) + q_len
     if cu_seqlens_q is not None:
         first = tl.load(cu_seqlens_q + b, mask=inside, other=0)
-        kv_len = tl.where(tl.load(cu_seqlens_q + b + 1, mask=inside, other=0) > first, kv_len, 0)
-    return kv_len
+        tokens = tl.load(cu_seqlens_q + b + 1, mask=inside, other=0).to(tl.int64) - first
+    kv_len -= window_start(kv_len, tokens, window_left)
+    return tl.where(tokens > 0, kv_len, 0)
+
+
+@triton.jit
+def window_start(kv_len, tokens, window_left):
+    """`origin` of `first_key` in ops/plan/window.py: 0 where window_left is negative."""
+    first = tl.maximum(kv_len - tokens - window_left, 0) // SPLIT_ALIGNMENT * SPLIT_ALIGNMENT
+    return tl.where(window_left < 0, 0, first)
 
 
 @triton.jit
@@ -322,16 +334,17 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     lanes = max(capacity, batch + 1, num_sm_parts + 1, work_tiles_at - counters_at, metadata.HEADER_WORDS)
     blocks = triton.cdiv(lanes, BLOCK)
     work_tiles = plan[work_tiles_at:]
+    window = args.max_seqlen_q, args.window_left
     if num_splits or split_size:
         begin, starts, total_cost = _words(plan.device, batch + 1, capacity, 1)
         split_indptr = plan[metadata.HEADER_WORDS :]
         count_kernel[(1,)](
             seq_lens, cu_seqlens_q, begin, split_indptr, batch, num_splits, split_size, capacity // max(batch, 1),
-            SIZE=BLOCK,
+            *window, SIZE=BLOCK,
         )  # fmt: skip
         uniform_kernel[(1,)](
             seq_lens, cu_seqlens_q, begin, split_indptr, starts, total_cost, work_tiles, batch, num_splits, split_size,
-            fixed, capacity, batch.bit_length(), SIZE=BLOCK
+            fixed, capacity, batch.bit_length(), *window, SIZE=BLOCK
         )  # fmt: skip
         share_kernel[(blocks,)](
             begin, starts, total_cost, plan, header, batch, num_sm_parts, work_at, counters_at, work_tiles_at, capacity,
@@ -342,7 +355,7 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         plan.device, batch + 1, batch + 1, 1, 2 * num_sm_parts, *[num_sm_parts + 1] * 3
     )
     steps = batch.bit_length()
-    cost_sum_kernel[(1,)](seq_lens, cu_seqlens_q, keys, cost_sum, longest, batch, fixed, SIZE=BLOCK)
+    cost_sum_kernel[(1,)](seq_lens, cu_seqlens_q, keys, cost_sum, longest, batch, fixed, *window, SIZE=BLOCK)
     candidates_kernel[(num_sm_parts,)](
         cost_sum, keys, longest, costs, batch, num_sm_parts, fixed, partial_cost, shared, steps,
         WIDTH=triton.next_power_of_2(num_sm_parts),

@@ -13,7 +13,7 @@ from mla_suite.core import checks, dispatch, eager
 from mla_suite.core.op import Op, Output
 from mla_suite.core.register import register, register_overload
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format as declared
+from mla_suite.kv_formats import get_kv_format
 from mla_suite.ops.plan import check_plan, check_splits, check_words
 from mla_suite.ops.plan.metadata import splits_of
 from mla_suite.ops.sparse_decode import compare, reference, samples
@@ -127,7 +127,7 @@ def check(args: SparseDecodeArgs) -> tuple[Output, ...]:
             possible = f"it takes one for each of the {len(args.kv_caches)} kv_caches"
             checks.fail("sparse_decode", argument, f"has {len(given)} entries", possible)
     for i, (cache, name) in enumerate(zip(args.kv_caches, args.kv_formats, strict=True)):
-        kind = declared(name)
+        kind = get_kv_format(name)
         argument = f"kv_caches[{i}]"
         caches.check(kind, cache, head_dim, op="sparse_decode", argument=argument, like=args.q)
         _check_selection(args.q, i, args.indices[i], indptrs[i], topk_lengths[i])
@@ -193,7 +193,7 @@ def splits_by_size(args: SparseDecodeArgs) -> int:
 def validate(args: SparseDecodeArgs) -> None:
     indptrs, topk_lengths = _per_pool(args.kv_caches, args.indptrs), _per_pool(args.kv_caches, args.topk_lengths)
     for i, (cache, name) in enumerate(zip(args.kv_caches, args.kv_formats, strict=True)):
-        caches.check_base(declared(name), cache, op="sparse_decode", argument=f"kv_caches[{i}]")
+        caches.check_base(get_kv_format(name), cache, op="sparse_decode", argument=f"kv_caches[{i}]")
         indptr, lengths, index = indptrs[i], topk_lengths[i], args.indices[i]
         if indptr is not None:
             steps = indptr.diff()

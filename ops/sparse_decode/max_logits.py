@@ -14,7 +14,7 @@ import torch
 from mla_suite.core import dispatch
 from mla_suite.core.dispatch import Backend, Launch
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format as declared
+from mla_suite.kv_formats import get_kv_format
 from mla_suite.ops.sparse_decode.reference import per_token
 
 CHUNK_BYTES = 64 * 2**20  # of gathered fp32 keys
@@ -50,7 +50,7 @@ def largest_scores(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -
     q, largest = args.q.flatten(0, -3), outputs[0].fill_(-torch.inf).flatten(0, -2)
     pools = zip(args.kv_formats, args.kv_caches, args.indices, args.topk_lengths, strict=True)
     for name, cache, index, lengths in pools:
-        kind, index = declared(name), index.flatten(0, -2)
+        kind, index = get_kv_format(name), index.flatten(0, -2)
         if not index.numel() or not cache.numel():
             continue
         counts = (index >= 0) & (index < cache.shape[0] * cache.shape[1])

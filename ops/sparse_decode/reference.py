@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format as declared
+from mla_suite.kv_formats import get_kv_format
 from mla_suite.ops.combine.reference import empty_lse
 
 
@@ -60,5 +60,5 @@ def rows(kv_format: str, cache: torch.Tensor, index: torch.Tensor) -> torch.Tens
     """fp32 keys `[keys, head_dim]` that `index` selects; negative and out-of-range entries select none."""
     slots = cache.shape[0] * cache.shape[1]
     valid = index[(index >= 0) & (index < slots)].long()
-    kind = declared(kv_format)
+    kind = get_kv_format(kv_format)
     return caches.as_keys(kind, caches.gather(kind, cache, valid))

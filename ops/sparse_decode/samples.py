@@ -9,7 +9,7 @@ import torch
 
 from mla_suite.core.op import Sample
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format as declared
+from mla_suite.kv_formats import get_kv_format
 
 
 class PoolShape(NamedTuple):
@@ -26,7 +26,7 @@ def sample(
     batch: int, q_len: int, heads: int, pools: Sequence[PoolShape], *, sink: bool = False, lengths: bool = False
 ) -> Sample:
     """Random rows and selections; ragged pools give token t only topk - t % 3 indices."""
-    head_dim = declared(pools[0].kv_format).head_dim
+    head_dim = get_kv_format(pools[0].kv_format).head_dim
     tokens = batch * q_len
 
     def make(device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -35,7 +35,7 @@ def sample(
         kv_caches, indices, indptrs, topk_lengths = [], [], [], []
         for pool in pools:
             rows = torch.randn(pool.pages, pool.page, head_dim, **draw)
-            kv_caches.append(caches.pack(declared(pool.kv_format), rows))
+            kv_caches.append(caches.pack(pool.kv_format, rows))
             index = torch.randint(-1, pool.pages * pool.page, (batch, q_len, pool.topk), **draw).int()
             keep = [max(pool.topk - t % 3, 0) for t in range(tokens)]
             if pool.ragged:
@@ -51,7 +51,7 @@ def sample(
     name = f"b{batch}-q{q_len}-h{heads}-" + "-".join(
         f"{pool.kv_format}.p{pool.page}.{'r' if pool.ragged else 'k'}{pool.topk}" for pool in pools
     )
-    read = sum(tokens * pool.topk * (declared(pool.kv_format).token_bytes + 4) for pool in pools)
+    read = sum(tokens * pool.topk * (get_kv_format(pool.kv_format).token_bytes + 4) for pool in pools)
     bytes_moved = read + tokens * heads * ((head_dim + 512) * 2 + 4)
     flops = sum(2 * tokens * pool.topk * heads * (head_dim + 512) for pool in pools)
     return Sample(name + ("-sink" if sink else ""), make, bytes_moved, flops)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from mla_suite.archs import ArchSpec
 from mla_suite.core.dispatch import Supported, Unsupported
-from mla_suite.kv_formats import kv_format as declared
+from mla_suite.kv_formats import get_kv_format
 from mla_suite.launch.launcher import compute_units
 from mla_suite.launch.scratch import partials
 from mla_suite.ops.combine.triton import lse_numbers, lse_offset, merge
@@ -186,7 +186,7 @@ def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
     if values & (values - 1) or rest & (rest - 1) or values < 16 or 0 < rest < 16:
         return Unsupported(f"head_dim_v {values} and {rest} further values; both must be powers of two, at least 16")
     for pool in problem.pools:
-        kind = declared(pool.kv_format)
+        kind = get_kv_format(pool.kv_format)
         unknown = kind.encodings - ENCODINGS
         if unknown:
             given = f"kv_format {pool.kv_format} holds {', '.join(sorted(unknown))}"
@@ -213,7 +213,7 @@ def tile_for(heads: int, dtype: torch.dtype, kv_formats: Sequence[str], arch: Ar
         return Tile(16, 32, 4, 2) if heads <= 16 else Tile(32, 32, 4, 2)
     if heads <= 16:
         # where V lies in two fields both are read at its full width, and a second stage does not fit
-        two_fields = any(declared(name).latent < declared(name).head_dim_v for name in kv_formats)
+        two_fields = any(get_kv_format(name).latent < get_kv_format(name).head_dim_v for name in kv_formats)
         return Tile(16, 64, 8, 1 if two_fields else 2)
     # 64 rows fill a warpgroup's matrix instruction; more would not fit the registers beside 512 columns
     return Tile(64, 64, 8, 1)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from mla_suite.kv_formats import kv_format as declared
+from mla_suite.kv_formats import get_kv_format
 
 ENCODINGS = frozenset({"bf16", "fp16", "fp32", "e4m3fn", "e4m3fnuz", "e8m0", "pad"})  # that `load_encoded` reads
 
@@ -42,7 +42,7 @@ class Record(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def record(kv_format: str, head_dim: int) -> Record:
     """The kv_format's fields as constants of the kernel; a dense row as one field of head_dim values."""
-    kind = declared(kv_format)
+    kind = get_kv_format(kv_format)
     kind = kind.sized(head_dim, 0) if kind.dense else kind
     constants = kind.constants()
     encodings = {field.name: field.encoding for field in kind.fields}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import statistics
 
-from mla_suite.bench.noise import MAX_EXTRA, unsettled
+from mla_suite.bench.measure import MAX_EXTRA
+from mla_suite.bench.timer import unsettled
 
 ROUNDS, PASSES, REPLAYS = 3, 2, 9
 

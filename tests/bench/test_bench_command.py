@@ -2,86 +2,60 @@
 
 from __future__ import annotations
 
-import json
+import csv
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-import runs
-import torch
 
 from mla_suite.__main__ import main
-from mla_suite.bench import noise, record, sets, table, third_party
-from mla_suite.bench import run as runner
-from mla_suite.bench.clock import Effort
+from mla_suite.bench import measure, sets, third_party
+from mla_suite.bench.measure import Measured
+
+CPU = ["bench", "--device", "cpu"]
 
 
-def test_quick_set_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    saved = tmp_path / "run.json"
-    arguments = ["bench", "--device", "cpu", "--op", "combine", "--rounds", "2", "--no-emulator", "--save", str(saved)]
-    assert main(arguments) == 0
-    printed = capsys.readouterr().out
-    assert "No GPU: these are times of the reference on the CPU" in printed
-    assert "b4-r16-s8-v512" in printed
-    report = record.load(saved)
-    (result,) = report.results
-    assert len(result.rounds) >= 4
-    assert report.environment["arch"] == "cpu"
-    assert result.floor_us == 0
-    assert main(["bench", "--load", str(saved), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["results"][0]["shape"] == "b4-r16-s8-v512"
+def saved(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(line for line in path.read_text().splitlines() if not line.startswith("#")))
 
 
-def test_progress_counts_every_shape_of_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes that are added for noise are reported, and count nothing."""
-    monkeypatch.setattr(noise, "unsettled", lambda rounds: True)
-    reported: list[tuple[str, int]] = []
-    case = sets.combine(1, 2, 2)
-    runner.run([case], torch.device("cpu"), Effort(rounds=1, passes=2), progress=lambda *step: reported.append(step))
-    assert reported == [(case.id, 0), (case.id, 1), *[(f"{case.id} once more", 2)] * noise.MAX_EXTRA, ("done", 2)]
-
-
-def test_decode_is_checked_against_fp64_and_planned_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["bench", "--device", "cpu", "--op", "decode", "--plan", "with", "--rounds", "1", "--passes", "1"]
-    assert main([*arguments, "--no-emulator", "--json"]) == 0
-    results = json.loads(capsys.readouterr().out)["results"]
-    assert len(results) == 5
-    assert all(
-        row["shape"].endswith("-plan") and row["checked"] == "fp64" and 0 < row["error"] < 5e-3 for row in results
-    )
-
-
-@pytest.mark.parametrize(("slowdown", "code", "word"), [(1.0, 0, "no regression"), (1.1, 1, "regression")])
-def test_exit_code_of_a_comparison(
-    slowdown: float, code: int, word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_decode_is_checked_against_fp64_and_planned_as_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    old, new = tmp_path / "old.json", tmp_path / "new.json"
-    runs.report(0).save(old)
-    runs.report(1, slowdown).save(new)
-    assert main(["bench", "--load", str(new), "--compare", str(old)]) == code
-    assert capsys.readouterr().out.splitlines()[-1].startswith(word)
-    assert main(["bench", "--load", str(new), "--compare", str(old), "--json"]) == code
-    verdicts = json.loads(capsys.readouterr().out)["comparison"]
-    assert len(verdicts) == len(runs.cases())
-    assert ("slower" in {verdict["verdict"] for verdict in verdicts}) == bool(code)
+    path = tmp_path / "rows.csv"
+    assert main([*CPU, "--op", "decode", "--plan", "both", "--rounds", "2", "--csv", str(path)]) == 0
+    rows = saved(path)
+    assert [row["shape"].endswith("-plan") for row in rows] == [True, False] * 5
+    for row in rows:
+        assert (row["backend"], row["checked"], row["failure"]) == ("reference", "fp64", "")
+        assert 0 < float(row["error"]) < 5e-3
+        assert float(row["gb_per_s"]) == pytest.approx(float(row["bytes"]) / float(row["us"]) / 1e3, rel=1e-3)
+    assert "# arch: cpu" in path.read_text()
+    printed = capsys.readouterr()
+    assert "No GPU: these are times of the reference on the CPU" in printed.out
+    for row in rows:
+        assert f"decode-{row['shape']} reference" in printed.out
+        assert f" s  decode-{row['shape']}"[:64] in printed.err, "progress, a line for each shape"
 
 
-def test_a_comparison_says_what_it_could_not_see(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old, new = runs.report(0), runs.report(1)
-    new.results[0].rounds = [us * (1 + 0.1 * index) for index, us in enumerate(new.results[0].rounds)]
-    old.save(tmp_path / "old.json")
-    new.save(tmp_path / "new.json")
-    assert main(["bench", "--load", str(tmp_path / "new.json"), "--compare", str(tmp_path / "old.json")]) == 0
-    assert "1 too noisy to show a change of 10 %" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("found", "code"), [(dict(failure="takes 64 heads"), 0), (dict(failure="[off]", wrong=True), 1)]
+)
+def test_a_wrong_result_fails_the_run_and_a_refusal_does_not(
+    found: dict[str, Any], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def one(case: sets.Case, *rest: object, **options: object) -> Iterator[Measured]:
+        yield replace(Measured(case, "native"), **found)
 
-
-def test_a_shape_that_became_wrong_is_a_regression(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old, new = runs.report(0), runs.report(1)
-    new.results[0].rounds, new.results[0].failure, new.results[0].wrong = [], "tensor 0 is off by 1.0", True
-    old.save(tmp_path / "old.json")
-    new.save(tmp_path / "new.json")
-    assert main(["bench", "--load", str(tmp_path / "new.json"), "--compare", str(tmp_path / "old.json")]) == 1
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "was timed before: tensor 0 is off by 1.0" in printed
+    monkeypatch.setattr(measure, "measure", one)
+    assert main([*CPU, "--op", "decode"]) == code
+    printed = capsys.readouterr()
+    more = "not timed, decode-b2-h16-q1-kv64-p64-bf16 and 4 more: native: takes 64 heads"
+    assert (more in printed.out) is not code
+    assert printed.out.count("WRONG: [off]") == 5 * code
+    assert ("5 results are wrong" in printed.err) == bool(code)
 
 
 @pytest.mark.parametrize(
@@ -89,16 +63,13 @@ def test_a_shape_that_became_wrong_is_a_regression(tmp_path: Path, capsys: pytes
     [
         (["--set", "fast"], "no set of shapes 'fast'; there are quick, flashmla"),
         (["--op", "plan"], "set 'quick' has no case of 'plan'"),
-        (["--compare", "absent.json"], "absent.json cannot be read"),
         (["--shapes", "b999"], "no shape contains b999; they are decode-b2-h16-q1-kv64"),
         (["--sustained", "-1"], "bench: --sustained -1.0: it takes 0 to 60 seconds"),
-        (["--load", "a.json", "--op", "plan", "--shapes", "b1"], "run as it was saved; leave out --op --shapes"),
-        (["--save", "/dev/null/run.json"], "/dev/null/run.json cannot be written"),
-        (["--html", "/"], "/ cannot be written; name a file"),
+        (["--csv", "/dev/null/rows.csv"], "/dev/null/rows.csv cannot be written"),
     ],
 )
 def test_bad_requests_are_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--device", "cpu", *arguments]) == 2
+    assert main([*CPU, *arguments]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("bench: ")
     assert sentence in error
@@ -106,37 +77,7 @@ def test_bad_requests_are_one_sentence(arguments: list[str], sentence: str, caps
 
 def test_list_names_every_set_and_its_source(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--list"]) == 0
-    printed = capsys.readouterr().out
-    assert "aiter-3003: 64 shapes. AITER pull request 3003" in printed
-
-
-def test_peers_are_columns_beside_our_backends() -> None:
-    report = runs.report(0, backends=("native", "flash_mla"))
-    shown = table.times(report)
-    assert [row[2] for row in shown.rows] == ["native"] * len(runs.cases())
-    at = shown.header.index("x flash_mla")
-    assert not {"flashinfer us", "x aiter"} & set(shown.header), "a package that was not timed has no column"
-    ours, theirs = report.results[0], report.results[1]
-    assert shown.rows[0][at - 1 : at + 1] == (f"{theirs.us:.1f}", f"{ours.us / theirs.us:.2f}")
-
-
-def test_sustained_time_is_a_column_where_it_was_measured() -> None:
-    report = runs.report(0)
-    assert "sustained us" not in table.times(report).header
-    report.results[0].sustained_us = 123.4
-    shown = table.times(report)
-    column = shown.header.index("sustained us")
-    assert [row[column] for row in shown.rows[:2]] == ["123.4", ""]
-    assert column in shown.numeric
-
-
-def test_wrong_results_come_before_refusals() -> None:
-    report = runs.report(0)
-    report.results[0].failure = "needs 64 heads"
-    report.results[1].failure, report.results[1].wrong = "off", True
-    shown = table.failures(report.results)
-    assert shown.marks == ["failed", ""]
-    assert shown.rows[0][3] == "off"
+    assert "aiter-3003: 64 shapes. AITER pull request 3003" in capsys.readouterr().out
 
 
 def test_no_peer_is_installed_where_none_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
-"""benchmarks/bench_vllm.py reads a step's times from a profile whose times are known."""
+"""benchmarks/bench_vllm.py engine reads a step's times from a profile whose times are known."""
 
-import bench_vllm
 import pytest
-import vllm_decode
+import vllm_engine
+import vllm_model
 
 LAYERS, STEPS = 3, 4
 
@@ -34,26 +34,29 @@ def profile(plan_us, attention, *, captured):
 @pytest.mark.parametrize("captured", [True, False])
 def test_attention_and_plan_of_a_profile(captured):
     attention = "decode_dtype_bf16" if captured else "void sm90::flash_fwd_splitkv_mla_kernel<T>(P)"
-    us, plan_us, between, names = bench_vllm.spans(profile(3.0, attention, captured=captured), LAYERS)
+    us, plan_us, between, names = vllm_engine.spans(profile(3.0, attention, captured=captured), LAYERS)
     assert (us, plan_us, between) == (25.0, 3.0, 27.0)
     assert len(names.split(", ")) == 3
 
 
 def test_time_before_the_previous_kernel_ends_is_not_attentions():
     kernels = [("gemm", 0.0, 10.0), ("decode_early", 4.0, 30.0), ("bmm", 31.0, 40.0)]
-    assert bench_vllm.spans(kernels, 1)[:3] == (20.0, 0.0, 21.0)
+    assert vllm_engine.spans(kernels, 1)[:3] == (20.0, 0.0, 21.0)
 
 
 def test_a_row_is_the_median_of_its_runs():
-    rows = [bench_vllm.Row("A", 1, 2, us, 1.0, 1.0, us, us) for us in (3.0, 1.0, 2.0)]
-    (row,) = bench_vllm.medians([*rows])
-    assert (row.attention_us, row.tokens_per_s) == (2.0, 2.0)
-    assert row.per_layer_us == 2.0 + 1.0 / 61
+    rows = [
+        {"backend": "A", "batch": 1, "context": 2} | dict.fromkeys(vllm_engine.TIMED, us) | {"plan_us": 1.0}
+        for us in (3.0, 1.0, 2.0)
+    ]
+    (row,) = vllm_model.medians(rows, vllm_engine.KEYS, vllm_engine.TIMED).values()
+    assert (row["attention_us"], row["tokens_per_s"]) == (2.0, 2.0)
+    assert vllm_engine.per_layer_us(row) == 2.0 + 1.0 / 61
 
 
 def test_tokens_may_differ_at_a_near_tie_alone():
     first = {"tokens": [[1, 2, 3], [4, 5, 6]], "gaps": [[1.0, 0.01, 1.0], [1.0, 1.0, 1.0]]}
     found = {"tokens": [[1, 9, 9], [4, 5, 6]]}
-    assert vllm_decode.equal_tokens(found, first) == "4 greedy tokens equal, 1 of 2 sequences end at a near tie"
+    assert vllm_model.equal_tokens(found, first) == "4 greedy tokens equal, 1 of 2 sequences end at a near tie"
     with pytest.raises(AssertionError, match="a greedy token differs where the best two are 1.00 apart"):
-        vllm_decode.equal_tokens({"tokens": [[1, 2, 3], [4, 5, 7]]}, first)
+        vllm_model.equal_tokens({"tokens": [[1, 2, 3], [4, 5, 7]]}, first)

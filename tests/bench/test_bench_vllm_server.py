@@ -1,35 +1,32 @@
-"""benchmarks/bench_vllm_server.py makes its table of rounds and reads servers' logs; tests/servers runs all of it."""
+"""benchmarks/bench_vllm.py server makes its table of rounds and reads servers' logs; tests/servers runs all of it."""
 
-import argparse
-import csv
 from pathlib import Path
 
-import bench_vllm_server
 import pytest
-import vllm_servers
-from vllm_servers import Load
+import vllm_server
+from vllm_server import Load
 
 ROOT = Path(__file__).parents[2]
 LINE = "decode DecodeProblem(batch=32, heads=128) on {} -> {}: kvsource_tma\n"
 
 
 def row(backend, load, tokens_per_s, turn=0):
-    times = dict.fromkeys(bench_vllm_server.FIELDS, 1.0) | {"tokens_per_s": tokens_per_s}
+    times = dict.fromkeys(vllm_server.FIELDS, 1.0) | {"tokens_per_s": tokens_per_s}
     return {"backend": backend, "load": load, "round": turn, **times}
 
 
 def server(folder, backend, log):
     path = folder / f"{backend}.log"
     path.write_text(log)
-    return vllm_servers.Server(backend, rounds=3, process=None, port=0, log=path)
+    return vllm_server.Server(backend, rounds=3, process=None, port=0, log=path)
 
 
 def test_the_table_has_medians_and_ratios_by_load():
     small, large = Load(32, 1024, 256), Load(128, 1024, 256)
-    peer = bench_vllm_server.AGAINST
+    peer = vllm_server.AGAINST
     rows = [row(peer, small, 100.0), row(peer, large, 400.0)]
     rows += [row("CUSTOM", small, rate, turn) for turn, rate in enumerate((120.0, 900.0, 110.0))]
-    _, *lines = bench_vllm_server.table(rows).splitlines()
+    _, *lines = vllm_server.table(rows).splitlines()
     assert [line.split()[-6:-3] for line in lines] == [
         [peer, "100", "1.000"],
         [peer, "400", "1.000"],
@@ -53,41 +50,31 @@ def test_a_load_takes_whole_pages_and_one_more_of_each_sequence():
 )
 def test_decode_has_to_run_in_our_server_alone(tmp_path, capsys, ours, theirs, status):
     servers = [server(tmp_path, "CUSTOM", ours), server(tmp_path, "FLASHMLA", theirs)]
-    assert bench_vllm_server.check(servers, on_gpu=False) == status
+    assert vllm_server.check(servers, on_gpu=False) == status
     said = capsys.readouterr().out
     assert ("CUSTOM: our decode was native on sm_90\n" in said) == bool(ours)
 
 
 def test_graphs_have_to_be_captured_on_a_gpu(tmp_path, capsys):
-    captured = f"INFO {vllm_servers.CAPTURED} in 3 secs, took 0.50 GiB\n"
+    captured = f"INFO {vllm_server.CAPTURED} in 3 secs, took 0.50 GiB\n"
     with_graphs = server(tmp_path, "CUSTOM", LINE.format("sm_90", "native") + captured)
     without = server(tmp_path, "FLASHMLA", "")
-    assert bench_vllm_server.check([with_graphs], on_gpu=True) == 0
-    assert bench_vllm_server.check([with_graphs, without], on_gpu=True) == 1
+    assert vllm_server.check([with_graphs], on_gpu=True) == 0
+    assert vllm_server.check([with_graphs, without], on_gpu=True) == 1
     assert "FLASHMLA: our decode did not run, without CUDA graphs" in capsys.readouterr().out
 
 
-def test_rows_are_saved_with_their_load(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_vllm_server, "versions", lambda: "vllm 0")
-    options = argparse.Namespace(csv=tmp_path / "rows.csv", layers=2, heads=4)
-    bench_vllm_server.save([row("CUSTOM", Load(8, 64, 16), 12.5, turn=2)], options)
-    with options.csv.open(newline="") as file:
-        (saved,) = csv.DictReader(file)
-    assert [saved[name] for name in ("backend", "concurrency", "input", "output", "round")] == [
-        "CUSTOM",
-        "8",
-        "64",
-        "16",
-        "2",
-    ]
-    assert (float(saved["tokens_per_s"]), saved["layers"]) == (12.5, "2")
+def test_rows_are_saved_with_their_load():
+    saved = vllm_server.saved(row("CUSTOM", Load(8, 64, 16), 12.5, turn=2))
+    assert list(saved.values())[:6] == ["CUSTOM", 8, 64, 16, 2, 12.5]
+    assert list(saved)[:5] == ["backend", "concurrency", "input", "output", "round"]
 
 
 def test_no_prompt_is_longer_than_its_words_could_make_it(tmp_path):
     """vLLM refuses a prompt of more characters than as many of the longest words have."""
     from transformers import AutoTokenizer
 
-    model = vllm_servers.save_model(tmp_path, layers=1, heads=2, loads=[Load(1, 4096, 256)])
+    model = vllm_server.save_model(tmp_path, layers=1, heads=2, loads=[Load(1, 4096, 256)])
     words = AutoTokenizer.from_pretrained(model).get_vocab()
     longest = max(len(word) for word in words)
     assert longest > len("w8191 ")

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import runs
 import torch
 
 from mla_suite.bench import floors, sets
-from mla_suite.bench import run as runner
-from mla_suite.bench.record import Result
 
-FP8 = replace(runs.FLOORS, fp8_tflops=1500.0)
+FLOORS = floors.Floors(((65536, 1.6), (1 << 20, 2.0), (1 << 26, 17.0), (1 << 30, 231.0)), 800.0, "a Triton kernel")
+FP8 = replace(FLOORS, fp8_tflops=1500.0)
 E4M3 = {"kv_format": "fp8", "dtype": torch.float8_e4m3fn}
 
 
@@ -27,24 +25,11 @@ def test_only_fp8_queries_over_fp8_keys_are_fp8_products() -> None:
     }
 
 
-@pytest.mark.parametrize(("ceilings", "rate"), [(FP8, 1500.0), (runs.FLOORS, 800.0)])
+@pytest.mark.parametrize(("ceilings", "rate"), [(FP8, 1500.0), (FLOORS, 800.0)])
 def test_a_compute_floor_is_at_the_ceiling_of_its_operands(ceilings: floors.Floors, rate: float) -> None:
     flops = 10**13
     assert ceilings.of(1 << 20, flops, fp8=True) == (pytest.approx(flops / rate / 1e6), "compute")
     assert ceilings.of(1 << 20, flops) == (pytest.approx(flops / 800.0 / 1e6), "compute")
-    assert floors.from_json(ceilings.as_json()) == ceilings
-    older = {name: value for name, value in ceilings.as_json().items() if name != "fp8_tflops"}
-    assert floors.from_json(older).fp8_tflops == 0
-
-
-def test_a_run_takes_each_shapes_own_ceiling() -> None:
-    both = [sets.decode(1, 128, 64, **E4M3), sets.decode(1, 128, 64)]
-    found = {}
-    for case in both:
-        result = Result(case.op, case.shape, "native", dict(case.facts), 1 << 20, 10**13)
-        found[result.key] = result
-    timed = runner._with_floors(both, found, FP8)
-    assert timed[1].floor_us == pytest.approx(timed[0].floor_us * 1500 / 800)
 
 
 def test_the_fp8_product_is_a_product() -> None:
@@ -63,3 +48,19 @@ def test_a_device_without_fp8_has_no_such_ceiling(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(torch, "_scaled_mm", refuse)
     assert floors.fp8_product(torch.ones(16, 16).bfloat16(), torch.ones(16, 16).bfloat16()) is None
+
+
+def test_a_curve_of_floors_never_falls() -> None:
+    noisy = [(1 << 18, 2.0), (1 << 20, 1.9), (1 << 22, 4.0), (1 << 24, 3.5), (1 << 26, 17.0)]
+    rising = floors._rising(noisy)
+    assert [size for size, _ in rising] == [size for size, _ in noisy]
+    assert [us for _, us in rising] == [1.9, 1.9, 3.5, 3.5, 17.0]
+
+
+def test_floors_lie_between_what_was_measured() -> None:
+    assert FLOORS.memory_us(1 << 20) == pytest.approx(2.0)
+    assert 2.0 < FLOORS.memory_us(1 << 23) < 17.0
+    assert FLOORS.memory_us(1000) == 1.6
+    assert FLOORS.memory_us(1 << 31) == pytest.approx(462.0)
+    assert FLOORS.of(1 << 20, 8_000_000_000) == (pytest.approx(10.0), "compute")
+    assert FLOORS.of(1 << 30, 1000) == (231.0, "memory")

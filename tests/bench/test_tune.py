@@ -9,22 +9,36 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
 import simulated
 import torch
 
 from mla_suite import archs as arch
 from mla_suite.__main__ import main
-from mla_suite.bench import environment, noise, search, sets, store
-from mla_suite.bench.clock import Effort
+from mla_suite.bench import environment, search, sets, store
 from mla_suite.bench.inputs import Call
 from mla_suite.bench.runners import Runner
 from mla_suite.bench.search import Outcome
+from mla_suite.bench.timer import FEWEST_ROUNDS, Effort
 from mla_suite.core import dispatch, register, tuning
 from mla_suite.core.dispatch import Backend, Supported
 from mla_suite.core.tuning import Format, Integer, SearchSpace
 from mla_suite.launch import declared_kernels
 
+GPU = {
+    "arch": "sm_90",
+    "device": "Made-up GPU",
+    "compute_units": 132,
+    "driver": "580.00",
+    "cuda": "13.0",
+    "rocm": "",
+    "torch": "2.11.0",
+    "triton": "3.6.0",
+    "mla_suite": "0.1.0",
+    "python": "3.12",
+    "date": "2026-11-21",
+    "commit": "0" * 40,
+    "changed": False,
+}
 CASE = sets.combine(2, 4, 3)
 ARCH = arch.get("sm_90")
 FORM = Format(op="combine", exact=(Integer("rows", 1, 1024),), near=(Integer("batch", 1, 1024),),
@@ -81,7 +95,7 @@ def searched(times: dict[int, float], baseline_us: float = 100.0, seed: int = 0,
 def searching(monkeypatch: pytest.MonkeyPatch, one: Callable[..., Outcome]) -> None:
     """The command finds a GPU, and `one` in the place of the search of a shape."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(environment, "describe", lambda device: dict(runs.GPU))
+    monkeypatch.setattr(environment, "describe", lambda device: dict(GPU))
     monkeypatch.setattr(search, "spaces", lambda op: {"native": SPACE})
     monkeypatch.setattr(search, "search", one)
 
@@ -93,7 +107,7 @@ def test_the_fastest_right_point_is_worth_a_row() -> None:
     assert found.tried == 4
     assert [entry.split(":")[0] for entry in found.refused] == [str(WRONG), str(BROKEN)]
     assert "too many registers" in found.refused[1]
-    assert len(found.best_rounds) == len(found.present_rounds) >= noise.FEWEST_ROUNDS
+    assert len(found.best_rounds) == len(found.present_rounds) >= FEWEST_ROUNDS
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -117,7 +131,7 @@ def test_a_table_that_can_leave_a_shape_to_a_faster_backend_gets_a_row(tmp_path:
     found = searched({0: 40.0, 2: 30.0}, baseline_us=12.0, space=LEAVES)
     assert found.kept is None
     path = tmp_path / "sm_90.csv"
-    store.write(FORM, "sm_90", path, [search.cells(found, LEAVES, ARCH, runs.GPU)])
+    store.write(FORM, "sm_90", path, [search.cells(found, LEAVES, ARCH, GPU)])
     (row,) = tuning.load(FORM, "sm_90", path)
     assert row.values["point"] == 9
     assert row.provenance["baseline"] == "native"
@@ -156,7 +170,7 @@ def replace_present() -> SearchSpace:
 
 def test_rows_carry_their_provenance_and_pass_the_linter(tmp_path: Path) -> None:
     found = searched({0: 40.0, 2: 30.0})
-    row = search.cells(found, SPACE, ARCH, runs.GPU | {"device": 'NVIDIA "H200", 141 GB'})
+    row = search.cells(found, SPACE, ARCH, GPU | {"device": 'NVIDIA "H200", 141 GB'})
     path = store.path_for(FORM, "sm_90", user=True)
     assert path == tmp_path / "user" / "combine" / "sm_90.csv"
     store.write(FORM, "sm_90", path, [row])
@@ -172,7 +186,7 @@ def test_rows_carry_their_provenance_and_pass_the_linter(tmp_path: Path) -> None
 
 
 def test_a_row_takes_the_place_of_its_like_and_tables_stay_sorted(tmp_path: Path) -> None:
-    row = search.cells(searched({0: 40.0, 2: 30.0}), SPACE, ARCH, runs.GPU)
+    row = search.cells(searched({0: 40.0, 2: 30.0}), SPACE, ARCH, GPU)
     path = tmp_path / "sm_90.csv"
     store.write(FORM, "sm_90", path, [row | {"batch": 16}, row | {"batch": 3}])
     store.write(FORM, "sm_90", path, [row | {"batch": 16, "point": 6}])
@@ -181,7 +195,7 @@ def test_a_row_takes_the_place_of_its_like_and_tables_stay_sorted(tmp_path: Path
 
 
 def test_unsound_rows_leave_the_table_as_it_was(tmp_path: Path) -> None:
-    row = search.cells(searched({0: 40.0, 2: 30.0}), SPACE, ARCH, runs.GPU)
+    row = search.cells(searched({0: 40.0, 2: 30.0}), SPACE, ARCH, GPU)
     path = tmp_path / "sm_90.csv"
     store.write(FORM, "sm_90", path, [row])
     before = path.read_bytes()
@@ -203,7 +217,7 @@ def test_a_read_only_package_sends_rows_to_the_user(tmp_path: Path, monkeypatch:
 
 def test_a_row_without_a_commit_is_refused() -> None:
     with pytest.raises(ValueError, match="the commit of this package is unknown"):
-        search.cells(searched({2: 30.0}), SPACE, ARCH, runs.GPU | {"commit": ""})
+        search.cells(searched({2: 30.0}), SPACE, ARCH, GPU | {"commit": ""})
 
 
 def test_tiles_of_decodes_own_kernels_become_crossover_rows(tmp_path: Path) -> None:
@@ -312,7 +326,7 @@ def test_a_table_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypa
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    row = search.cells(searched({0: 40.0, 2: 30.0}), SPACE, ARCH, runs.GPU)
+    row = search.cells(searched({0: 40.0, 2: 30.0}), SPACE, ARCH, GPU)
     path = tmp_path / "sm_90.csv"
     store.write(FORM, "sm_90", path, [row])
     before = path.read_bytes()

@@ -19,17 +19,3 @@ def test_outputs_are_as_torch_makes_them(monkeypatch, shape):
     monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cpu")
     assert [tensor.shape for tensor in allocation.allocator(outputs, device)()] == [shape] * 3
     assert allocation.allocator([], device)() == ()
-
-
-def test_inductors_entry_point_serves_the_current_gpu_alone(monkeypatch):
-    made = []
-    entry = torch._C._dynamo.guards._empty_strided_cpu
-    monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", lambda *spec: made.append(spec) or entry(*spec))
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
-    monkeypatch.setattr(torch, "empty_strided", lambda shape, strides, dtype, device: device)
-    outputs = [Output((2, 3), torch.float32)]
-    assert allocation.allocator(outputs, torch.device("cuda", 0))() == (torch.device("cuda", 0),)
-    assert made == []
-    (tensor,) = allocation.allocator(outputs, torch.device("cuda", 1))()
-    assert tensor.shape == (2, 3)
-    assert made == [((2, 3), (3, 1), torch.float32)]

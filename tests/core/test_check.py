@@ -150,7 +150,7 @@ def test_every_overload_and_compiled_code_are_checked(plant, problem):
     (q, *rest), kwargs = problem
     plant("decode", *MASK)
     out, lse = torch.empty(2, 2, 16, 512, dtype=q.dtype), torch.empty(2, 16, 2).transpose(1, 2)
-    compiled = torch.compile(lambda q: mla_suite.decode(q, *rest, **kwargs), fullgraph=True)
+    compiled = torch.compile(lambda q: mla_suite.decode(q, *rest, **kwargs), fullgraph=True, backend="aot_eager")
     with mla_suite.emulate("gfx942"):
         compiled(q)
         with mla_suite.check(on_difference="raise"):
@@ -237,31 +237,6 @@ def test_rows_of_no_sequence_are_not_compared(arch):
         packed = dict(softmax_scale=0.05, max_seqlen_q=3, out=out, lse=lse)
         torch.ops.mla_suite.decode.out(q, cache, lens, pages, None, None, bounds, **packed)
     assert bool((out[3:] == 7).all())
-
-
-def frames(function: Callable[[], object]) -> list[str]:
-    """The Python functions that a call enters, in order."""
-    entered: list[str] = []
-    sys.setprofile(lambda frame, event, _: event == "call" and entered.append(frame.f_code.co_qualname))
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return entered
-
-
-def test_it_costs_nothing_when_it_is_off(problem):
-    """A warm call enters the functions that it enters without check mode, none of which belongs to it."""
-    args, kwargs = problem
-    call = lambda: mla_suite.decode(*args, **kwargs)  # noqa: E731
-    with mla_suite.emulate("gfx942"):
-        for _ in range(3):  # through the dispatcher, by a look-up, as the last one
-            call()
-        before = frames(call)
-        with mla_suite.check(2):
-            assert {"Check.due", "run"} <= {name.split(".<")[0] for name in frames(call)}
-        assert frames(call) == before
-    assert not {"Check.due", "_check", "debugging", "check"} & set(before)
 
 
 def test_only_the_context_that_switched_it_on_is_checked(plant, problem, reports):

@@ -9,11 +9,12 @@ import sys
 
 import pytest
 import torch
+from hostile_inputs import raw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_suite.__main__ import main
-from mla_suite.kv_formats import KV_FORMATS, kv_format
+from mla_suite.kv_formats import KV_FORMATS, get_kv_format
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats.encode import ELEMENT_DTYPES, decode, encode, tile_scales
 
@@ -24,11 +25,6 @@ few = settings(max_examples=60, deadline=None, derandomize=True)
 
 def descale_of(one, value=0.037):
     return torch.tensor([value]) if one.per_tensor_descale else None
-
-
-def raw(cache):
-    """All bytes of the storage, padding included."""
-    return torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
 
 
 def representable(one, pages, page, seed):
@@ -58,7 +54,7 @@ def representable(one, pages, page, seed):
 @few
 @given(st.sampled_from(NAMES), st.integers(1, 4), st.sampled_from((1, 2, 5, 16)), st.integers(0, 10**6), st.booleans())
 def test_pack_then_unpack_is_identity_on_representable_rows(name, pages, page, seed, padded):
-    one = kv_format(name)
+    one = get_kv_format(name)
     rows = representable(one, pages, page, seed)
     descale = descale_of(one, 0.25)
     if descale is not None:
@@ -71,7 +67,7 @@ def test_pack_then_unpack_is_identity_on_representable_rows(name, pages, page, s
 @few
 @given(st.sampled_from(NAMES), st.integers(0, 10**6), st.floats(1e-3, 1e3))
 def test_quantisation_error_is_within_half_a_step(name, seed, size):
-    one = kv_format(name)
+    one = get_kv_format(name)
     rows = torch.randn(2, 3, one.head_dim, generator=torch.Generator().manual_seed(seed)) * size
     largest = rows.abs().amax()
     descale = (largest / 200)[None] if one.per_tensor_descale else None
@@ -92,7 +88,7 @@ def test_quantisation_error_is_within_half_a_step(name, seed, size):
 @pytest.mark.parametrize("name", ["v32", "v32_pow2"])
 @pytest.mark.parametrize("page", PAGES)
 def test_v32_bytes(name, page):
-    one = kv_format(name)
+    one = get_kv_format(name)
     rows = torch.randn(2, page, 576, generator=torch.Generator().manual_seed(page)) * 5
     cache = caches.pack(one, rows)
     data = bytes(raw(cache).tolist())
@@ -115,7 +111,7 @@ def test_v32_bytes(name, page):
 @pytest.mark.parametrize("page", PAGES)
 @pytest.mark.parametrize("padded", [True, False])
 def test_dsv4_bytes(name, page, padded):
-    one = kv_format(name)
+    one = get_kv_format(name)
     divisor, dtype = (448, torch.float8_e4m3fn) if name == "dsv4" else (224, torch.float8_e4m3fnuz)
     rows = torch.randn(2, page, 512, generator=torch.Generator().manual_seed(page)) * 5
     cache = caches.pack(one, rows, padded=padded)
@@ -140,19 +136,13 @@ def test_dsv4_bytes(name, page, padded):
 
 def test_fnuz_v4_keeps_the_ocp_bytes_with_the_next_scale():
     rows = torch.randn(2, 4, 512, generator=torch.Generator().manual_seed(0))
-    ocp, fnuz = (raw(caches.pack(kv_format(name), rows)).view(2, -1) for name in ("dsv4", "dsv4_fnuz"))
+    ocp, fnuz = (raw(caches.pack(name, rows)).view(2, -1) for name in ("dsv4", "dsv4_fnuz"))
     latent = torch.tensor([t * 576 + i for t in range(4) for i in range(448)])
     scale = torch.tensor([4 * 576 + t * 8 + i for t in range(4) for i in range(7)])
     minus_zero = ocp[:, latent] == 0x80  # NaN in FNUZ, so its writer stores +0
     assert torch.equal(ocp[:, latent][~minus_zero], fnuz[:, latent][~minus_zero])
     assert (fnuz[:, latent] != 0x80).all()
     assert torch.equal(ocp[:, scale] + 1, fnuz[:, scale])
-
-
-def test_e8m0_bytes_follow_the_specification():
-    values = decode(torch.tensor([0, 1, 127, 254, 255], dtype=torch.uint8), "e8m0")
-    assert values[:4].tolist() == [2.0**-127, 2.0**-126, 1.0, 2.0**127]
-    assert values[4].isnan()
 
 
 @pytest.mark.parametrize("encoding", ["e4m3fn", "e4m3fnuz", "e8m0"])
@@ -172,7 +162,7 @@ def test_fp8_saturates_and_keeps_nan(encoding, largest):
 
 @pytest.mark.parametrize("power", range(-20, 20))
 def test_power_of_two_scales_are_exact_at_the_powers(power):
-    rule = kv_format("dsv4").scale_rule
+    rule = get_kv_format("dsv4").scale_rule
     exact = 448.0 * 2.0**power
     rows = torch.zeros(2, 64)
     rows[:, 0] = torch.tensor([exact, torch.tensor(exact).nextafter(torch.tensor(torch.inf))])
@@ -184,7 +174,7 @@ def test_power_of_two_scales_are_exact_at_the_powers(power):
 @pytest.mark.parametrize("name", ["v32", "v32_pow2", "dsv4", "dsv4_fnuz"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_a_tile_with_a_non_finite_value_reads_nan_and_no_other_does(name, bad):
-    one = kv_format(name)
+    one = get_kv_format(name)
     rows = torch.ones(1, 2, one.head_dim)
     rows[0, 1, one.scale_rule.tile + 3] = bad
     cache = caches.pack(one, rows)
@@ -196,18 +186,10 @@ def test_a_tile_with_a_non_finite_value_reads_nan_and_no_other_does(name, bad):
     assert "first at page 0 offset 1" in caches.validate(one, cache)[-1]
 
 
-def test_zero_rows_stay_zero():
-    for one in KV_FORMATS.values():
-        rows = torch.zeros(1, 2, one.head_dim)
-        assert torch.equal(
-            caches.unpack(one, caches.pack(one, rows, descale=descale_of(one)), descale=descale_of(one)), rows
-        )
-
-
 @few
 @given(st.sampled_from(NAMES), st.integers(0, 10**6), st.booleans())
 def test_gather_scatter_and_page_permutation(name, seed, padded):
-    one = kv_format(name)
+    one = get_kv_format(name)
     generator = torch.Generator().manual_seed(seed)
     pages, page = 5, 3
     rows = torch.randn(pages, page, one.head_dim, generator=generator)
@@ -234,7 +216,7 @@ def test_gather_scatter_and_page_permutation(name, seed, padded):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_slice_of_pages_is_a_cache(name):
-    one = kv_format(name)
+    one = get_kv_format(name)
     rows = torch.randn(4, 3, one.head_dim)
     cache = caches.pack(one, rows)
     read = caches.unpack(one, cache)
@@ -248,7 +230,7 @@ def test_a_slice_of_pages_is_a_cache(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_fields_tile_the_block_without_gap_or_overlap(name):
-    one = kv_format(name)
+    one = get_kv_format(name)
     for page in PAGES:
         owner = [0] * one.block_bytes(page, padded=False)
         for field in one.fields:
@@ -261,7 +243,7 @@ def test_fields_tile_the_block_without_gap_or_overlap(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_constants_place_every_field(name):
-    one = kv_format(name)
+    one = get_kv_format(name)
     values = one.constants()
     assert all(type(value) is int for value in values.values())
     for field in one.fields:
@@ -275,20 +257,20 @@ def test_constants_place_every_field(name):
 
 
 def test_dense_kv_formats_take_any_row():
-    one = kv_format("bf16").sized(24, 8)
+    one = get_kv_format("bf16").sized(24, 8)
     assert (one.head_dim, one.token_bytes, one.by_name["rope"].offset) == (32, 64, 48)
     rows = torch.randn(2, 3, 32).bfloat16()
-    assert torch.equal(caches.unpack(kv_format("bf16"), rows), rows.float())
+    assert torch.equal(caches.unpack("bf16", rows), rows.float())
     with pytest.raises(ValueError, match="'dsv4' holds 448 latent and 64 rope values, not 512 and 64"):
-        kv_format("dsv4").sized(512, 64)
+        get_kv_format("dsv4").sized(512, 64)
 
 
 def test_validate_finds_what_is_wrong():
-    cache = caches.pack(kv_format("v32"), torch.randn(2, 4, 576))
-    assert caches.validate(kv_format("v32_pow2"), cache)[0].startswith("scale is not a power of two in 8 of 8 tokens")
+    cache = caches.pack("v32", torch.randn(2, 4, 576))
+    assert caches.validate("v32_pow2", cache)[0].startswith("scale is not a power of two in 8 of 8 tokens")
     cache[1, 2, 512:516] = torch.tensor([-1.0]).view(torch.uint8)
     cache[1, 3, 0] = 0x7F
-    problems = caches.validate(kv_format("v32"), cache)
+    problems = caches.validate("v32", cache)
     assert problems == (
         "latent is not finite in 1 of 8 tokens, first at page 1 offset 3",
         "scale is not positive and finite in 1 of 8 tokens, first at page 1 offset 2",
@@ -321,57 +303,53 @@ BAD_CACHES = {
 def test_bad_caches_are_refused_in_a_sentence(case):
     make, sentence = BAD_CACHES[case]
     with pytest.raises((ValueError, TypeError), match=f"^decode: kv_cache .*{sentence}"):
-        caches.check(kv_format("v32"), make(), 576, op="decode", argument="kv_cache")
+        caches.check(get_kv_format("v32"), make(), 576, op="decode", argument="kv_cache")
 
 
 def test_misaligned_base_width_and_descale_are_refused():
     cache = torch.zeros(2 * 4 * 656 + 16, dtype=torch.uint8)[3:].as_strided((2, 4, 656), (4 * 656, 656, 1))
     with pytest.raises(ValueError, match="begins 3 bytes past a multiple of 16"):
-        caches.check_base(kv_format("v32"), cache, op="decode", argument="kv_cache")
+        caches.check_base(get_kv_format("v32"), cache, op="decode", argument="kv_cache")
     with pytest.raises(ValueError, match="is read as rows of 512; kv_format 'v32' holds rows of 576"):
-        caches.check(kv_format("v32"), caches.empty(kv_format("v32"), 1, 2), 512, op="decode", argument="kv_cache")
+        caches.check(get_kv_format("v32"), caches.empty("v32", 1, 2), 512, op="decode", argument="kv_cache")
     one = torch.ones(1)
     with pytest.raises(ValueError, match="kv_descale was given with kv_format 'bf16'; only fp8, fp8_fnuz read one"):
-        caches.check_descale(kv_format("bf16"), one, one, op="decode", argument="kv_descale")
+        caches.check_descale(get_kv_format("bf16"), one, one, op="decode", argument="kv_descale")
     with pytest.raises(ValueError, match="it takes one value"):
-        caches.check_descale(kv_format("fp8"), torch.ones(2), one, op="decode", argument="kv_descale")
+        caches.check_descale(get_kv_format("fp8"), torch.ones(2), one, op="decode", argument="kv_descale")
     with pytest.raises(ValueError, match="kv_format 'v31' is unknown; the kv_formats are bf16, fp16"):
-        kv_format("v31")
+        get_kv_format("v31")
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (
-            lambda: caches.pack(kv_format("bf16"), torch.zeros(4, 576)),
+            lambda: caches.pack("bf16", torch.zeros(4, 576)),
             r"pack: rows has shape \(4, 576\); .*, head_dim\]",
         ),
-        (lambda: caches.pack(kv_format("v32"), torch.zeros(2, 4, 512)), r"kv_format 'v32' takes \[pages, page, 576\]"),
         (
-            lambda: caches.pack(kv_format("bf16"), torch.zeros(2, 4, 576), descale=torch.tensor(2.0)),
+            lambda: caches.pack("v32", torch.zeros(2, 4, 512)),
+            r"kv_format 'v32' takes \[pages, page, 576\]",
+        ),
+        (
+            lambda: caches.pack("bf16", torch.zeros(2, 4, 576), descale=torch.tensor(2.0)),
             "only fp8, fp8_fnuz read",
         ),
-        (lambda: caches.unpack(kv_format("v32"), torch.zeros(2, 4, 656)), "unpack: cache is float32; it takes uint8"),
         (
-            lambda: caches.unpack(kv_format("v32"), torch.zeros(2, 4, 655, dtype=torch.uint8)),
+            lambda: caches.unpack("v32", torch.zeros(2, 4, 656)),
+            "unpack: cache is float32; it takes uint8",
+        ),
+        (
+            lambda: caches.unpack("v32", torch.zeros(2, 4, 655, dtype=torch.uint8)),
             r"takes \[pages, page, 656\]",
         ),
-        (lambda: caches.unpack(kv_format("bf16"), torch.zeros(4, 576).bfloat16()), "unpack: cache has shape"),
+        (lambda: caches.unpack("bf16", torch.zeros(4, 576).bfloat16()), "unpack: cache has shape"),
     ],
 )
 def test_what_is_no_cache_is_neither_packed_nor_unpacked(call, message):
     with pytest.raises((ValueError, TypeError), match=message):
         call()
-
-
-def test_declarations_need_no_torch():
-    program = (
-        "import sys; sys.modules['torch'] = None\n"
-        "import importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *a: None if n == 'torch' else f(n, *a)\n"
-        "from mla_suite.kv_formats import kv_format; print(kv_format('dsv4').constants()['KV_SCALE_PER_BLOCK'])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (done.stdout.strip(), done.returncode) == ("576", 0), done.stderr
 
 
 def test_an_import_under_another_default_device_changes_nothing():
@@ -390,7 +368,7 @@ def test_command_prints_every_kv_format(capsys):
     facts = json.loads(capsys.readouterr().out)
     assert list(facts) == list(NAMES)
     assert facts["dsv4"]["block_bytes"] == 37440
-    assert main(["formats", "dsv4", "--page", "2", "--constants"]) == 0
+    assert main(["formats", "dsv4", "--page-size", "2", "--constants"]) == 0
     text = capsys.readouterr().out
     assert "1728 bytes, of which 560 are padding" in text
     assert "P*576 + t*8" in text

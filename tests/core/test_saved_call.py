@@ -13,7 +13,7 @@ import torch
 from mla_suite.__main__ import main
 from mla_suite.core import check_mode, dispatch, register, saved_call
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format
+from mla_suite.kv_formats import get_kv_format
 from mla_suite.ops.decode.samples import decode_sample
 
 CPU = torch.device("cpu")
@@ -58,7 +58,7 @@ def assert_same(made: Any, given: Any) -> None:
 @pytest.mark.parametrize("name", ["bf16", "fp8", "dsv4", "v32"])
 def test_a_call_comes_back_with_its_strides_and_the_pages_it_reads(name, folder):
     """Queries inside a wider row and at an odd element, blocks that lie apart, scales without dimensions."""
-    kind = kv_format(name)
+    kind = get_kv_format(name)
     rows = torch.randn(9, 7, kind.head_dim)
     cache = caches.pack(kind, rows, descale=torch.tensor(0.1) if kind.per_tensor_descale else None)
     q = torch.randn(2, 1, 4, 700).bfloat16()[..., 5 : 5 + kind.head_dim]
@@ -92,7 +92,7 @@ def test_a_call_comes_back_with_its_strides_and_the_pages_it_reads(name, folder)
 def test_lists_dtypes_and_what_is_written(folder):
     """A cache that a call writes is saved by its sizes alone."""
     kv_c, k_pe = torch.randn(2, 512), torch.randn(1, 64).expand(2, 64)
-    cache = torch.ones(1 << 14, 64, 576, dtype=torch.bfloat16)
+    cache = torch.ones(1 << 8, 64, 576, dtype=torch.bfloat16)
     found = saved(
         call_of("append_kv", [kv_c, k_pe, cache, torch.tensor([5, 9]), None, None, None], dict(kv_format="bf16")),
         folder,

@@ -1,7 +1,5 @@
 """Calls of `torch.ops.mla_suite` skip torch's dispatcher where the public functions do, and nobody notices."""
 
-import gc
-import time
 import warnings
 from functools import partial
 
@@ -16,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mla_suite
 from mla_suite.archs.common import decode_table
 from mla_suite.core import allocation, dispatch, register
-from mla_suite.core.op import Op
 
 OPS = torch.ops.mla_suite
 OPERATORS = tuple(register.registry())
@@ -208,37 +205,3 @@ def test_inductors_code_skips_the_dispatcher(dispatched):
         for result in (found, compiled(*args), compiled(*args)):
             assert all(map(torch.equal, result, want))
     assert dispatched == []
-
-
-def test_time_beside_the_public_function(monkeypatch):
-    """A warm call through torch.ops, gradients enabled or not, takes at most 1.4 times the public function's time."""
-    monkeypatch.setattr(register, "_prepare", lambda op, outputs, record: lambda outputs, tensors: None)
-    for called in (Op, register._OutOverload):
-        monkeypatch.setattr(called, "validate_values", lambda *given: None)
-    dispatch.clear_caches()
-    args, kwargs = made("decode")
-    calls = {
-        "public": partial(mla_suite.decode, *args, **kwargs),
-        "overload": partial(OPS.decode.default, *args, **kwargs),
-        "packet": partial(OPS.decode, *args, **kwargs),
-    }
-    least = {}
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        for _ in range(30):  # turns, since a host's clock wanders
-            for grad in (False, True):
-                with torch.set_grad_enabled(grad):
-                    for name, call in calls.items():
-                        call()
-                        begin = time.thread_time()
-                        for _ in range(100):
-                            call()
-                        took = time.thread_time() - begin
-                        least[name, grad] = min(took, least.get((name, grad), took))
-    finally:
-        if collecting:
-            gc.enable()
-        dispatch.clear_caches()
-    shares = {key: took / least["public", False] for key, took in least.items()}
-    assert max(shares.values()) <= 1.4, shares

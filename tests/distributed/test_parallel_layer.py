@@ -32,7 +32,7 @@ def run_layer(layer, cache, config, dtype, q_lens, compiled) -> list[torch.Tenso
     sequences = [cache.allocate(40) for _ in PROMPTS]
     x = torch.randn(sum(PROMPTS), config.hidden_size).to(dtype)
     outputs = [layer.prefill(x, table, cache.layers[0], cache.append(sequences, PROMPTS), q_lens=PROMPTS)]
-    decode = torch.compile(layer.decode, fullgraph=True) if compiled else layer.decode
+    decode = torch.compile(layer.decode, fullgraph=True, backend="aot_eager") if compiled else layer.decode
     for q_len in q_lens:
         x = torch.randn(len(PROMPTS), q_len, config.hidden_size).to(dtype)
         step = cache.append(sequences, [q_len] * len(PROMPTS), width=10)

@@ -4,10 +4,10 @@ import time
 
 import pytest
 import torch
+from built import require_built
 
 import mla_suite
 from mla_suite import emulator
-from mla_suite.launch import has_kernel
 from mla_suite.ops.decode.samples import decode_sample
 
 
@@ -31,8 +31,7 @@ def least(call):
 @pytest.mark.parametrize(("heads", "loops"), [(16, 2), (128, 12)])
 def test_decode_of_1024_keys_on_one_core(arch, heads, loops):
     instance = f"decode_dtype-bf16_rows-{heads}_width-576_rotate-0"
-    if not has_kernel(arch, instance):
-        pytest.skip(f"{instance} is not built for {arch}; run `python -m mla_suite build`")
+    require_built(arch, instance)
     args, kwargs = decode_sample((1024,), heads=heads, num_splits=1).make(torch.device("cpu"))
     with mla_suite.emulate(arch), emulator.configured(threads=1, collect=True) as launches:
         took = least(lambda: mla_suite.decode(*args, **kwargs))

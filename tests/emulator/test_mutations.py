@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from backend_calls import BackendCalls
+from built import require_built
 from mutations import KINDS, Launch, contents, deletions, instruction, mutate, table, why_redundant
 
 import mla_suite
@@ -33,7 +34,6 @@ from mla_suite.build import compilers
 from mla_suite.core import dispatch, register
 from mla_suite.emulator import Emulator, Memory
 from mla_suite.emulator.driver import EmulatorDriver
-from mla_suite.launch import has_kernel
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.sparse_decode.samples import PoolShape
 from mla_suite.ops.sparse_decode.samples import sample as sparse_sample
@@ -189,8 +189,7 @@ def first_launch(most: int = 1) -> Iterator[list[Launch]]:
 
 def test_combine(arch):
     point = combine_config.CombineConfig(archs.get(arch), 512, rows=1, vec=4, waves=8, slices=1)
-    if not has_kernel(arch, point.instance):
-        pytest.skip(f"{point.instance} is not built for {arch}; run `python -m mla_suite build`")
+    require_built(arch, point.instance)
     out, lse, sink = torch.randn(2 * 33, 3, 512), torch.randn(2 * 33, 3), torch.randn(3)
     results = torch.zeros(2, 3, 512), torch.zeros(2, 3)
     with mla_suite.emulate(arch), first_launch() as found:
@@ -214,8 +213,7 @@ def test_plan(arch):
     In two places a barrier follows another with nothing between that it is needed for: behind the largest length, where
     the line has its own, and between the two prefix sums of a plan with split_size.
     """
-    if not has_kernel(arch, "plan_step-search_waves-4"):
-        pytest.skip(f"plan is not built for {arch}; run `python -m mla_suite build`")
+    require_built(arch, "plan_step-search_waves-4")
     outcomes: dict[tuple[str, int], set[str]] = {}
     for lengths, num_sm_parts, options in (LONG_ONES, MANY, IN_THREE, BY_SIZE):
         lens = torch.tensor(lengths, dtype=torch.int32)
@@ -235,8 +233,7 @@ def test_plan(arch):
 def test_append_kv(arch):
     """The barriers of a workgroup with many tokens, some of which have the same slot; 20 of the waits."""
     config = AppendConfig(archs.get(arch), MAX_TOKENS)
-    if not has_kernel(arch, config.instance):
-        pytest.skip(f"{config.instance} is not built for {arch}; run `python -m mla_suite build`")
+    require_built(arch, config.instance)
     tokens = 700
     cache, slots = torch.zeros(12, 64, 576, dtype=torch.bfloat16), torch.arange(tokens) * 3 % 701 % 650
     rows = torch.randn(tokens, 512).bfloat16(), torch.randn(tokens, 64).bfloat16()
@@ -263,8 +260,7 @@ def test_decode(name, rows, kv_format, lengths):
     instance = f"decode_dtype-bf16_rows-{rows}_width-576_rotate-0"
     if kv_format == "fp8_fnuz":
         instance = f"decode_fp8_query-bf16_rows-{rows}"
-    if not has_kernel(name, instance):
-        pytest.skip(f"{instance} is not built for {name}; run `python -m mla_suite build`")
+    require_built(name, instance)
     args, kwargs = decode_sample(lengths, heads=rows, kv_format=kv_format, planned=True).make(CPU)
     plan = mla_suite.plan(args[2], num_heads=rows, num_sm_parts=1, max_seqlen_kv=max(lengths))
     with mla_suite.emulate(name), first_launch() as found:
@@ -279,8 +275,7 @@ def test_decode(name, rows, kv_format, lengths):
 def test_sparse_decode(rows):
     """Several items for one workgroup, which renew their references in the first tile; 12 of the waits."""
     instance = f"sparse_decode_kvformat-dsv4_rows-{rows}"
-    if not has_kernel("gfx950", instance):
-        pytest.skip(f"{instance} is not built for gfx950; run `python -m mla_suite build`")
+    require_built("gfx950", instance)
     pools = [PoolShape("dsv4", 2, 64, 150), PoolShape("dsv4", 9, 16, 30)]
     (*args, sink), kwargs = sparse_sample(2, 1, rows, pools, sink=True).make(CPU)
     plan = mla_suite.plan(torch.full((2,), 180, dtype=torch.int32), num_heads=rows, num_sm_parts=1, max_seqlen_kv=180)

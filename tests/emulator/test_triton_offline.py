@@ -16,14 +16,13 @@ pytest.importorskip("triton", reason="triton is not installed; the `test` extra 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton's interpreter is on, and with it Triton compiles nothing", allow_module_level=True)
 
+from sparse_problems import exact
 from triton_offline import Launch, launches
 
 from mla_suite import archs, testing
 from mla_suite.core import register
 from mla_suite.core.dispatch import Supported
 from mla_suite.core.op import Sample
-from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format
 from mla_suite.ops.append_kv.samples import sample as append_sample
 from mla_suite.ops.combine.samples import sample as combine_sample
 from mla_suite.ops.decode.samples import decode_sample
@@ -125,26 +124,4 @@ def test_sparse_decode(arch: str, case: Sample, num_splits: int) -> None:
     args, kwargs = case.make(CPU)
     kwargs["num_splits"] = num_splits
     (out, lse), _ = run("sparse_decode", arch, args, kwargs)
-    assert_exact(out.flatten(0, 1), lse.flatten(0, 1), exact_sparse(*args, **kwargs))
-
-
-def exact_sparse(
-    q: torch.Tensor, kv_caches: Any, indices: Any, indptrs: Any, topk_lengths: Any, sink: Any, *, kv_formats: Any,
-    softmax_scale: float, **choices: int,
-) -> testing.Exact:  # fmt: skip
-    """Each query token of q [batch, q_len, heads, D] over the keys that its valid indices select."""
-    found = []
-    no_sink = torch.full((q.shape[2],), -torch.inf)
-    for t, query in enumerate(q.flatten(0, 1)):
-        keys = []
-        for name, cache, index, indptr, lengths in zip(
-            kv_formats, kv_caches, indices, indptrs, topk_lengths, strict=True
-        ):
-            chosen = index[indptr[t] : indptr[t + 1]] if indptr is not None else index.flatten(0, 1)[t]
-            chosen = chosen if lengths is None else chosen[: lengths[t // q.shape[1]]]
-            rows = caches.unpack(kv_format(name), cache).flatten(0, 1)
-            keys.append(rows[chosen[(chosen >= 0) & (chosen < len(rows))].long()])
-        every = torch.cat(keys)
-        visible = torch.full((query.shape[0],), len(every))
-        found.append(testing.attention(query, every, visible, softmax_scale, 512, no_sink if sink is None else sink))
-    return testing.Exact(*(torch.stack(parts) for parts in zip(*found, strict=True)))
+    assert_exact(out, lse, exact(*args, **kwargs))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import decode_grid
 import pytest
 import torch
+from gpu_problems import Recorded
 
 from mla_suite.core import dispatch
 from mla_suite.launch import current_arch
@@ -64,6 +65,19 @@ def check(sample):
     args, kwargs = hostile(sample)
     out, lse = decode(args, kwargs)
     assert_right(out, lse, exact_decode(*on_cpu(args), **kwargs))
+
+
+def assert_right_at_other_lengths(step, args, kwargs, every_lengths, assert_right=assert_right, warm=True):
+    """A graph of `step`, which decodes with these arguments, replayed at each of some lengths."""
+    results = []
+    recorded = Recorded(lambda: results.append(step()), torch.device("cuda"), warm)
+    out, lse = results[-1]  # the graph's
+    for lengths in every_lengths:
+        args[LENS].copy_(torch.tensor(lengths, dtype=torch.int32))
+        out.fill_(torch.nan)
+        recorded.replay()
+        torch.cuda.synchronize()
+        assert_right(out, lse, exact_decode(*on_cpu(args), **kwargs))
 
 
 def assert_same_bits(results, expected):

@@ -78,7 +78,7 @@ def sparse(
     name: str, kv_format: str, *, heads: int = 64, q_len: int = 1, pools: tuple[tuple[int, int, int], ...]
 ) -> Call:
     """pools of (pages, page, topk); the second is the extra one."""
-    kind, batch = kv_formats.kv_format(kv_format), 3
+    kind, batch = kv_formats.get_kv_format(kv_format), 3
 
     def make(turn: int) -> Tensors:
         torch.manual_seed(turn)

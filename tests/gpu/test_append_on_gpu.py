@@ -9,7 +9,7 @@ from backend_calls import BackendCalls
 import mla_suite
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format as declared
+from mla_suite.kv_formats import get_kv_format
 from mla_suite.ops.append_kv import APPEND_KV
 
 DEVICE = torch.device("cuda")
@@ -40,7 +40,7 @@ def written(name, slots, interleaved, wide, first_slot=0, first_angle=0):
     """Returns a cache of zeros after the native kernel, and after the definition, which runs on the CPU. Slots begin
     `first_slot` elements behind aligned memory, each row of angles `first_angle`.
     """
-    kind, tokens = declared(name), len(slots)
+    kind, tokens = get_kv_format(name), len(slots)
     rows = torch.randn(tokens, kind.head_dim).bfloat16()
     kv_c, k_pe = rows[:, : kind.latent], rows[:, kind.latent :]
     cos_sin = torch.rand(100, kind.rope + first_angle).to(torch.float32 if wide else torch.bfloat16)

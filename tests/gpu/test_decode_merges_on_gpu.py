@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from decode_calls import (
@@ -13,6 +15,7 @@ from decode_calls import (
     Q,
     assert_a_graph_repeats,
     assert_right,
+    assert_right_at_other_lengths,
     assert_same_bits,
     check,
     decode,
@@ -243,16 +246,13 @@ def test_a_captured_plan_walked_in_pairs_is_right_at_any_length(plans_in_pairs, 
         lens.copy_(torch.tensor(first, dtype=torch.int32))
         args[PLAN] = mla_suite.plan(lens, **longest)
         decode(args, kwargs)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+
+        def step(anew=anew):
             plan = mla_suite.plan(lens, **longest) if anew else args[PLAN]
-            out, lse = torch.ops.mla_suite.decode(*args[:PLAN], plan, **kwargs)
-        for lengths in (first, (2, 0, 999, 33, 0), (1999, 1, 32, 2, 1), (64, 1990, 990, 64, 890), first):
-            lens.copy_(torch.tensor(lengths, dtype=torch.int32))
-            out.fill_(torch.nan)
-            graph.replay()
-            torch.cuda.synchronize()
-            assert_right(out, lse, exact_decode(*on_cpu(args), **kwargs))
+            return torch.ops.mla_suite.decode(*args[:PLAN], plan, **kwargs)
+
+        every_lengths = (first, (2, 0, 999, 33, 0), (1999, 1, 32, 2, 1), (64, 1990, 990, 64, 890), first)
+        assert_right_at_other_lengths(step, args, kwargs, every_lengths, warm=False)
 
 
 def test_more_parts_than_the_device_holds_are_not_merged_in_pairs(plans_in_pairs):
@@ -272,12 +272,6 @@ def test_a_captured_plan_that_is_not_needed_is_right_at_any_length(heads):
     lens = args[LENS]
     args[PLAN] = mla_suite.plan(lens, num_heads=heads, max_seqlen_kv=300)
     decode(args, kwargs)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = torch.ops.mla_suite.decode(*args, **kwargs)
-    for lengths in (first, (2, 0, 256, 33, 0), (1, 199, 0, 64, 64)):
-        lens.copy_(torch.tensor(lengths, dtype=torch.int32))
-        out.fill_(torch.nan)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert_right(out, lse, exact_decode(*on_cpu(args), **kwargs))
+    step = partial(torch.ops.mla_suite.decode, *args, **kwargs)
+    every_lengths = (first, (2, 0, 256, 33, 0), (1, 199, 0, 64, 64))
+    assert_right_at_other_lengths(step, args, kwargs, every_lengths, warm=False)

@@ -18,6 +18,7 @@ from decode_calls import (
     TABLE,
     Q,
     assert_right,
+    assert_right_at_other_lengths,
     check,
     decode,
     decode_grid,
@@ -326,20 +327,8 @@ def test_a_captured_graph_replays_at_other_lengths(planned, types):
         plan = mla_suite.plan(lens, num_heads=rows, num_sm_parts=132, max_seqlen_kv=2000) if planned else None
         return torch.ops.mla_suite.decode(*args[:PLAN], plan, **kwargs)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = step()
-    for lengths in ((2000, 1500, 1000, 64), (2, 0, 999, 33), (1999, 1, 32, 2)):
-        lens.copy_(torch.tensor(lengths, dtype=torch.int32))
-        out.fill_(torch.nan)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert_right(out, lse, exact_decode(*on_cpu(args), **kwargs))
+    every_lengths = ((2000, 1500, 1000, 64), (2, 0, 999, 33), (1999, 1, 32, 2))
+    assert_right_at_other_lengths(step, args, kwargs, every_lengths)
 
 
 @pytest.mark.parametrize("others", [80, 30])

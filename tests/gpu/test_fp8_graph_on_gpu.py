@@ -5,6 +5,7 @@ from __future__ import annotations
 import decode_grid
 import pytest
 import torch
+from decode_calls import LENS, PLAN, assert_right_at_other_lengths
 
 import mla_suite
 from mla_suite.bench.runners import fp8_weights
@@ -12,10 +13,9 @@ from mla_suite.core import dispatch
 from mla_suite.launch import current_arch
 from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
-from mla_suite.testing import exact_decode
+from mla_suite.testing import Exact
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
-LENS, PLAN = 2, 11
 HEADS, Q_LEN = 32, 4
 LENGTHS = ((512, 300, 64, 21), (4, 300, 33, 5), (256, 4, 64, 21))
 
@@ -37,22 +37,12 @@ def test_a_captured_fp8_graph_replays_at_other_lengths(planned: bool) -> None:
         plan = mla_suite.plan(lens, **sizes) if planned else None
         return torch.ops.mla_suite.decode(*args[:PLAN], plan, **kwargs)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = step()
     plan = mla_suite.plan(lens, **sizes) if planned else None
     problem = DECODE.problem(*args[:PLAN], plan, **kwargs)
     config = dispatch.choose("decode", DECODE.backends, problem, arch, "cuda").supported.config
     rounding = decode_grid.COARSE if fp8_weights(config) else 2.0**-8
-    for lengths in LENGTHS:
-        lens.copy_(torch.tensor(lengths, dtype=torch.int32))
-        out.fill_(torch.nan)
-        graph.replay()
-        torch.cuda.synchronize()
-        on_cpu = [None if tensor is None else tensor.cpu() for tensor in args]
-        decode_grid.assert_within_bound(out.cpu(), lse.cpu(), exact_decode(*on_cpu, **kwargs), rounding)
+
+    def within_bound(out: torch.Tensor, lse: torch.Tensor, exact: Exact) -> None:
+        decode_grid.assert_within_bound(out.cpu(), lse.cpu(), exact, rounding)
+
+    assert_right_at_other_lengths(step, args, kwargs, LENGTHS, within_bound)

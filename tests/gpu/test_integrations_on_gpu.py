@@ -7,28 +7,20 @@ a GPU the calls run eagerly on the CPU, turn after turn, which shows that the ca
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
-from integration_calls import CALLS, TURNS, Call, Tensors
+from gpu_problems import Recorded, allocations, moved, no_synchronisation
+from integration_calls import CALLS, TURNS, Call
 
 GPU = torch.cuda.is_available()
+PLACE = torch.device("cuda" if GPU else "cpu")
 NEEDS_GPU = pytest.mark.skipif(not GPU, reason="no GPU that torch can use; test_capturable.py looks for host copies")
 NAMED = pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
 
 
 def fresh(call: Call) -> Call:
     return dataclasses.replace(call, kept={})
-
-
-def moved(given: Tensors, device: str) -> Tensors:
-    """With their strides: `.to()` would close the gaps between a cache's blocks."""
-    return {
-        name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t)
-        for name, t in given.items()
-    }
 
 
 _right: dict[tuple[str, int], tuple[torch.Tensor, ...]] = {}
@@ -48,32 +40,22 @@ def check(call: Call, turn: int, got: tuple[torch.Tensor, ...]) -> None:
         torch.testing.assert_close(mine.cpu().float(), theirs.float(), rtol=bound, atol=bound)
 
 
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Every wait of the host for the GPU, and every copy that implies one, raises."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @NAMED
 def test_calls_in_turn(call: Call) -> None:
     """Kept state of a call, such as the first turn's metadata, serves the turns after it."""
     call = fresh(call)
     for turn in range(TURNS):
-        check(call, turn, call.run(moved(call.make(turn), "cuda" if GPU else "cpu"), call.kept))
+        check(call, turn, call.run(moved(call.make(turn), PLACE), call.kept))
 
 
 @NEEDS_GPU
 @NAMED
 def test_no_call_waits_for_the_gpu(call: Call) -> None:
     call = fresh(call)
-    given = moved(call.make(0), "cuda")
+    given = moved(call.make(0), PLACE)
     call.run(given, call.kept)  # compiles and loads kernels
-    with no_waiting():
+    torch.cuda.synchronize()
+    with no_synchronisation():
         got = call.run(given, call.kept)
     check(call, 0, got)
 
@@ -82,20 +64,15 @@ def test_no_call_waits_for_the_gpu(call: Call) -> None:
 @NAMED
 def test_captured_and_replayed_with_other_values(call: Call) -> None:
     call = fresh(call)
-    given = moved(call.make(0), "cuda")
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        call.run(given, call.kept)
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = call.run(given, call.kept)
+    given = moved(call.make(0), PLACE)
+    results: list[tuple[torch.Tensor, ...]] = []
+    recorded = Recorded(lambda: results.append(call.run(given, call.kept)), PLACE)
+    got = results[-1]  # the graph's
     for turn in range(TURNS):
         for name, tensor in call.make(turn).items():
             given[name].copy_(tensor)
-        before = torch.cuda.memory_stats()["allocation.all.allocated"]
-        graph.replay()
+        before = allocations()
+        recorded.replay()
         torch.cuda.synchronize()
-        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before, "a replay allocates"
+        assert allocations() == before, "a replay allocates"
         check(call, turn, got)

@@ -20,7 +20,7 @@ from mla_suite.archs.common import decode as decode_launches
 from mla_suite.core import dispatch
 from mla_suite.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format
+from mla_suite.kv_formats import get_kv_format
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
 SCALE = 576**-0.5
@@ -148,7 +148,7 @@ def test_ragged_queries():
 @pytest.mark.parametrize("record", ["v32", "dsv4", "bf16"])
 @pytest.mark.parametrize("shape", [(3, 1), (3, 2), (7,)], ids=str)
 def test_sparse(record, shape):
-    kind = kv_format(record)
+    kind = get_kv_format(record)
     width = 576 if record == "bf16" else kind.head_dim
     kind = kind.sized(width - 64, 64) if record == "bf16" else kind
     cache = caches.pack(kind, torch.randn(16, 64, width, device="cuda"))

@@ -16,7 +16,7 @@ import mla_suite
 from mla_suite.archs.sm_90.sparse_decode import FAST_MEMORY, LEAST_KEYS, SLOTS, SWAP_AB, WIDTHS
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format
+from mla_suite.kv_formats import get_kv_format
 from mla_suite.launch import current_arch
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
 from mla_suite.testing import poison
@@ -79,7 +79,7 @@ check, exact = ON_GPU.check, ON_GPU.exact
 @pytest.mark.parametrize("name", ["v32", "v32_pow2", "dsv4", "bf16"])
 def test_one_key_is_returned_as_it_is(name, heads):
     """Every code at every place with many scales, through queries of zeros: the row itself, to the last bit."""
-    kind = kv_format(name)
+    kind = get_kv_format(name)
     kind = kind.sized(576, 0) if kind.dense else kind
     rows = torch.randn(8, 64, kind.head_dim, generator=torch.Generator().manual_seed(1))
     rows *= 2.0 ** torch.randint(-60, 20, (8, 64, 1), generator=torch.Generator().manual_seed(2))
@@ -204,7 +204,7 @@ def test_one_nan_among_the_values_is_seen(heads, column, code):
         cache, index = args[1][0], args[2][0]
         used = set(index.flatten().tolist())
         spare = next(slot for slot in range(256) if slot not in used)
-        caches.scatter(kv_format(name), cache, torch.tensor([spare]), torch.randn(1, RECORDS[name]))
+        caches.scatter(get_kv_format(name), cache, torch.tensor([spare]), torch.randn(1, RECORDS[name]))
         stride = {"dsv4": 576, "v32": 656}[name]
         codes = torch.as_strided(cache, (4, 64, 512), (cache.stride(0), stride, 1))
         codes[spare // 64, spare % 64, column] = code
@@ -330,11 +330,11 @@ def test_a_pool_beyond_four_gigabytes():
     if torch.cuda.mem_get_info()[0] < 6 << 30:
         pytest.skip("the GPU has no room for a pool beyond four gigabytes")
     last = pages * 64 - 1
-    small = caches.empty(kv_format("v32"), 2, 64)
+    small = caches.empty("v32", 2, 64)
     poison(small)
-    caches.scatter(kv_format("v32"), small, torch.tensor([0, 127]), torch.randn(2, 576))
+    caches.scatter(get_kv_format("v32"), small, torch.tensor([0, 127]), torch.randn(2, 576))
     args[1], args[2] = [small], [torch.tensor([[0, 127, 128]], dtype=torch.int32)]
-    cache = caches.empty(kv_format("v32"), pages, 64, device=CUDA)
+    cache = caches.empty("v32", pages, 64, device=CUDA)
     cache[0], cache[-1] = small[0].cuda(), small[1].cuda()
     there = [args[0].cuda(), [cache], [torch.tensor([[0, last, last + 1]], dtype=torch.int32).cuda()], *args[3:]]
     native(there, kwargs)
@@ -354,12 +354,12 @@ def test_a_pool_beyond_four_gigabytes():
 def test_production_shapes(tokens, heads, pools):
     """Three query tokens of the batch against fp64, with plan and without."""
     draw = torch.Generator(CUDA).manual_seed(0)
-    width = kv_format(pools[0][0]).head_dim
+    width = get_kv_format(pools[0][0]).head_dim
     q = torch.randn(tokens, heads, width, generator=draw, device=CUDA).bfloat16()
     kv_caches, indices = [], []
     for name, pages, page, topk in pools:
         rows = torch.randn(pages, page, width, generator=draw, device=CUDA)
-        kv_caches.append(caches.pack(kv_format(name), rows))
+        kv_caches.append(caches.pack(name, rows))
         indices.append(torch.randint(-1, pages * page, (tokens, topk), generator=draw, device=CUDA).int())
     args = [q, kv_caches, indices, [None] * len(pools), [None] * len(pools), None, None]
     kwargs = {"kv_formats": [name for name, *_ in pools], "softmax_scale": width**-0.5}

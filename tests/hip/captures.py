@@ -67,7 +67,7 @@ class Graph:
         """Gives back the graph and its memory."""
         self.session.runtime.destroy_graph(self.handle)
         for params in self.declared:
-            self.session.gpu.retract(params)
+            self.session.gpu.unexpect(params)
         self.mirror.free()
 
 

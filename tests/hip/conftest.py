@@ -69,7 +69,7 @@ def drivers():
 def session(drivers):
     """The HIP session, with nothing left over from another test and nothing left behind."""
     drivers.session.gpu.check()
-    noted = len(drivers.session.gpu.noted())
+    noted = len(drivers.session.gpu.hip_memories())
     yield drivers.session
     drivers.session.gpu.check()
-    assert len(drivers.session.gpu.noted()) == noted, "memory of hipMalloc was left behind"
+    assert len(drivers.session.gpu.hip_memories()) == noted, "memory of hipMalloc was left behind"

@@ -39,10 +39,10 @@ def test_one_byte_less_than_the_kernel_reads(session, placed):
     item = next(item for item in placed.items if item.access == "r" and item.tensor.is_contiguous())
     address = placed.mirror.translate(item.tensor.data_ptr())
     size = item.tensor.untyped_storage().nbytes()
-    session.gpu.note(address, size - 1)
+    session.gpu.add_allocation(address, size - 1)
     placed.start()
     session.runtime.synchronize(session.stream())
-    session.gpu.note(address, size)
+    session.gpu.add_allocation(address, size)
     with pytest.raises(SanitizerError, match="global_out_of_bounds"):
         session.gpu.check()
     placed.start()

@@ -96,7 +96,7 @@ PATCHED = {
 }
 PATCHED = {folder: made for folder, made in PATCHED.items() if hasattr(transformers, made[0])}  # this release has
 SELECTING = [folder for folder, (_, fields) in PATCHED.items() if "index_topk" in fields]
-COMPILED_ALWAYS = ("mistral4",)  # its compiled step is tested with every run, those of other folders by `full`
+TRACED_ALWAYS = ("mistral4",)  # its step is traced with every run, and compiled with those of the others by `full`
 LOOPING_EXPERTS = ("longcat_flash",)  # their own loop over the chosen experts cannot be compiled, patched or not
 # By folder: a class whose selection does not reach our attention, and what makes its config small enough for a test.
 REFUSED = {
@@ -225,7 +225,7 @@ model's tokens in fp32 (`tests/integrations/test_transformers_models.py`).
   were selected for it; where all keys are selected, attention is dense. The indexer's own keys are cached beside the
   latents, `index_head_dim` elements a token. A layer that reads another layer's latents keeps a copy of them. As with a
   static cache of transformers, a step scores all `max_len` keys; `torch.topk` chooses among keys with equal scores.
-- The test compiles `mistral4` in every run and the other rows in `tox run -e full`. LongCat's experts loop over those
+- The test traces `mistral4` in every run and compiles each row in `tox run -e full`. LongCat's experts loop over those
   that were chosen, a number that the compiler cannot know, so `fullgraph=True` refuses the unpatched model as well. The
   test puts that loop behind an operator of its own, and all else compiles.
 

@@ -2,16 +2,9 @@
 
 import importlib
 import sys
-from importlib.metadata import EntryPoint
-from pathlib import Path
 from types import ModuleType
 
 import torch
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 HEADS, LATENT, WIDTH = 8, 512, 576
 
@@ -62,10 +55,3 @@ def expected(q, cache, table, lengths, scale):
             outs.append(out)
             lses.append(lse)
     return torch.stack(outs), torch.stack(lses)
-
-
-def entry_point(group):
-    """The function that this package's pyproject.toml ships in this group of entry points."""
-    declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["entry-points"]
-    (value,) = declared[group].values()
-    return EntryPoint("mla_suite", value, group).load()

@@ -225,7 +225,7 @@ def test_what_is_absent_says_so():
     from mla_suite.integrations import flash_mla
     from mla_suite.integrations.flash_mla import flash_attn_varlen_func
 
-    with pytest.raises(NotImplementedError, match=r"flash_attn_varlen_func: un-absorbed prefill is not part"):
+    with pytest.raises(NotImplementedError, match=r"flash_attn_varlen_func: this interface has no un-absorbed prefill"):
         flash_attn_varlen_func(1, causal=True)
     with pytest.raises(AttributeError, match="has no attribute 'flash_mla'"):
         flash_mla.flash_mla  # noqa: B018  the look-up is what is tested

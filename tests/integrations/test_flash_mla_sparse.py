@@ -13,7 +13,7 @@ from mla_suite.kv_formats import cache as caches
 
 def records(kv_format, pages, page):
     """Packed records and the keys they stand for, which of v32 are rounded to bf16."""
-    kind = kv_formats.kv_format(kv_format)
+    kind = kv_formats.get_kv_format(kv_format)
     packed = caches.pack(kind, torch.randn(pages, page, kind.head_dim))
     values = caches.unpack(kind, packed)
     return packed, values.bfloat16().float() if kv_format == "v32" else values

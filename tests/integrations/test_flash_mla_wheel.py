@@ -23,7 +23,7 @@ LENGTHS = [130, 0, 700]
 
 def records(kv_format, pages):
     """Packed records in pages of 64 tokens, [pages, 64, 1, bytes]."""
-    kind = kv_formats.kv_format(kv_format)
+    kind = kv_formats.get_kv_format(kv_format)
     return caches.pack(kind, torch.randn(pages, 64, kind.head_dim)).unsqueeze(2)
 
 

@@ -109,69 +109,6 @@ def test_the_callers_own_cache_answers_and_its_prefix_is_used_again():
     assert our_length == length == 18
 
 
-@pytest.mark.parametrize("width", [9, 10, 12, 18, 32, 5])
-def test_column_j_of_a_mask_of_any_width_is_token_j(width):
-    def call(model):
-        mask = (torch.arange(width) < 9).long().expand(2, -1)
-        cache = DynamicCache(config=model.config)
-        logits = model(prompt(), attention_mask=mask, past_key_values=cache).logits
-        return logits[:, : min(width, 9)], cache.get_seq_length()
-
-    (logits, length), (ours, our_length) = both(call)
-    logits_close(ours, logits)
-    assert our_length == length
-
-
-def test_sequences_are_repeated_chosen_and_reordered():
-    def call(model):
-        cache = DynamicCache(config=model.config)
-        mask = torch.ones(2, 9, dtype=torch.long)
-        mask[1, :3] = 0
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        model(prompt(), attention_mask=mask, position_ids=positions, past_key_values=cache)
-        cache.batch_repeat_interleave(3)
-        cache.reorder_cache(torch.tensor([5, 0, 1, 4, 2, 3]))
-        cache.batch_select_indices(torch.tensor([0, 1, 3]))
-        mask = torch.cat((mask[[1, 0, 1]], torch.ones(3, 2, dtype=torch.long)), 1)
-        positions = (mask.cumsum(1) - 1)[:, 9:]
-        return model(prompt()[[0, 0, 1], :2], attention_mask=mask, position_ids=positions, past_key_values=cache).logits
-
-    expected, got = both(call)
-    logits_close(got, expected)
-
-
-def test_a_beam_search_finds_the_models_own_sequences():
-    options = {"max_new_tokens": 6, "num_beams": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    expected, got = both(lambda model: model.generate(prompt(), **options))
-    assert torch.equal(got, expected)
-
-
-@pytest.mark.parametrize("folder", ["deepseek_v3", "deepseek_v32", "kimi_linear"])
-def test_an_error_in_a_forward_leaves_the_cache_as_it_was(folder):
-    model = latent_models.make(folder)
-    with torch.no_grad(), patch(model):
-        ids = latent_models.left_padded()[0]
-        expected = model(ids).logits
-        cache = LatentCache(model, 2, 16)
-        model(ids[:, :4], past_key_values=cache)
-        last = model.model.layers[-1].mlp
-        with pytest.raises(ZeroDivisionError):
-            with_error(last, lambda: model(ids[:, :3], past_key_values=cache))
-        assert int(cache.get_seq_length()) == 4
-        logits_close(model(ids[:, 4:], past_key_values=cache).logits, expected[:, 4:])
-
-
-def with_error(module, call):
-    def fail(*_):
-        raise ZeroDivisionError
-
-    hook = module.register_forward_hook(fail)
-    try:
-        call()
-    finally:
-        hook.remove()
-
-
 def test_a_mask_that_changes_is_refused():
     model = make_model("v3")
     with torch.no_grad(), patch(model):

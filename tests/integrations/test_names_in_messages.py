@@ -14,8 +14,8 @@ from flash_mla_calls import paged
 
 from mla_suite.core import register
 from mla_suite.integrations import aiter, flash_mla, vllm_rocm
+from mla_suite.integrations.aiter_metadata import TOPK_MARK
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format
 
 OPERATORS = {name for op in register.registry().values() for name in (*op.arguments, *op.out_options, *op.outputs)}
 PLAIN = {"out", "plan", "positions", "indices", "causal", "kv_format"}  # words of English or of the caller's, too
@@ -103,7 +103,7 @@ def aiter_fp8():
 def aiter_selected():
     given, made = step()
     given |= dict(kv_indices=chosen(2 * 7), **made.metadata())
-    given["work_info_set"][:, 7] = aiter.TOPK_MARK + 7
+    given["work_info_set"][:, 7] = TOPK_MARK + 7
     return given
 
 
@@ -132,7 +132,7 @@ def decode_reduce():
 
 def rocm(ragged=False):
     given = dict(q=torch.randn(2, 16, 512).bfloat16(), swa_only=False, scale=0.05, attn_sink=torch.randn(64))
-    records = [caches.pack(kv_format("dsv4"), torch.randn(6, page, 512)) for page in (4, 16)]
+    records = [caches.pack("dsv4", torch.randn(6, page, 512)) for page in (4, 16)]
     given |= dict(kv_cache=records[0], swa_k_cache=records[1], output=torch.empty(2, 16, 512).bfloat16())
     given |= dict(head_dim=512, nope_head_dim=448, rope_head_dim=64)
     for pool in ("swa", "topk"):

@@ -1,25 +1,22 @@
-"""The SGLang backend class on stand-ins for its base classes, as test_serving_backends.py has them for vLLM's."""
+"""The SGLang backend class on stand-ins for its base classes; tests/servers has SGLang's own.
+
+One test of steps and one of refusals, so that a plain run notices a wrong number.
+"""
 
 import sys
-import warnings
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from server_calls import HEADS, LATENT, WIDTH, attend, entry_point, fresh, modules
+from server_calls import HEADS, LATENT, WIDTH, attend, fresh, modules
 
 from mla_suite.ops.plan.metadata import Plan, Word
 
 
 @pytest.fixture
 def sglang(monkeypatch):
-    backends = {}
-
-    def register_attention_backend(name):
-        return lambda factory: backends.setdefault(name, factory)
-
     class TritonAttnBackend:
         """Keeps the pools of the runner; `forward` sends decode steps to forward_decode."""
 
@@ -52,26 +49,16 @@ def sglang(monkeypatch):
         extend_seq_lens_cpu: Any = None
         spec_info: Any = None
 
-    choices, deterministic, with_radix_cache = ["triton"], ["triton"], ["triton"]
     mode = SimpleNamespace(is_target_verify=None, is_extend=None)
-    server_args = ModuleType("sglang.srt.server_args")
-    server_args.ATTENTION_BACKEND_CHOICES = choices
-    server_args.ServerArgs = type("ServerArgs", (), {})  # without options for models with an indexer
-    server_args.add_attention_backend_choices = choices.extend
-    server_args.add_deterministic_attention_backend_choices = deterministic.extend
-    server_args.add_radix_supported_deterministic_attention_backend_choices = with_radix_cache.extend
     modules(
         monkeypatch,
         sglang=dict(__version__="0.5.23"),
-        sglang__srt=dict(server_args=server_args),
-        sglang__srt__layers__attention__attention_registry=dict(register_attention_backend=register_attention_backend),
         sglang__srt__layers__attention__triton_backend=dict(TritonAttnBackend=TritonAttnBackend),
         sglang__srt__mem_cache__memory_pool=dict(MLATokenToKVPool=Pool),
         sglang__srt__model_executor__forward_batch_info=dict(ForwardBatch=ForwardBatch, ForwardMode=mode),
     )
     module = fresh(monkeypatch, "mla_suite.integrations.sglang")
     monkeypatch.setitem(sys.modules, "mla_suite.integrations.sglang", module)
-    module.stand_in_backends, module.stand_in_choices = backends, (choices, deterministic, with_radix_cache)
     return module
 
 
@@ -169,53 +156,3 @@ def test_sglang_refusals(sglang):
     backend = sglang.MLASuiteAttnBackend.__new__(sglang.MLASuiteAttnBackend)
     with pytest.raises(ValueError, match="scores are not capped"):
         backend.forward_decode(torch.zeros(1), None, None, SimpleNamespace(logit_cap=30.0), None)
-
-
-RUNNER = SimpleNamespace(
-    use_mla_backend=True,
-    page_size=64,
-    req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1, 64, dtype=torch.int32)),
-    token_to_kv_pool=None,
-    deterministic=False,
-)
-
-
-def _renamed(self, q, k, v, layer, batch, save_kv_cache=True, sinks=None):
-    raise AssertionError
-
-
-def test_an_sglang_that_names_an_argument_otherwise_is_refused(sglang, monkeypatch):
-    with monkeypatch.context() as other:
-        other.setattr(sglang.TritonAttnBackend, "forward_decode", _renamed)
-        with pytest.raises(
-            TypeError, match=r"\.forward_decode of SGLang 0.5.23 takes no forward_batch; install SGLang 0.5"
-        ):
-            sglang.MLASuiteAttnBackend(RUNNER)
-    sglang.MLASuiteAttnBackend(RUNNER)
-
-
-def test_an_sglang_whose_pool_is_another_is_refused(sglang, monkeypatch):
-    monkeypatch.delattr(Pool, "set_mla_kv_buffer")
-    with pytest.raises(
-        TypeError, match=r"^MLASuiteAttnBackend: MLATokenToKVPool of SGLang .* has no set_mla_kv_buffer;"
-    ):
-        sglang.MLASuiteAttnBackend(RUNNER)
-
-
-def test_a_newer_sglang_with_this_interface_works_with_one_warning(sglang, monkeypatch):
-    monkeypatch.setattr(sglang, "__version__", "0.6.1rc1")
-    with pytest.warns(UserWarning, match=r"SGLang 0\.6\.1rc1 is newer than 0\.5\.23, the newest"):
-        sglang.MLASuiteAttnBackend(RUNNER)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        test_sglang_steps(sglang, 64, in_two=False, dtype=torch.bfloat16, deterministic=False)
-
-
-def test_the_shipped_entry_point_registers_with_sglang(sglang):
-    register = entry_point("sglang.srt.plugins")
-    for _ in range(2):
-        register()
-        assert sglang.stand_in_choices == (["triton", "mla_suite"],) * 3
-    (create,) = sglang.stand_in_backends.values()
-    with pytest.raises(ValueError, match="MLASuiteAttnBackend: the model has no latent attention"):
-        create(SimpleNamespace(use_mla_backend=False))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from server_calls import HEADS, LATENT, WIDTH, attend, fresh, modules
+from server_calls import HEADS, LATENT, WIDTH, fresh, modules
 from test_capturable import crossings, on_device
 
 PAGE, TOPK = 64, 32
@@ -66,15 +66,3 @@ def test_nothing_crosses_between_host_and_device(make, dtype, width):
     q = on_device(3, HEADS, WIDTH, dtype=torch.bfloat16 if dtype.itemsize == 1 else dtype)
     cache = on_device(4 * PAGE, 1, width, dtype=dtype)
     assert crossings(lambda: backend.forward_decode(q, cache, None, None, (on_device(3, TOPK), on_device(3)))) == []
-
-
-def test_a_token_attends_to_its_slots(make):
-    backend = make(torch.bfloat16)
-    q, cache = torch.randn(3, HEADS, WIDTH).bfloat16(), torch.randn(4 * PAGE, 1, WIDTH).bfloat16()
-    slots = torch.stack([torch.randperm(4 * PAGE)[:TOPK] for _ in range(3)]).int()
-    slots[1, 5:] = -1
-    lengths = torch.tensor([TOPK, 5, 20], dtype=torch.int32)
-    out = backend.forward_decode(q, cache, None, None, (slots, lengths))
-    for token, length in enumerate(lengths):
-        want, _ = attend(q[token], cache[slots[token, :length].long(), 0], 0.07)
-        torch.testing.assert_close(out[token].float(), want, rtol=2**-8, atol=2e-5)

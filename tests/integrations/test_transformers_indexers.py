@@ -54,29 +54,6 @@ def test_sinks_count_where_all_keys_are_selected(decodes):
     assert set(decodes) == {"sparse_decode"}
 
 
-@pytest.mark.parametrize("folder", SELECTING)
-@torch.no_grad()
-def test_prompts_in_parts_growing_caches_and_forgotten_tokens(folder):
-    model = make(folder)
-    ids, mask = left_padded()
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    options = {"attention_mask": mask, "position_ids": positions}
-    real = mask.bool()
-    expected = model(input_ids=ids, **options).logits[real]
-    patch(model)
-    close(model(input_ids=ids, use_cache=False, **options).logits[real], expected)
-    cache = LatentCache(model, 2, page_size=2)
-    wrong = torch.full((2, 2), 5)
-    parts = []
-    for start, stop in ((0, 3), (3, 4), (4, 8), (8, PROMPT)):
-        arguments = {"attention_mask": mask[:, :stop], "position_ids": positions[:, start:stop]}
-        parts.append(model(input_ids=ids[:, start:stop], past_key_values=cache, **arguments).logits)
-        model(input_ids=wrong, past_key_values=cache)  # a draft that is not taken
-        cache.crop(-2)
-    close(torch.cat(parts, 1)[real], expected)
-    assert cache.max_len == 16
-
-
 def test_bf16_logits_differ_from_the_models_own_by_its_rounding():
     """In one layer both see the same inputs and select the same keys, so only attention rounds differently.
 
@@ -97,34 +74,6 @@ def test_bf16_logits_differ_from_the_models_own_by_its_rounding():
         return (a.float() - b.float()).square().mean().sqrt()
 
     assert rms(logits, plain) <= 1.5 * rms(rounded, exact)
-
-
-@torch.no_grad()
-def test_prompts_without_padding_need_no_mask_and_no_cache():
-    model = make("deepseek_v32")
-    ids = left_padded()[0][:1]
-    expected = model(input_ids=ids).logits
-    patch(model)
-    close(model(input_ids=ids, use_cache=False).logits, expected)
-    close(model(input_ids=ids).logits, expected)
-
-
-@torch.no_grad()
-def test_finished_sequences_may_be_masked_while_others_go_on():
-    model = make("glm_moe_dsa")
-    ids = left_padded()[0]
-    expected = model(input_ids=ids[:1]).logits
-    patch(model)
-    cache = LatentCache(model, 2, PROMPT, page_size=4)
-    model(input_ids=ids[:, :6], past_key_values=cache)
-    before = {layer_idx: keys[1, :6].clone() for layer_idx, keys in cache.store.index_keys.items()}
-    for i in range(6, PROMPT):
-        mask = torch.ones(2, i + 1, dtype=torch.int64)
-        mask[1, 6:] = 0
-        got = model(input_ids=ids[:, i : i + 1], attention_mask=mask, past_key_values=cache).logits
-        close(got[0, 0], expected[0, i])
-    assert cache.seq_lens.tolist() == [PROMPT, 6]
-    assert all(torch.equal(cache.store.index_keys[layer_idx][1, :6], keys) for layer_idx, keys in before.items())
 
 
 def test_layers_that_share_a_selection_keep_no_keys_of_an_indexer():

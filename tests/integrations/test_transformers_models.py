@@ -9,7 +9,6 @@ pytest.importorskip(
 
 import latent_models
 from latent_models import (
-    COMPILED_ALWAYS,
     LOOPING_EXPERTS,
     NOT_LATENT,
     PATCHED,
@@ -17,6 +16,7 @@ from latent_models import (
     REFUSED,
     SELECTING,
     STEPS,
+    TRACED_ALWAYS,
     greedy,
     left_padded,
     make,
@@ -25,8 +25,9 @@ from latent_models import (
 
 from mla_suite.integrations.transformers import LatentCache, patch, unpatch
 
-# Compiling takes seconds a model, so a normal run has one; `full` has the rest.
-COMPILED = [name if name in COMPILED_ALWAYS else pytest.param(name, marks=pytest.mark.full) for name in PATCHED]
+# Compiling takes seconds a model, so a normal run traces some; `full` compiles them all.
+COMPILED = [pytest.param(name, "eager", id=name) for name in TRACED_ALWAYS]
+COMPILED += [pytest.param(name, "inductor", marks=pytest.mark.full) for name in PATCHED]
 
 
 @pytest.mark.parametrize("folder", PATCHED)
@@ -70,9 +71,9 @@ def experts_as_one_operator(model):
             module.forward.register_fake(lambda x, index, weights: torch.empty_like(x))
 
 
-@pytest.mark.parametrize("folder", COMPILED)
+@pytest.mark.parametrize(("folder", "backend"), COMPILED)
 @torch.no_grad()
-def test_a_decode_step_compiles_whole_and_once(folder):
+def test_a_decode_step_compiles_whole_and_once(folder, backend):
     model = make(folder)
     ids, mask = left_padded()
     expected, _ = greedy(model)
@@ -87,7 +88,7 @@ def test_a_decode_step_compiles_whole_and_once(folder):
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
-    compiled = torch.compile(model, fullgraph=True)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
     lens = mask.sum(1, keepdim=True)
     for i in range(STEPS - 1):
         out = compiled(input_ids=expected[:, i : i + 1], position_ids=lens + i, past_key_values=cache)

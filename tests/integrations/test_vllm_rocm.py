@@ -6,7 +6,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_suite.integrations import vllm_rocm
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format
 
 TOKENS, HEADS, SCALE = 5, 16, 512**-0.5
 
@@ -20,8 +19,8 @@ def arguments():
     swa_lens, topk_lens = torch.tensor([24, 1, 9, 0, 24]), torch.tensor([10, 10, 0, 0, 3])
     return dict(
         q=torch.randn(TOKENS, HEADS, 512).bfloat16(),
-        kv_cache=caches.pack(kv_format("dsv4"), compressed),
-        swa_k_cache=caches.pack(kv_format("dsv4"), window),
+        kv_cache=caches.pack("dsv4", compressed),
+        swa_k_cache=caches.pack("dsv4", window),
         swa_only=False,
         topk_indices=torch.stack([torch.randperm(24)[:10] for _ in range(TOKENS)]).int(),
         topk_lens=topk_lens.int(),
@@ -53,7 +52,7 @@ def exact(given):
 
 
 def picked(cache, indices, lengths, token):
-    values = caches.unpack(kv_format("dsv4"), cache).flatten(0, 1).double()
+    values = caches.unpack("dsv4", cache).flatten(0, 1).double()
     return values[indices[token, : int(lengths[token])].long()]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,6 @@ import torch
 import mla_suite
 from mla_suite import kv_formats
 from mla_suite.distributed import KeyShard
-from mla_suite.distributed.context import local_slots
 from mla_suite.kv_formats import cache as caches
 
 FP8 = {"kv_format": "fp8", "dtype": torch.float8_e4m3fn}
@@ -67,7 +67,7 @@ def _calls(
     num_splits: int = 0,
 ) -> list[tuple[list[Any], dict[str, Any]]]:
     generator = torch.Generator().manual_seed(sum(lens) + q_len)
-    kind, batch = kv_formats.kv_format(kv_format), len(lens)
+    kind, batch = kv_formats.get_kv_format(kv_format), len(lens)
     q_lens = [1 + b % q_len for b in range(batch)] if varlen else [q_len] * batch
     shape = (sum(q_lens), heads, 576) if varlen else (batch, q_len, heads, 576)
     q = torch.randn(shape, generator=generator).to(dtype)
@@ -100,3 +100,12 @@ def _calls(
             moved[11] = mla_suite.plan(moved[2], num_heads=heads, max_seqlen_q=q_len, max_seqlen_kv=max(lens))
         calls.append((moved, kwargs))
     return calls
+
+
+def local_slots(positions: Sequence[int], pages: Sequence[int], page_size: int, shard: KeyShard) -> torch.Tensor:
+    """int64 [len(positions)]: where this rank stores the keys at these global positions, -1 for keys of other ranks."""
+    where = torch.tensor(list(positions), dtype=torch.int64, device="cpu")
+    own = shard.owns(where)
+    local = torch.where(own, shard.local_positions(where), 0)
+    table = torch.tensor(list(pages) or [0], dtype=torch.int64, device="cpu")
+    return torch.where(own, table[local // page_size] * page_size + local % page_size, -1)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from built import require_built
 
 import mla_suite
 from mla_suite import archs
@@ -12,8 +12,8 @@ from mla_suite.archs.gfx942 import SparseConfig as Gfx942
 from mla_suite.archs.gfx950 import SparseConfig as Gfx950
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format
-from mla_suite.launch import current_arch, has_kernel
+from mla_suite.kv_formats import get_kv_format
+from mla_suite.launch import current_arch
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
 from mla_suite.testing import Exact, attention
 
@@ -24,15 +24,14 @@ CONFIGS: dict[str, type[CdnaSparseConfig]] = {config.arch_name: config for confi
 def require_kernels(arch):
     """Skips the test where the kernels of an arch are not built."""
     config = CONFIGS[arch](archs.get(arch), "dsv4", 16)
-    if not has_kernel(arch, config.instance):
-        pytest.skip(f"{config.instance} is not built for {arch}; run `python -m mla_suite build --arch {arch}`")
+    require_built(arch, config.instance)
 
 
 ABSURD = (-1, 2**31 - 1, -(2**31), -7)
 
 
 def kind_of(name, width):
-    kind = kv_format(name)
+    kind = get_kv_format(name)
     return kind.sized(width, 0) if kind.dense else kind
 
 
@@ -97,7 +96,9 @@ def exact(
             rows = caches.gather(kind_of(name, q.shape[-1]), cache, valid)
             keys.append(rows.bfloat16().float() if rounded else rows)
         every = torch.cat(keys)
-        found.append(attention(query, every, torch.full((heads,), len(every)), softmax_scale, 512, sinks))
+        found.append(
+            attention(query, every, torch.ones(heads, len(every), dtype=torch.bool), softmax_scale, 512, sinks)
+        )
     joined = Exact(*(torch.stack(parts) for parts in zip(*found, strict=True)))
     return Exact(
         joined.out.view(*q.shape[:-1], 512), joined.lse.view(q.shape[:-1]), joined.magnitude.view(*q.shape[:-1], 512)

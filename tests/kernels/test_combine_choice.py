@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 from backend_calls import BackendCalls
+from built import require_built
 from static_asserts import assert_compiles
 
 import mla_suite
@@ -18,7 +19,6 @@ from mla_suite.archs.common import combine_search
 from mla_suite.archs.common.combine_config import CombineConfig
 from mla_suite.archs.sm_90 import combine as sm_90_combine
 from mla_suite.core import dispatch, tuning
-from mla_suite.launch import has_kernel
 from mla_suite.ops.combine import COMBINE
 
 NATIVE = BackendCalls(COMBINE, "native")
@@ -146,8 +146,7 @@ def test_a_row_whose_kernel_is_not_built_leaves_it_to_the_rule(table, caplog, mo
     table(cells(batch=2, splits=8, vec=2), cells(batch=64, splits=8, vec=2, rows_per_group=8))
     partial_out, partial_lse = torch.randn(16, 16, 512), torch.randn(16, 16)
     with mla_suite.emulate("gfx942") as gfx942:
-        if not has_kernel(gfx942, config.choose(gfx942, 512, "bf16", 16, 2, 8)[0].instance):
-            pytest.skip("combine is not built for gfx942; run `python -m mla_suite build`")
+        require_built("gfx942", config.choose(gfx942, 512, "bf16", 16, 2, 8)[0].instance)
         named = CombineConfig(gfx942, 512, rows=2, vec=2, waves=8, slices=1)
         built = config.has_kernel  # a developer's own cache may hold the point
         monkeypatch.setattr(config, "has_kernel", lambda arch, name: name != named.instance and built(arch, name))

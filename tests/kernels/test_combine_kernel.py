@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from backend_calls import BackendCalls
+from built import require_built
 from merges import (
     HEADS,
     INF,
@@ -33,7 +34,6 @@ from mla_suite.archs.common import combine_config as config
 from mla_suite.archs.common.combine_config import CombineConfig
 from mla_suite.build import compilers
 from mla_suite.core import dispatch
-from mla_suite.launch import has_kernel
 from mla_suite.launch.driver import LaunchError
 from mla_suite.ops.combine import COMBINE
 from mla_suite.ops.combine.reference import LseLayout
@@ -47,14 +47,8 @@ MAX_WORK = 70_000  # splits x rows of a case: half a second
 
 @pytest.fixture(params=ARCHS)
 def arch(request):
-    missing = [
-        instance
-        for dim in config.HEAD_DIMS_V
-        for instance in (config.unaligned(archs.get(request.param), dim).instance,)
-        if not has_kernel(request.param, instance)
-    ]
-    if missing:
-        pytest.skip(f"{missing[0]} is not built for {request.param}; run `python -m mla_suite build`")
+    for dim in config.HEAD_DIMS_V:
+        require_built(request.param, config.unaligned(archs.get(request.param), dim).instance)
     with mla_suite.emulate(request.param) as record:
         yield record
 
@@ -82,8 +76,7 @@ def test_pairs_of_splits_heads_and_tokens(index, case):
     name = ARCHS[index % 2]
     head_dim_v = 512 if index % 3 and splits * heads * tokens < 12_000 else 128
     out_dtype = DTYPES[index // 2 % 3]
-    if not has_kernel(name, config.unaligned(archs.get(name), head_dim_v).instance):
-        pytest.skip(f"combine is not built for {name}; run `python -m mla_suite build`")
+    require_built(name, config.unaligned(archs.get(name), head_dim_v).instance)
     out, lse = partials(tokens * splits, heads, head_dim_v)
     sink = torch.randn(heads) if index % 4 == 0 else None
     with mla_suite.emulate(name):
@@ -335,7 +328,19 @@ def compiled(record, point, folder):
     return out.read_text()
 
 
-@pytest.mark.parametrize("rows", config.ROW_COUNTS)
+ROWS_ON_ARCHS = pytest.mark.parametrize(
+    ("arch", "rows"),
+    [
+        pytest.param(name, rows, marks=[] if (i + j) % 2 == 0 else pytest.mark.full)
+        for i, name in enumerate(ARCHS)
+        for j, rows in enumerate(config.ROW_COUNTS)
+    ],
+    indirect=["arch"],
+)
+"""Every number of rows on one arch; a full run takes both, since each point is a run of the compiler."""
+
+
+@ROWS_ON_ARCHS
 def test_every_point_runs(arch, rows, tmp_path, monkeypatch):
     """The 16 points of rows x vec, each compiled and executed: ragged splits, a last workgroup not full.
 
@@ -369,7 +374,7 @@ def launch_compiled(point, folder, monkeypatch):
     return reports
 
 
-@pytest.mark.parametrize("rows", config.ROW_COUNTS)
+@ROWS_ON_ARCHS
 def test_splits_compiled_in(arch, rows, tmp_path, monkeypatch):
     """16 splits of every sequence: a row that is dead, one that is NaN, a last workgroup not full, a sink.
 

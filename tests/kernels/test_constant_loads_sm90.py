@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from built import require_built
 
 from mla_suite.build import manifest
 from mla_suite.build.instances import instances
-from mla_suite.launch import has_kernel
 
 CUBINS = [item.id for item in instances("sm_90") if item.kernel in ("sparse_decode", "swap_ab_sparse_decode")]
 WAIT, CONSTANT = "ACQBULK", re.compile(r"LDG\.\S*CONSTANT")
@@ -66,8 +66,7 @@ def disassembled(cubin: Path) -> list[str]:
 
 @pytest.mark.parametrize("instance", CUBINS)
 def test_no_constant_load_comes_before_the_wait(instance):
-    if not has_kernel("sm_90", instance):
-        pytest.skip(f"{instance} is not built; run `python -m mla_suite build --arch sm_90`")
+    require_built("sm_90", instance)
     objects = manifest.locate()
     assert isinstance(objects, Path), objects
     loads, early = early_constant_loads(disassembled(objects / "sm_90" / f"{instance}.cubin"))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import decode_grid as grid
 import pytest
 import torch
+from built import require_built
 
 import mla_suite
-from mla_suite.launch import has_kernel
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode
 
@@ -18,8 +18,7 @@ PAGES = 140_000  # of 64 x 576 values: 10.3 GB of address space, or 5.2 GB of fp
 @pytest.mark.parametrize("kv_format", ["bf16", "fp8"])
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_pages_that_lie_far_apart(arch, kv_format, heads):
-    if not has_kernel(arch, "decode_dtype-bf16_rows-16_width-576_rotate-0"):
-        pytest.skip(f"no kernels for {arch}; run `python -m mla_suite build --arch {arch}`")
+    require_built(arch)
     kv_format = {"fp8": {"gfx942": "fp8_fnuz", "gfx950": "fp8"}[arch]}.get(kv_format, kv_format)
     args, kwargs = decode_sample((150, 70), heads=heads, kv_format=kv_format, num_splits=1).make(torch.device("cpu"))
     exact = exact_decode(*args, **kwargs)

@@ -6,11 +6,11 @@ from __future__ import annotations
 import decode_grid as grid
 import pytest
 import torch
+from built import require_built
 from decode_grid import CPU, FP8_NAN, assert_within_bound
 
 import mla_suite
 from mla_suite import archs
-from mla_suite.launch import has_kernel
 from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode
@@ -25,8 +25,7 @@ NANS = torch.tensor([0x7FC00000, -1], dtype=torch.int32).view(torch.float32)
 
 @pytest.fixture(params=["gfx942", "gfx950"], autouse=True)
 def arch(request):
-    if not has_kernel(request.param, "decode_dtype-bf16_rows-16_width-576_rotate-0"):
-        pytest.skip(f"no kernels for {request.param}; run `python -m mla_suite build --arch {request.param}`")
+    require_built(request.param)
     with mla_suite.emulate(request.param):
         yield request.param
 

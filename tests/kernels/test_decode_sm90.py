@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from backend_calls import BackendCalls
+from built import require_built
 from decode_launches import CPU, H200, launched
 from static_asserts import assert_compiles
 
@@ -18,7 +19,6 @@ from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N
 from mla_suite.build import manifest, params
 from mla_suite.build.instances import instances
 from mla_suite.core.dispatch import Supported, Unsupported
-from mla_suite.launch import has_kernel
 from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan.metadata import most_work_tiles
@@ -113,8 +113,7 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
 
 def test_what_was_built():
     configs = [Sm90Config(H200, *point) for point in POINTS + SWAP_AB]
-    if not has_kernel("sm_90", configs[0].instance):
-        pytest.skip(f"{configs[0].instance} is not built for sm_90; run `python -m mla_suite build --arch sm_90`")
+    require_built("sm_90", configs[0].instance)
     for config in configs:
         entry = manifest.installed().find("sm_90", config.instance)
         assert (entry.spills, entry.scratch, entry.lds, entry.threads) == (0, 0, 0, config.threads)

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from backend_calls import BackendCalls
+from built import require_built
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,6 @@ from mla_suite.archs.common import combine
 from mla_suite.archs.common import plan as kernels
 from mla_suite.archs.common.plan import MAX_SEQUENCES, PlanConfig
 from mla_suite.core import dispatch
-from mla_suite.launch import has_kernel
 from mla_suite.ops.plan import PLAN, reference, samples, scheduler
 from mla_suite.testing import poison
 
@@ -30,8 +30,7 @@ def record(name):
     found = archs.get(name)
     for step in ("search", "balanced", "uniform"):
         needed = PlanConfig(found, PLAN_WAVES).instance(step, batch=1)
-        if not has_kernel(name, needed):
-            pytest.skip(f"{needed} is not built for {name}; run `python -m mla_suite build`")
+        require_built(name, needed)
     return found
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from bench_flashmla import DENSE
 from plan_on_host import SM_90, SM_PARTS, Problem, compiled, definition, drawn, words_of_kernels
+from planted import each_of, plant
 
 from mla_suite.archs import CSRC
 from mla_suite.ops.plan import reference, scheduler
@@ -186,22 +187,16 @@ FAULTS = {
         "nobody has written|words differ|two threads|no barrier",
     ),
 }
-IN_DEFAULT = ("no barrier before turns", "an exchange of one lane", "the next lane but one", "a part too few")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in IN_DEFAULT else pytest.mark.full) for name in FAULTS]
-)
+@each_of(FAULTS, "no barrier before turns")
 def test_a_planted_fault_is_found(tmp_path, program, name):
     file, right, broken, expected = FAULTS[name]
     sources = tmp_path / "csrc"
     for folder in ("common", "sm_90/plan"):
         shutil.copytree(CSRC / folder, sources / folder)
     shutil.copy(CSRC / "sm_90" / "wave.hpp", sources / "sm_90")
-    path = sources / "common" / file
-    text = path.read_text()
-    assert text.count(right) == 1
-    path.write_text(text.replace(right, broken))
+    plant(sources / "common" / file, right, broken)
     draw = random.Random(5)
     problems = [drawn(draw, 100) for _ in range(20)]
     plans = [definition(problem) for problem in problems]

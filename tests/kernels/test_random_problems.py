@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import pytest
 import random_problems
+from built import require_built
 
 import mla_suite
-from mla_suite.launch import has_kernel
 
 FEW = 10
 PER_TEST = 50
@@ -19,8 +19,7 @@ ARCHS = ("gfx942", "gfx950")
 
 @pytest.fixture
 def emulated(arch):
-    if not has_kernel(arch, "decode_dtype-bf16_rows-16_width-576_rotate-0"):
-        pytest.skip(f"the kernels of {arch} are not built; run `python -m mla_suite build --arch {arch}`")
+    require_built(arch)
     with mla_suite.emulate(arch):
         yield arch
 

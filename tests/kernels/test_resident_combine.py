@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from plan_merges import POINTERS, PlanMerge
+from planted import each_of, plant
 
 from mla_suite import archs
 from mla_suite.archs import CSRC
@@ -179,24 +180,21 @@ def test_where_nothing_was_split_nothing_is_done(program, lens):
     run_and_check(program, merge, 3)
 
 
-@pytest.mark.parametrize(
-    ("right", "broken", "case"),
-    [
-        ("    Wave::wait_for_producer();\n", "", "few rows"),
-        ("rows && !waits) return;", "rows) return;", "two splits of all"),
-        ("set_bit(s.empty, row);", "set_bit(s.empty, row - 1);", "more splits"),
-        ("parts > p.num_splits || ", "", "a plan of more parts"),
-        ("|| split_size != 0 ", "", "sizes of splits"),
-        ("if (begin >= at.splits) break;", "break;", "rows of more splits than lanes"),
-    ],
-    ids=["no wait", "no block waits", "another partial is empty", "parts", "split size", "the first splits alone"],
-)
-def test_a_broken_kernel_is_found(tmp_path, right, broken, case):
+FAULTS = {
+    "no wait": ("    Wave::wait_for_producer();\n", "", "few rows"),
+    "no block waits": ("rows && !waits) return;", "rows) return;", "two splits of all"),
+    "another partial is empty": ("set_bit(s.empty, row);", "set_bit(s.empty, row - 1);", "more splits"),
+    "parts": ("parts > p.num_splits || ", "", "a plan of more parts"),
+    "split size": ("|| split_size != 0 ", "", "sizes of splits"),
+    "the first splits alone": ("if (begin >= at.splits) break;", "break;", "rows of more splits than lanes"),
+}
+
+
+@each_of(FAULTS, "no wait")
+def test_a_broken_kernel_is_found(tmp_path, name):
+    right, broken, case = FAULTS[name]
     sources = translated(tmp_path)
-    path = sources / "sm_90" / "combine" / "resident_combine.hpp"
-    text = path.read_text()
-    assert text.count(right) == 1
-    path.write_text(text.replace(right, broken))
+    plant(sources / "sm_90" / "combine" / "resident_combine.hpp", right, broken)
     program = compiled(sources)
     with pytest.raises(AssertionError):
         run_and_check(program, Merge(**{**CASES, **PAIRS}[case]), 3)

@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from planted import each_of, plant
 from test_sparse_gather_on_host import HOST, ran, translated
 
 INSTANCES = [("bf16", "tma"), ("fp16", "tma"), ("bf16", "cp_async"), ("fp16", "cp_async")]
@@ -64,39 +65,40 @@ def test_results_are_those_of_fp64(sources, dtype, source):
         assert done.returncode == 0, f"{problem}: {done.stdout}{done.stderr}"
 
 
-@pytest.mark.parametrize(
-    ("source", "header", "right", "broken"),
-    [
-        ("tma", "rotate_rope.hpp", "x[e] = a[e] * c - b[e] * s;", "x[e] = a[e] * c + b[e] * s;"),
-        ("tma", "rotate_rope.hpp", "      st_shared_v2(low + Traits::BLOCK_BYTES, low_residual);\n", ""),
-        ("tma", "rotate_rope.hpp", "+ lane / 8 % 2 * 4", "+ lane / 8 % 2 * 3"),
-        ("tma", "rotate_rope.hpp", "    mbarrier_wait(barriers_.rope_full(kv_.stage), kv_.parity);\n", ""),
-        ("tma", "producer.hpp", "min(end - first, BLOCK_N) * Traits", "BLOCK_N * Traits"),
-        ("tma", "producer.hpp", "    mbarrier_wait(stage.empty, stage.parity ^ 1);\n", ""),
-        ("tma", "traits.hpp", "? 1 + ROTATORS : 128", "? 1 : 128"),
-        ("tma", "mainloop_qk.hpp", "k < Traits::Q_STEPS ? k : k -", "k < Traits::Q_STEPS ? k : k - 1 -"),
-        ("cp_async", "producer_cp_async.hpp", "      cp_async_mbarrier_arrive(barriers_.rope_full(kv.stage));\n", ""),
-        ("cp_async", "producer.hpp", "static_cast<int64_t>(first) * Traits", "0 * Traits"),
-    ],
-    ids=[
-        "turned the other way",
-        "residuals lost",
-        "keys taken twice",
-        "rotated before they arrive",
-        "the table read past the tile",
-        "a stage overwritten",
-        "a stage published early",
-        "residuals of other values",
-        "nobody says that keys arrived",
-        "other positions",
-    ],
-)
-def test_a_fault_is_found(sources, tmp_path, source, header, right, broken):
+FAULTS = {
+    "turned the other way": ("tma", "rotate_rope.hpp", "x[e] = a[e] * c - b[e] * s;", "x[e] = a[e] * c + b[e] * s;"),
+    "residuals lost": ("tma", "rotate_rope.hpp", "      st_shared_v2(low + Traits::BLOCK_BYTES, low_residual);\n", ""),
+    "keys taken twice": ("tma", "rotate_rope.hpp", "+ lane / 8 % 2 * 4", "+ lane / 8 % 2 * 3"),
+    "rotated before they arrive": (
+        "tma",
+        "rotate_rope.hpp",
+        "    mbarrier_wait(barriers_.rope_full(kv_.stage), kv_.parity);\n",
+        "",
+    ),
+    "the table read past the tile": ("tma", "producer.hpp", "min(end - first, BLOCK_N) * Traits", "BLOCK_N * Traits"),
+    "a stage overwritten": ("tma", "producer.hpp", "    mbarrier_wait(stage.empty, stage.parity ^ 1);\n", ""),
+    "a stage published early": ("tma", "traits.hpp", "? 1 + ROTATORS : 128", "? 1 : 128"),
+    "residuals of other values": (
+        "tma",
+        "mainloop_qk.hpp",
+        "k < Traits::Q_STEPS ? k : k -",
+        "k < Traits::Q_STEPS ? k : k - 1 -",
+    ),
+    "nobody says that keys arrived": (
+        "cp_async",
+        "producer_cp_async.hpp",
+        "      cp_async_mbarrier_arrive(barriers_.rope_full(kv.stage));\n",
+        "",
+    ),
+    "other positions": ("cp_async", "producer.hpp", "static_cast<int64_t>(first) * Traits", "0 * Traits"),
+}
+
+
+@each_of(FAULTS, "rotated before they arrive")
+def test_a_fault_is_found(sources, tmp_path, name):
+    source, header, right, broken = FAULTS[name]
     own = tmp_path / "csrc"
     shutil.copytree(sources, own)
-    path = own / "sm_90" / "decode" / header
-    text = path.read_text()
-    assert text.count(right) == 1
-    path.write_text(text.replace(right, broken))
+    plant(own / "sm_90" / "decode" / header, right, broken)
     found = ran(compiled(own, "bf16", source), "16 1 64 1 1 plain 300 33 90")
     assert found.returncode != 0, found.stdout

@@ -11,7 +11,7 @@ from sparse_problems import CONFIGS, attend, require_kernels
 
 import mla_suite
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format
+from mla_suite.kv_formats import get_kv_format
 
 MIN_NORMAL = 2.0**-126
 E8M0 = (0, 1, 60, 126, 127, 128, 200, 246, 254)
@@ -31,7 +31,7 @@ def emulated(arch):
 
 def one_key_each(name, records):
     """Calls with query token i on the key whose latent codes and scale are records[i]; returns its outputs in fp32."""
-    kind = kv_format(name)
+    kind = get_kv_format(name)
     page = len(records)
     cache = caches.empty(kind, 1, page)
     raw = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
@@ -51,7 +51,7 @@ def one_key_each(name, records):
 
 @pytest.mark.parametrize(("arch", "name"), CASES)
 def test_every_finite_code_is_exact(arch, name):
-    count = kv_format(name).by_name["latent"].count
+    count = get_kv_format(name).by_name["latent"].count
     every = torch.arange(256, dtype=torch.uint8)
     fnuz = name.endswith("fnuz")
     values = every.view(torch.float8_e4m3fnuz if fnuz else torch.float8_e4m3fn).float()
@@ -76,7 +76,7 @@ def test_every_finite_code_is_exact(arch, name):
 @pytest.mark.parametrize(("arch", "name"), CASES)
 def test_every_nan_is_seen(arch, name):
     """Each NaN code alone in a record, at the beginning, in the middle and at the end, and a scale that is NaN."""
-    count = kv_format(name).by_name["latent"].count
+    count = get_kv_format(name).by_name["latent"].count
     nan_codes, nan_scale, one = ((0x80,), 255, 127) if name == "dsv4_fnuz" else ((0x7F, 0xFF), 255, 127)
     if not name.startswith("dsv4"):
         nan_scale, one = float("nan"), 1.0

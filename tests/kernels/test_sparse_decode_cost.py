@@ -17,7 +17,7 @@ from mla_suite.archs.common.sparse_decode import record_of
 from mla_suite.build import compilers, manifest
 from mla_suite.build.instances import instances
 from mla_suite.core.dispatch import Unsupported
-from mla_suite.kv_formats import kv_format
+from mla_suite.kv_formats import get_kv_format
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
 
 NATIVE = BackendCalls(SPARSE_DECODE, "native")
@@ -87,7 +87,18 @@ def test_fnuz_records_are_native_where_the_arch_converts_them(arch):
 
 REFUSED = {
     "five pools": (lambda: problem([("dsv4", 1, 16, 3)] * 5, 1, 8), "5 pools; it takes 1 to 4"),
-    "mixed records": (lambda: problem([("dsv4", 1, 16, 3), ("bf16", 1, 16, 3)], 1, 8), "pools in dsv4, bf16"),
+    "mixed records": (
+        lambda: problem([("dsv4", 1, 16, 3), ("bf16", 1, 16, 3)], 1, 8),
+        "pools in dsv4, bf16 with rows of 512 values; it takes dsv4",
+    ),
+    "mixed scales": (
+        lambda: problem([("v32", 1, 16, 3), ("bf16", 1, 16, 3)], 1, 8),
+        "pools in v32, bf16 with rows of 576 values; it takes dsv4",
+    ),
+    "a pool of fp16": (
+        lambda: problem([("fp16", 1, 16, 3)], 1, 8),
+        "pools in fp16 with rows of 576 values; it takes dsv4",
+    ),
     "odd pages": (lambda: problem([("dsv4", 2, 3, 3)], 1, 8, padded=False), "aligned to 8 bytes"),
     "fp16": (lambda: _with_q(lambda q: q.half()), "q is torch.float16; it takes bfloat16"),
 }
@@ -147,7 +158,7 @@ def test_counters(arch, name, heads, bytes_per_key, instructions, lds):
     keys = 2048
     report = counted(arch, name, heads, keys)
     mix = report.mix()
-    kind = kv_format(name)
+    kind = get_kv_format(name)
     assert report.loaded["cache_0"] == keys * bytes_per_key
     assert report.loaded["indices_0"] == keys * 4
     rescored = 1.05  # a tile whose scores exceed the reference is scored twice

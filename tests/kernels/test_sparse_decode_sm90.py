@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from backend_calls import BackendCalls
+from built import require_built
 from sparse_problems import POOLS, in_mode, problem
 from static_asserts import assert_compiles
 
@@ -19,7 +20,7 @@ from mla_suite.build import manifest, params
 from mla_suite.build.instances import instances
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.core.explain import explain_on
-from mla_suite.launch import has_kernel, tensor_map
+from mla_suite.launch import tensor_map
 from mla_suite.launch.launcher import read_rate
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
 
@@ -80,8 +81,7 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
 
 
 def test_what_was_built():
-    if not has_kernel("sm_90", CONFIGS[0].instance):
-        pytest.skip(f"{CONFIGS[0].instance} is not built for sm_90; run `python -m mla_suite build --arch sm_90`")
+    require_built("sm_90", CONFIGS[0].instance)
     for config in CONFIGS:
         entry = manifest.installed().find("sm_90", config.instance)
         assert (entry.spills, entry.scratch, entry.lds, entry.threads) == (0, 0, 0, config.threads)

@@ -13,6 +13,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from planted import each_of, plant
 
 from mla_suite.archs import CSRC
 
@@ -69,7 +70,7 @@ def translated(folder: Path) -> Path:
     for headers in (HOST / "sm_90", HOST / "gather" / "sm_90"):
         shutil.copytree(headers, sources / "sm_90", dirs_exist_ok=True)
     # beside them, because block.hpp includes tma.hpp
-    for name in ("cuda.hpp", "arguments.hpp", "block.hpp", "sparse_gather.cpp"):
+    for name in ("cuda.hpp", "arguments.hpp", "block.hpp", "decode_case.hpp", "sparse_gather.cpp"):
         shutil.copy(HOST / name, sources)
     return sources
 
@@ -103,19 +104,17 @@ def test_results_are_those_of_fp64(sources, record):
         assert done.returncode == 0, f"{problem}: {done.stdout}{done.stderr}"
 
 
-@pytest.mark.parametrize(
-    ("header", "right", "broken"),
-    [
-        ("producer_gather.hpp", "this->wait_for_empty(kv_);\n    copy_key", "copy_key"),
-        ("producer_gather.hpp", "present_ = __ballot_sync(~0u, token.present);", "present_ = ~0u;"),
-        ("producer_gather.hpp", "(to ^ 4 << 4) + 4 * 128", "to + 4 * 128"),
-    ],
-)
-def test_a_fault_is_found(sources, tmp_path, header, right, broken):
+FAULTS = {
+    "stages overwritten": ("this->wait_for_empty(kv_);\n    copy_key", "copy_key"),
+    "absent keys seen": ("present_ = __ballot_sync(~0u, token.present);", "present_ = ~0u;"),
+    "keys not swizzled": ("(to ^ 4 << 4) + 4 * 128", "to + 4 * 128"),
+}
+
+
+@each_of(FAULTS, "absent keys seen")
+def test_a_fault_is_found(sources, tmp_path, name):
+    right, broken = FAULTS[name]
     own = tmp_path / "csrc"
     shutil.copytree(sources, own)
-    path = own / "sm_90" / "sparse_decode" / header
-    text = path.read_text()
-    assert text.count(right) == 1
-    path.write_text(text.replace(right, broken))
+    plant(own / "sm_90" / "sparse_decode" / "producer_gather.hpp", right, broken)
     assert ran(compiled(own, "bf16x576"), "64 2 300 1 1 16 plain").returncode != 0

@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from planted import each_of, plant
 from test_swap_ab_on_host import HOST, compile_on_host, ran, translated
 
 from mla_suite.archs import CSRC
@@ -68,7 +69,7 @@ def sources(tmp_path_factory):
     shutil.copytree(CSRC / SPARSE, sources / SPARSE)
     shutil.copytree(HOST / "gather" / "sm_90", sources / "sm_90", dirs_exist_ok=True)
     # beside them, because block.hpp includes tma.hpp
-    for name in ("cuda.hpp", "arguments.hpp", "block.hpp", "sparse_swap_ab.cpp"):
+    for name in ("cuda.hpp", "arguments.hpp", "block.hpp", "decode_case.hpp", "sparse_swap_ab.cpp"):
         shutil.copy(HOST / name, sources)
     for name, changes in INSTRUCTIONS.items():
         path = sources / SPARSE / name
@@ -97,47 +98,33 @@ def test_results_are_those_of_fp64(sources, rows):
         assert done.returncode == 0, f"{problem}: {done.stdout}{done.stderr}"
 
 
-@pytest.mark.parametrize(
-    ("header", "right", "broken"),
-    [
-        ("mainloop.hpp", "if (c >= 2) wgmma_wait<1>();", "if (c >= 2) wgmma_wait<2>();"),
-        ("mainloop.hpp", "wgmma_wait<VALUE_SETS - 1>();", "wgmma_wait<VALUE_SETS>();"),
-        ("mainloop.hpp", "if (c == 0) wait_for_vt();", ""),
-        ("mainloop.hpp", "(vt_piece_ ^ 64) + 4 * 128", "vt_piece_ + 4 * 128"),
-        ("lane_layout.hpp", "((2 * warp + matrix % 2) ^ t) * 16", "(2 * warp + matrix % 2) * 16"),
-        ("mainloop.hpp", "    wgmma_wait<0>();\n    pin_accumulator(s);", "    pin_accumulator(s);"),
-        ("mainloop.hpp", "mask_absent(s, present);\n  }", "static_cast<void>(present);\n  }"),
-        ("mainloop.hpp", "if (!keeps_stages) release(kv);", ""),
-        ("mainloop.hpp", "state_.rescale(i, exp2_approx(state_.max[i] - raised));", ""),
-        ("merge.hpp", "state.rescale(i, factor_of(group_, count, Layout::row(i)));", ""),
-        ("merge.hpp", "return group != 0;", "return false;"),
-        ("queries.hpp", "(rope ? eight % 4 : eight / 2) * 4", "eight / 2 * 4"),
-        ("mainloop.hpp", "Layout::key_of_row(Layout::in_quad() * 2 + 1)", "Layout::key_of_row(Layout::in_quad() * 2)"),
-        ("producer.hpp", "index = load_index(step + 2);", "index = load_index(step + 1);"),
-    ],
-    ids=[
-        "keys overwritten early",
-        "values overwritten early",
-        "values of the step before overwritten",
-        "odd columns at even ones' places",
-        "values not swizzled",
-        "scores read early",
-        "absent keys seen",
-        "stages kept",
-        "O not rescaled",
-        "warpgroups not rescaled",
-        "results overwritten by keys",
-        "rope in the order of e4m3",
-        "values of other keys",
-        "another step's indices",
-    ],
-)
-def test_a_broken_kernel_is_found(tmp_path, sources, header, right, broken):
+FAULTS = {
+    "keys overwritten early": ("mainloop.hpp", "if (c >= 2) wgmma_wait<1>();", "if (c >= 2) wgmma_wait<2>();"),
+    "values overwritten early": ("mainloop.hpp", "wgmma_wait<VALUE_SETS - 1>();", "wgmma_wait<VALUE_SETS>();"),
+    "values of the step before overwritten": ("mainloop.hpp", "if (c == 0) wait_for_vt();", ""),
+    "odd columns at even ones' places": ("mainloop.hpp", "(vt_piece_ ^ 64) + 4 * 128", "vt_piece_ + 4 * 128"),
+    "values not swizzled": ("lane_layout.hpp", "((2 * warp + matrix % 2) ^ t) * 16", "(2 * warp + matrix % 2) * 16"),
+    "scores read early": ("mainloop.hpp", "    wgmma_wait<0>();\n    pin_accumulator(s);", "    pin_accumulator(s);"),
+    "absent keys seen": ("mainloop.hpp", "mask_absent(s, present);\n  }", "static_cast<void>(present);\n  }"),
+    "stages kept": ("mainloop.hpp", "if (!keeps_stages) release(kv);", ""),
+    "O not rescaled": ("mainloop.hpp", "state_.rescale(i, exp2_approx(state_.max[i] - raised));", ""),
+    "warpgroups not rescaled": ("merge.hpp", "state.rescale(i, factor_of(group_, count, Layout::row(i)));", ""),
+    "results overwritten by keys": ("merge.hpp", "return group != 0;", "return false;"),
+    "rope in the order of e4m3": ("queries.hpp", "(rope ? eight % 4 : eight / 2) * 4", "eight / 2 * 4"),
+    "values of other keys": (
+        "mainloop.hpp",
+        "Layout::key_of_row(Layout::in_quad() * 2 + 1)",
+        "Layout::key_of_row(Layout::in_quad() * 2)",
+    ),
+    "another step's indices": ("producer.hpp", "index = load_index(step + 2);", "index = load_index(step + 1);"),
+}
+
+
+@each_of(FAULTS, "absent keys seen")
+def test_a_broken_kernel_is_found(tmp_path, sources, name):
+    header, right, broken = FAULTS[name]
     own = tmp_path / "csrc"
     shutil.copytree(sources, own)
-    path = own / SPARSE / "swap_ab" / header
-    text = path.read_text()
-    assert text.count(right) == 1
-    path.write_text(text.replace(right, broken))
+    plant(own / SPARSE / "swap_ab" / header, right, broken)
     program = compiled(own, 16)
     assert any(ran(program, problem).returncode != 0 for problem in FAULT_PROBLEMS)

@@ -13,6 +13,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from planted import each_of, plant
 
 from mla_suite.archs import CSRC
 
@@ -111,25 +112,24 @@ def test_results_are_those_of_fp64(sources, dtype, rows):
 def with_a_fault(own: Path, sources: Path, right: str, broken: str) -> Path:
     """A copy of the sources, in `own`, whose mainloop is broken in one place."""
     shutil.copytree(sources, own)
-    path = own / DECODE / "swap_ab" / "mainloop.hpp"
-    text = path.read_text()
-    assert text.count(right) == 1
-    path.write_text(text.replace(right, broken))
+    plant(own / DECODE / "swap_ab" / "mainloop.hpp", right, broken)
     return own
 
 
-@pytest.mark.parametrize(
-    ("right", "broken"),
-    [
-        ("if (group >= 2) wgmma_wait<1>();", "if (group >= 2) wgmma_wait<2>();"),
-        ("if (used == 0) return;", "return;"),
-        ("    wgmma_wait<0>();\n    pin_accumulator(s);", "    pin_accumulator(s);"),
-        ("      release();\n    }\n    wgmma_wait<0>();", "      kv_.next();\n    }\n    wgmma_wait<0>();"),
-    ],
-    ids=["keys overwritten early", "NaN behind the end", "scores read early", "a stage kept"],
-)
-def test_a_broken_mainloop_is_found(tmp_path, sources, right, broken):
-    own = with_a_fault(tmp_path / "csrc", sources, right, broken)
+FAULTS = {
+    "keys overwritten early": ("if (group >= 2) wgmma_wait<1>();", "if (group >= 2) wgmma_wait<2>();"),
+    "NaN behind the end": ("if (used == 0) return;", "return;"),
+    "scores read early": ("    wgmma_wait<0>();\n    pin_accumulator(s);", "    pin_accumulator(s);"),
+    "a stage kept": (
+        "      release();\n    }\n    wgmma_wait<0>();",
+        "      kv_.next();\n    }\n    wgmma_wait<0>();",
+    ),
+}
+
+
+@each_of(FAULTS, "keys overwritten early")
+def test_a_broken_mainloop_is_found(tmp_path, sources, name):
+    own = with_a_fault(tmp_path / "csrc", sources, *FAULTS[name])
     assert ran(compiled(own, "fp16", 16), "5 3 7 1 2 sink 70 1 0 161 500").returncode != 0
 
 
@@ -142,20 +142,16 @@ def test_no_wait_of_a_sound_block_traps_in_a_debug_build(sources):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    ("right", "broken", "where"),
-    [
-        (
-            "      release();\n    }\n    wgmma_wait<0>();",
-            "      kv_.next();\n    }\n    wgmma_wait<0>();",
-            "wait_for_tma_stage",
-        ),
-        ("    mbarrier_arrive(barriers_.tile_empty(tiles_.stage));\n", "", "publish"),
-    ],
-    ids=["no stage is released", "no work tile is released"],
-)
-def test_a_wait_that_nothing_ends_traps_in_a_debug_build(tmp_path, sources, right, broken, where):
+NEVER_ENDED = {
+    "no stage is released": (*FAULTS["a stage kept"], "wait_for_tma_stage"),
+    "no work tile is released": ("    mbarrier_arrive(barriers_.tile_empty(tiles_.stage));\n", "", "publish"),
+}
+
+
+@each_of(NEVER_ENDED, "no stage is released")
+def test_a_wait_that_nothing_ends_traps_in_a_debug_build(tmp_path, sources, name):
     """The line that the driver prints for a device-side assert names the wait, the block and the thread."""
+    right, broken, where = NEVER_ENDED[name]
     own = with_a_fault(tmp_path / "csrc", sources, right, broken)
     done = ran(compiled(own, "fp16", 16, MAX_TRIES), PLANNED)
     assert done.returncode == 3, done.stdout

@@ -26,7 +26,7 @@ from mla_suite.core.op import Op
 from mla_suite.integrations import aiter
 from mla_suite.integrations.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format
+from mla_suite.kv_formats import get_kv_format
 from mla_suite.launch import has_kernel, launcher, tensor_map
 from mla_suite.launch.cuda import CudaDriver
 from mla_suite.ops.sparse_decode import max_logits as max_logits_by_torch
@@ -79,7 +79,7 @@ def dense(batch, heads, q_len, pages=4):
 
 
 def sparse(record, heads):
-    kind = kv_format(record)
+    kind = get_kv_format(record)
     q = torch.zeros(2, 2, heads, kind.head_dim).bfloat16()
     pools, index = [caches.empty(kind, 8, page) for page in (64, 2)], torch.zeros(2, 2, 256, **INT32)
     count = 1 if record == "v32" else 2

@@ -20,7 +20,6 @@ from mla_suite.build.params import load
 from mla_suite.core import dispatch, register
 from mla_suite.core.op import Op
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format as declared
 from mla_suite.launch import has_kernel, launcher
 from mla_suite.launch.hip import HipDriver
 
@@ -67,8 +66,8 @@ def attention(device, ops=mla_suite):
 
 def selection(device, ops=mla_suite):
     """Small calls of sparse_decode by name: one pool, whole and split; two with a sink, split and by plan."""
-    v32 = caches.empty(declared("v32"), 8, 64, device=device)
-    dsv4 = [caches.empty(declared("dsv4"), 8, page, device=device) for page in (64, 2)]
+    v32 = caches.empty("v32", 8, 64, device=device)
+    dsv4 = [caches.empty("dsv4", 8, page, device=device) for page in (64, 2)]
     narrow, wide = (torch.randn(4, 1, heads, d, device=device).bfloat16() for heads, d in ((16, 576), (64, 512)))
     selected = torch.zeros(4, 1, 2048, **INT32, device=device)
     two = [torch.zeros(4, 1, width, **INT32, device=device) for width in (128, 512)]

@@ -349,7 +349,7 @@ def test_the_decode_step_compiles_once_for_all_lengths():
     compilations.clear()
     torch._dynamo.reset()
 
-    @torch.compile(fullgraph=True)
+    @torch.compile(fullgraph=True, backend="aot_eager")
     def decode(x, kv_cache, block_table, seq_lens):
         positions = seq_lens.long()[:, None]
         step = Step(

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_suite.models import PagedLatentCache, slots
+from mla_suite.models import PagedLatentCache
 from mla_suite.models.pages import PagePool
 
 
@@ -41,14 +41,6 @@ def test_a_step_says_where_tokens_go():
     assert step.slot_mapping.tolist() == expected
 
 
-def test_slots_on_the_device_equal_the_hosts():
-    cache = small_cache()
-    a, b = cache.allocate(), cache.allocate()
-    step = cache.append([a, b], [6, 6])
-    found = slots(step.block_table, torch.arange(6).expand(2, 6), cache.page_size)
-    assert found.flatten().tolist() == step.slot_mapping.tolist()
-
-
 def test_a_fork_shares_pages_until_one_side_writes():
     cache = small_cache()
     a = cache.allocate()
@@ -75,16 +67,6 @@ def test_writing_both_sides_of_a_fork_needs_one_page_not_two():
     assert (read(cache, a), read(cache, b)) == ([0, 1, 10], [0, 1, 20])
 
 
-def test_a_full_last_page_is_not_copied():
-    cache = small_cache()
-    a = cache.allocate()
-    cache.append([a], [4])
-    b = cache.fork(a)
-    cache.append([a, b], [1, 1])
-    assert cache.pages(a)[0] == cache.pages(b)[0]
-    assert cache.free_pages == 8 - 3
-
-
 def test_freeing_returns_pages_when_the_last_holder_goes():
     cache = small_cache()
     a = cache.allocate(tokens=9)
@@ -98,16 +80,6 @@ def test_freeing_returns_pages_when_the_last_holder_goes():
     assert cache.free_pages == 8
 
 
-def test_truncating_gives_pages_back():
-    cache = small_cache()
-    a = cache.allocate()
-    write(cache, cache.append([a], [9]), list(range(9)))
-    cache.truncate(a, 4)
-    assert (cache.free_pages, read(cache, a)) == (7, [0, 1, 2, 3])
-    write(cache, cache.append([a], [1]), [40])
-    assert read(cache, a) == [0, 1, 2, 3, 40]
-
-
 def test_reserved_pages_outlast_what_was_written_into_them():
     """A captured graph's block table names them."""
     cache, sequences = PagedLatentCache.contiguous(2, batch=3, max_len=4)
@@ -118,17 +90,6 @@ def test_reserved_pages_outlast_what_was_written_into_them():
     assert (step.block_table.tolist(), cache.free_pages) == ([[0], [1], [2]], 0)
     with pytest.raises(ValueError, match="reserve: -1 tokens; reserve 0 or more"):
         cache.reserve(sequences[0], -1)
-
-
-def test_a_reserved_page_that_a_fork_reads_is_given_up():
-    cache = small_cache(num_pages=4)
-    a = cache.allocate(12)
-    write(cache, cache.append([a], [9]), list(range(9)))
-    child = cache.fork(a)
-    cache.truncate(a, 4)
-    write(cache, cache.append([a], [3]), [50, 51, 52])
-    assert read(cache, a) == [0, 1, 2, 3, 50, 51, 52]
-    assert read(cache, child) == list(range(9))
 
 
 def test_exhaustion_is_one_sentence_and_changes_nothing():

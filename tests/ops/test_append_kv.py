@@ -7,6 +7,7 @@ import struct
 
 import pytest
 import torch
+from hostile_inputs import raw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,17 +16,12 @@ from mla_suite import archs
 from mla_suite.archs.sm_90 import APPEND_BULK_BYTES, Kernels
 from mla_suite.build.instances import instances
 from mla_suite.core.register import get
-from mla_suite.kv_formats import KV_FORMATS, kv_format
+from mla_suite.kv_formats import KV_FORMATS, get_kv_format
 from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.append_kv.samples import sample
 
 NAMES = tuple(KV_FORMATS)
 few = settings(max_examples=40, deadline=None, derandomize=True)
-
-
-def raw(cache):
-    """All bytes of the storage, padding included."""
-    return torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
 
 
 def filled(one, pages, page, byte=0xAA, padded=True):
@@ -87,8 +83,8 @@ def dsv4_record(row, fnuz, page, token):
 
 @pytest.mark.parametrize("name", ["v32", "v32_pow2"])
 def test_v32_writes_exactly_the_declared_bytes(name):
-    kv_c, k_pe = new_tokens(kv_format(name), 2)
-    cache = filled(kv_format(name), 3, 5)
+    kv_c, k_pe = new_tokens(get_kv_format(name), 2)
+    cache = filled(get_kv_format(name), 3, 5)
     mla_suite.append_kv(kv_c, k_pe, cache, torch.tensor([7, 0]), kv_format=name)
     expected = bytearray(b"\xaa" * raw(cache).numel())
     for token, slot in ((0, 7), (1, 0)):
@@ -101,8 +97,8 @@ def test_v32_writes_exactly_the_declared_bytes(name):
 @pytest.mark.parametrize("name", ["dsv4", "dsv4_fnuz"])
 @pytest.mark.parametrize(("page", "padded", "block"), [(2, True, 1728), (2, False, 1168), (64, True, 37440)])
 def test_dsv4_writes_exactly_the_declared_bytes(name, page, padded, block):
-    kv_c, k_pe = new_tokens(kv_format(name), 2)
-    cache = filled(kv_format(name), 3, page, padded=padded)
+    kv_c, k_pe = new_tokens(get_kv_format(name), 2)
+    cache = filled(get_kv_format(name), 3, page, padded=padded)
     mla_suite.append_kv(kv_c, k_pe, cache, torch.tensor([2 * page + 1, page - 1]), kv_format=name)
     expected = bytearray(b"\xaa" * (3 * block))
     for token, (where, at) in enumerate([(2, 1), (0, page - 1)]):
@@ -115,7 +111,7 @@ def test_dsv4_writes_exactly_the_declared_bytes(name, page, padded, block):
 @pytest.mark.parametrize("name", ["fp8", "fp8_fnuz"])
 @pytest.mark.parametrize("as_bytes", [True, False])
 def test_fp8_divides_by_the_descale_and_saturates(name, as_bytes):
-    one = kv_format(name)
+    one = get_kv_format(name)
     kv_c, k_pe = new_tokens(one, 3, dtype=torch.float32)
     kv_c[0, 0], kv_c[0, 1] = 1e6, -1e6
     descale = torch.tensor(0.0371)
@@ -130,7 +126,7 @@ def test_fp8_divides_by_the_descale_and_saturates(name, as_bytes):
 @few
 @given(st.sampled_from(NAMES), st.integers(0, 10**6), st.lists(st.integers(1, 6), min_size=1, max_size=4))
 def test_appending_in_pieces_equals_packing_the_whole(name, seed, pieces):
-    one = kv_format(name)
+    one = get_kv_format(name)
     tokens, page = sum(pieces), 4
     pages = -(-tokens // page)
     kv_c, k_pe = new_tokens(one, pages * page, seed)
@@ -150,7 +146,7 @@ def test_appending_in_pieces_equals_packing_the_whole(name, seed, pieces):
 @few
 @given(st.sampled_from(NAMES), st.lists(st.integers(-3, 11), max_size=30), st.integers(0, 10**6))
 def test_negative_slots_skip_and_the_last_of_equal_slots_stays(name, slots, seed):
-    one = kv_format(name)
+    one = get_kv_format(name)
     kv_c, k_pe = new_tokens(one, len(slots), seed)
     given_bytes = [tensor.clone() for tensor in (kv_c, k_pe)]
     cache, expected = filled(one, 4, 3), filled(one, 4, 3)
@@ -168,7 +164,7 @@ def test_negative_slots_skip_and_the_last_of_equal_slots_stays(name, slots, seed
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("name", ["bf16", "fp32", "v32", "dsv4"])
 def test_rotation_against_complex_numbers(name, interleaved):
-    one = kv_format(name)
+    one = get_kv_format(name)
     kv_c, k_pe = new_tokens(one, 6)
     angles = torch.arange(40, dtype=torch.float64)[:, None] * 10000 ** (-torch.arange(32, dtype=torch.float64) / 32)
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1).float()
@@ -188,7 +184,7 @@ def test_rotation_against_complex_numbers(name, interleaved):
 
 
 def test_a_token_has_the_same_bytes_in_any_batch():
-    one = kv_format("dsv4")
+    one = get_kv_format("dsv4")
     kv_c, k_pe = new_tokens(one, 65)
     whole, alone = filled(one, 2, 64), filled(one, 2, 64)
     mla_suite.append_kv(kv_c, k_pe, whole, torch.arange(65), kv_format="dsv4")
@@ -200,7 +196,7 @@ def test_a_token_has_the_same_bytes_in_any_batch():
 
 @pytest.mark.parametrize("name", ["bf16", "v32", "dsv4"])
 def test_compiled_fullgraph_writes_the_same_bytes_into_a_strided_cache(name):
-    one = kv_format(name)
+    one = get_kv_format(name)
     kv_c, k_pe = new_tokens(one, 5)
     slots = torch.tensor([4, -1, 0, 3, 3])
     eager, compiled = filled(one, 3, 2), filled(one, 3, 2)
@@ -215,7 +211,7 @@ def test_compiled_fullgraph_writes_the_same_bytes_into_a_strided_cache(name):
 
 
 def test_written_values_carry_no_gradient():
-    one = kv_format("fp32")
+    one = get_kv_format("fp32")
     kv_c, k_pe = (part.requires_grad_() for part in new_tokens(one, 2, dtype=torch.float32))
     cache = filled(one, 1, 2, byte=0)
     mla_suite.append_kv(kv_c, k_pe, cache, torch.arange(2), kv_format="fp32")
@@ -224,7 +220,7 @@ def test_written_values_carry_no_gradient():
 
 
 def test_slots_beyond_two_gigabytes():
-    one = kv_format("v32")
+    one = get_kv_format("v32")
     cache = caches.empty(one, 55_000, 64)  # 2.3 GB of address space, of which one page is touched
     kv_c, k_pe = new_tokens(one, 1)
     slot = torch.tensor([55_000 * 64 - 1])
@@ -235,7 +231,7 @@ def test_slots_beyond_two_gigabytes():
 
 
 def arguments(name="v32", tokens=3, pages=2, page=4, **changes):
-    one = kv_format(name)
+    one = get_kv_format(name)
     kv_c, k_pe = new_tokens(one, tokens)
     given = {
         "kv_c": kv_c,

@@ -185,15 +185,6 @@ def test_sinks_change_out_and_never_lse():
         assert bool((merged == 0).all()) == (value == INF)
 
 
-def test_each_head_has_its_own_sink():
-    out, lse = partials(2, 6)
-    sink = torch.tensor([-INF, 0.0, INF])
-    result = mla_suite.combine(out, lse, None, sink, num_splits=2)
-    assert_close(*result, exact(out, lse, [0, 2], sink))
-    assert bool((result[0][0, 2::3] == 0).all())
-    assert not bool((result[0][0, :2] == 0).any())
-
-
 # The .out overload
 
 

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from hostile_inputs import hostile, pairwise_cover
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,11 +14,10 @@ import mla_suite
 from mla_suite import kv_formats
 from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.decode.samples import decode_sample
-from mla_suite.testing import assert_close, exact_decode, poison
+from mla_suite.testing import assert_close, exact_decode
 
 CPU = torch.device("cpu")
 few = settings(max_examples=25, deadline=None, derandomize=True)
-ABSURD = (2**31 - 1, -(2**31), -1, 10**6)
 
 AXES = {
     "heads": (1, 8, 12, 16, 24, 32, 40, 64, 96, 128),
@@ -30,30 +30,9 @@ AXES = {
     "queries": ("equal", "varlen"),
     "split": ("none", "num_splits", "split_size", "plan"),
     "rotate": (False, True),
+    "mask": (None, 0, 5, 100, "tree"),
 }
 LENS = (0, 1, 61, 130, 7)
-
-
-def pairwise_cover(axes):
-    """A few rows in which every pair of values of two axes meets at least once; greedy and deterministic."""
-    names = list(axes)
-    missing = {
-        frozenset(((one, a), (other, b)))
-        for one, other in itertools.combinations(names, 2)
-        for a, b in itertools.product(axes[one], axes[other])
-    }
-    rows = []
-    while missing:
-        row = dict(sorted(min(missing, key=lambda pair: sorted(map(repr, pair)))))
-        for name in names:
-            if name not in row:
-                row[name] = max(
-                    axes[name],
-                    key=lambda value: sum(frozenset(((name, value), pair)) in missing for pair in row.items()),
-                )
-        missing -= {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}
-        rows.append(row)
-    return rows
 
 
 def label(row):
@@ -71,7 +50,7 @@ def problem(row, lens=LENS, latent=64, rope=16, seed=0):
         rope=rope,
         kv_format=row["kv_format"],
         dtype={"fp16": torch.float16, "fp32": torch.float32}.get(row["kv_format"], torch.bfloat16),
-        causal=row["causal"],
+        causal=row["causal"] or row["mask"] == "tree",
         sink=row["sink"] is not None,
         rotate=row["rotate"],
         varlen=row["queries"] == "varlen",
@@ -79,6 +58,8 @@ def problem(row, lens=LENS, latent=64, rope=16, seed=0):
         num_splits=3 if row["split"] == "num_splits" else 0,
         split_size=48 if row["split"] == "split_size" else 0,
         planned=row["split"] == "plan",
+        window_left=row["mask"] if isinstance(row["mask"], int) else -1,
+        tree=row["mask"] == "tree",
         seed=seed,
     )
     args, kwargs = sample.make(CPU)
@@ -87,33 +68,10 @@ def problem(row, lens=LENS, latent=64, rope=16, seed=0):
     return args, kwargs
 
 
-def hostile(args):
-    """The same problem with every token no sequence owns turned to NaN and every unused table entry to an absurd id."""
-    args = list(args)
-    cache, seq_lens, table, indptr, indices = args[1].clone(), args[2], args[3], args[4], args[5]
-    page, clean = cache.shape[1], args[1]
-    poison(cache)
-    for b, length in enumerate(seq_lens.tolist()):
-        own = table[b] if table is not None else indices[indptr[b] :]
-        for start in range(0, length, page):
-            used = min(page, length - start)
-            cache[own[start // page], :used] = clean[own[start // page], :used]
-    args[1] = cache
-    absurd = itertools.cycle(ABSURD)
-    if table is not None:
-        table = args[3] = torch.cat((table, torch.zeros_like(table)), dim=1)
-        for b, length in enumerate(seq_lens.tolist()):
-            for column in range(-(-length // page), table.shape[1]):
-                table[b, column] = next(absurd)
-    else:
-        args[5] = torch.cat((indices[: indptr[-1]], torch.tensor(ABSURD, dtype=torch.int32)))
-    return tuple(args)
-
-
 def check(row, **options):
     args, kwargs = problem(row, **options)
     expected = exact_decode(*args, **kwargs)
-    assert_close(*mla_suite.decode(*hostile(args), **kwargs), expected)
+    assert_close(*mla_suite.decode(*hostile(args, kwargs.get("window_left", -1)), **kwargs), expected)
 
 
 @pytest.mark.parametrize("row", pairwise_cover(AXES), ids=label)
@@ -125,7 +83,9 @@ def test_against_fp64(row):
 @pytest.mark.parametrize("kv_format", AXES["kv_format"])
 def test_against_fp64_the_whole_product(kv_format):
     """Takes the product of heads, q_len, page, causal and sink; the other axes take turns."""
-    turns = itertools.cycle(itertools.product(*(AXES[name] for name in ("pages", "queries", "split", "rotate"))))
+    turns = itertools.cycle(
+        itertools.product(*(AXES[name] for name in ("pages", "queries", "split", "rotate", "mask")))
+    )
     for values in itertools.product(*(AXES[name] for name in ("heads", "q_len", "page", "causal", "sink"))):
         check(dict(zip(AXES, (*values, kv_format, *next(turns)), strict=True)))
 
@@ -148,7 +108,7 @@ def test_value_may_include_the_rope_part():
 
 @pytest.mark.parametrize("name", ["v32", "dsv4"])
 def test_records_of_sparse_models_are_read_too(name):
-    kind = kv_formats.kv_format(name)
+    kind = kv_formats.get_kv_format(name)
     generator = torch.Generator().manual_seed(0)
     cache = caches.pack(kind, torch.randn(4, 64, kind.head_dim, generator=generator))
     q = torch.randn(2, 2, 16, kind.head_dim, generator=generator).bfloat16()
@@ -236,7 +196,7 @@ def test_batch_invariant(with_plan, sink):
     kwargs |= {"split_size": 128}
     found: dict[int, list[bytes]] = {}
     for batch in (1, 5, 64, 129):
-        for turn in range(3):
+        for turn in range(2):
             chosen = torch.arange(129).roll(turn * 31 + batch)[:batch]
             plan = None
             if with_plan:
@@ -249,7 +209,7 @@ def test_batch_invariant(with_plan, sink):
                 bits = out[place].view(torch.int16).numpy().tobytes() + lse[place].numpy().tobytes()
                 found.setdefault(b, []).append(bits)
     assert all(len(set(results)) == 1 for results in found.values())
-    assert sum(len(results) >= 4 for results in found.values()) > 60
+    assert sum(len(results) >= 3 for results in found.values()) > 60
 
 
 # Properties
@@ -294,7 +254,7 @@ def test_append_then_decode_equals_decode_over_the_concatenation(length, new, kv
     row = BASE | {"heads": 4, "q_len": new, "kv_format": kv_format, "page": 16}
     args, kwargs = problem(row, lens=(length + new,), latent=16, rope=8)
     cache, descale = args[1], args[8]
-    rows = caches.unpack(kv_formats.kv_format(kv_format).sized(24, 0), cache, descale=descale).flatten(0, 1)
+    rows = caches.unpack(kv_formats.get_kv_format(kv_format).sized(24, 0), cache, descale=descale).flatten(0, 1)
     positions = torch.arange(length, length + new)
     slots = args[3][0][positions // 16].long() * 16 + positions % 16
     grown = cache.clone()

@@ -182,9 +182,12 @@ def test_counted_limits_are_about_our_own_splits(options):
 
 
 # The lengths promised to dispatch do not hold, in either direction, as when a captured graph is replayed.
-@pytest.mark.parametrize(("heads", "q_len"), [(32, 4), (24, 2)])
-@pytest.mark.parametrize("kind", KINDS.values(), ids=["bf16", "fp8 cache", "fp8"])
-def test_each_side_is_right_at_the_lengths_of_the_other(heads, q_len, kind):
+@pytest.mark.parametrize(
+    ("kind", "heads", "q_len"),
+    [({}, 24, 2), ({"kv_format": "fp8"}, 24, 2), (FP8, 32, 4)],
+    ids=["bf16", "fp8 cache", "fp8"],
+)
+def test_each_side_is_right_at_the_lengths_of_the_other(kind, heads, q_len):
     args, kwargs = decode_sample([1100, 1, 64], heads=heads, q_len=q_len, **kind).make(CPU)
     exact = exact_decode(*args, **kwargs)
     sizes = set()
@@ -202,16 +205,6 @@ def test_each_side_is_right_at_the_lengths_of_the_other(heads, q_len, kind):
         assert bool(((out.double() - exact.out).abs() <= coarse * exact.magnitude + 2.0**-8 * exact.out.abs()).all())
         torch.testing.assert_close(lse.double(), exact.lse, rtol=1e-4, atol=1e-4)
     assert sizes >= {16, heads * q_len}
-
-
-def test_the_published_policy_is_right_on_both_sides():
-    args, kwargs = decode_sample([300, 65], heads=32, q_len=4, **FP8).make(CPU)
-    exact = exact_decode(*args, **kwargs)
-    with decode_table.policy("aiter-pr3003"):
-        for promised in (4096, 8192):  # beyond the limit and without a GPU, the reference stands in for Triton
-            out, lse = mla_suite.decode(*args, **kwargs, max_seqlen_kv=promised)
-            assert bool(((out.double() - exact.out).abs() <= 0.14 * exact.magnitude + 2.0**-8 * exact.out.abs()).all())
-            torch.testing.assert_close(lse.double(), exact.lse, rtol=1e-4, atol=1e-4)
 
 
 def test_a_policy_ends_with_its_block_and_has_a_known_name():

@@ -6,12 +6,11 @@ import math
 
 import pytest
 import torch
-from sparse_pools import POOLS, problem
+from hostile_inputs import POOLS, problem
 
 import mla_suite
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format
 from mla_suite.ops.sparse_decode import max_logits
 
 CALL = torch.ops.mla_suite.sparse_decode.max_logits
@@ -41,7 +40,7 @@ def largest(tensors, options):
                 length = index.shape[-1] if lengths is None else lengths[b] if lengths.dim() == 1 else lengths[b, i]
                 chosen = index[b, i, : int(length)]
                 chosen = chosen[(chosen >= 0) & (chosen < cache.shape[0] * cache.shape[1])].long()
-                keys = caches.unpack(kv_format(name), cache).flatten(0, 1)[chosen]
+                keys = caches.unpack(name, cache).flatten(0, 1)[chosen]
                 keys = keys.bfloat16().float() if name == "v32" else keys  # its keys are defined as rounded
                 for score in (q[b, i].float() @ keys.T * options["softmax_scale"]).unbind(-1):
                     found[b, i] = torch.maximum(found[b, i], score)
@@ -111,13 +110,6 @@ def test_backward_is_refused():
     found = CALL(tensors[0].requires_grad_(), *tensors[1:], **options)[2]
     with pytest.raises(RuntimeError, match="sparse_decode.max_logits has no backward"):
         found.sum().backward()
-
-
-def test_the_second_call_passes_by_the_dispatcher(monkeypatch):
-    tensors, options = given("bf16")
-    first = CALL(*tensors, **options)
-    monkeypatch.setattr(torch._ops.OpOverload, "__call__", None)
-    assert all(torch.equal(a, b) for a, b in zip(first, CALL(*tensors, **options), strict=True))
 
 
 @pytest.mark.parametrize("dims", [(0, 1, 8), (2, 0, 8), (2, 1, 0), (0, 0, 0)], ids=str)

@@ -6,13 +6,13 @@ import itertools
 
 import pytest
 import torch
+from hostile_inputs import ABSURD, POOLS, poisoned, problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_pools import ABSURD, POOLS, poisoned, problem
 
 import mla_suite
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format
+from mla_suite.kv_formats import get_kv_format
 
 few = settings(max_examples=25, deadline=None, derandomize=True)
 
@@ -24,7 +24,7 @@ def exact(q, pools, scale, sink, head_dim_v):
         keys = []
         for name, cache, lists in pools:
             slots = [s for s in lists[t] if 0 <= s < cache.shape[0] * cache.shape[1]]
-            read = caches.unpack(kv_format(name), cache).flatten(0, 1)
+            read = caches.unpack(name, cache).flatten(0, 1)
             read = read.bfloat16() if name == "v32" else read  # its keys are defined as rounded
             keys.append(read[slots].double() if slots else read[:0].double())
         keys = torch.cat(keys)
@@ -147,7 +147,7 @@ def test_nothing_to_attend_to(empty, sink):
 
 def test_an_index_given_twice_is_two_keys():
     q, kv_caches, _, names = problem([("bf16", 2, 8, 4)], 1, 4, seed=5)
-    caches.scatter(kv_format("bf16"), kv_caches[0], torch.arange(16), torch.randn(16, 576))
+    caches.scatter(get_kv_format("bf16"), kv_caches[0], torch.arange(16), torch.randn(16, 576))
     lists = [[3, 3, 3, 9, 3, 11, 9]]
     index = torch.tensor(lists, dtype=torch.int32)
     out, lse = mla_suite.sparse_decode(q, kv_caches, [index], kv_formats=names, softmax_scale=0.05)
@@ -255,7 +255,7 @@ def test_splitting_the_selection_and_combining_equals_not_splitting(seed, splits
 @few
 @given(st.sampled_from(["bf16", "fp16", "v32", "dsv4"]), st.integers(0, 10**6), st.integers(1, 12))
 def test_append_then_attend_equals_attending_to_the_rows(name, seed, split):
-    one = kv_format(name)
+    one = get_kv_format(name)
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(12, one.head_dim, generator=generator).bfloat16()
     cache = poisoned(name, 3, 5, (), 0)
@@ -283,11 +283,11 @@ def test_out_overload_writes_strided_outputs_of_the_caller():
 
 
 def test_pool_beyond_two_gigabytes():
-    cache = caches.empty(kv_format("v32"), 55_000, 64)  # 2.3 GB of address space, of which two pages are touched
+    cache = caches.empty("v32", 55_000, 64)  # 2.3 GB of address space, of which two pages are touched
     rows = torch.randn(2, 576)
     last = 55_000 * 64 - 1
-    caches.scatter(kv_format("v32"), cache, torch.tensor([0, last]), rows)
-    small = caches.pack(kv_format("v32"), rows[None])
+    caches.scatter(get_kv_format("v32"), cache, torch.tensor([0, last]), rows)
+    small = caches.pack("v32", rows[None])
     q = torch.randn(1, 4, 576).bfloat16()
     far = mla_suite.sparse_decode(
         q, [cache], [torch.tensor([[0, last, last + 1]]).int()], kv_formats=["v32"], softmax_scale=0.04

@@ -1,4 +1,4 @@
-"""The first run on an AMD GPU: what a machine lacks is one sentence, and every step's failure is the run's."""
+"""The first run on an AMD GPU: what a machine lacks is one sentence, and a step that failed is the run's failure."""
 
 import re
 import subprocess
@@ -57,24 +57,15 @@ def test_the_missing_part_is_named(machine, capsys, probe, sentence):
     assert re.match(f"skipped: .*{sentence}", capsys.readouterr().out)
 
 
-def test_a_requirement_that_cannot_be_had(machine, monkeypatch):
-    monkeypatch.setenv("MLA_SUITE_TORCH", "torch==2.9.1+rocm6.4")
-    machine((0, ""), failing=["install"])
-    assert "none of this machine's package indexes" in str(amd_gpu.lacking("gfx942"))
-
-
-@pytest.mark.parametrize("failing", [[], ["tools/support.py"]])
-@pytest.mark.parametrize(("arch", "steps"), [("gfx942", 7), ("gfx950", 6)])
-def test_all_steps_run_and_failures_are_named(machine, capsys, failing, arch, steps):
-    ran = machine((0, f"2.9.1+rocm6.4 6.4.43484 {arch}"), failing)
-    assert amd_gpu.main(arch) == len(failing)
-    last = capsys.readouterr().out.splitlines()[-steps:]
-    assert sum(line.startswith("ran: ") for line in last) == steps - 1 - len(failing)
-    assert [line for line in last if line.startswith("FAILED")] == ["FAILED with 1: python tools/support.py"] * len(
-        failing
-    )
-    assert last[-1].startswith("left out, rocprofv3 is not on PATH")
-    assert len(ran) == steps - 1
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_the_other_steps_run_when_one_fails(machine, capsys, arch):
+    failing = "tools/support.py"
+    ran = machine((0, f"2.9.1+rocm6.4 6.4.43484 {arch}"), [failing])
+    assert amd_gpu.main(arch) == 1
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in printed if line.startswith("FAILED")] == [f"FAILED with 1: python {failing}"]
+    assert sum(line.startswith("ran: ") for line in printed) == len(ran) - 1
+    assert printed[-1].startswith("left out, rocprofv3 is not on PATH")
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
@@ -84,13 +75,3 @@ def test_every_published_grid_is_measured(arch):
         assert sets.named(name)
         assert f"--set {name}" in step.command
     assert "--op" not in step.command
-
-
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
-def test_the_notes_list_the_steps(arch):
-    notes = "".join((ROOT / "csrc" / arch / name).read_text() for name in ("README.md", "PERF.md"))
-    for step in amd_gpu.steps(arch):
-        assert step.shown in notes
-    for page in (notes, (ROOT / "docs" / "ci_owner.md").read_text()):
-        assert f"`tox run -e {arch}`" in page
-    assert f"    {arch}: python tools/amd_gpu.py {arch}\n" in (ROOT / "tox.ini").read_text()

@@ -31,7 +31,6 @@ from sglang.srt.speculative.ngram_info import NgramVerifyInput
 from mla_suite.integrations import interface, plugins
 from mla_suite.integrations import sglang_sparse as integration
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format
 
 HEADS, LATENT, WIDTH, PAGE = theirs.HEADS, theirs.LATENT, theirs.WIDTH, theirs.PAGE
 LENGTHS, POOL_ROWS = [300, 9, 64], [4, 0, 2]
@@ -77,7 +76,7 @@ def filled(runner):
         table[row] = (free[i * pages : (i + 1) * pages, None] * PAGE + torch.arange(PAGE)).flatten().int()
     for buffer in pool.kv_buffer:
         rows = torch.randn(len(buffer) // PAGE, PAGE, WIDTH)
-        packed = caches.pack(kv_format("v32"), rows) if pool.dsa_kv_cache_store_fp8 else rows.to(pool.dtype)
+        packed = caches.pack("v32", rows) if pool.dsa_kv_cache_store_fp8 else rows.to(pool.dtype)
         buffer.copy_(packed.reshape(buffer.shape))
 
 
@@ -86,7 +85,7 @@ def stored(runner, layer_id):
     pool = runner.token_to_kv_pool
     buffer = pool.kv_buffer[layer_id]
     if pool.dsa_kv_cache_store_fp8:
-        buffer = caches.unpack(kv_format("v32"), buffer.view(-1, PAGE, theirs.RECORD)).bfloat16()
+        buffer = caches.unpack("v32", buffer.view(-1, PAGE, theirs.RECORD)).bfloat16()
     return buffer.view(-1, WIDTH).double()
 
 

@@ -1,4 +1,4 @@
-"""benchmarks/bench_vllm_server.py: two servers, vLLM's load generator, our decode counted in one: `tox -e vllm`."""
+"""benchmarks/bench_vllm.py server: two servers, vLLM's load generator, our decode counted in one: `tox -e vllm`."""
 
 import csv
 import os
@@ -15,7 +15,7 @@ LIMIT_S = 400
 
 
 def test_two_servers_under_a_tiny_load(tmp_path):
-    command = [sys.executable, str(ROOT / "benchmarks" / "bench_vllm_server.py"), "--layers", "1", "--heads", "2"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "bench_vllm.py"), "server", "--layers", "1", "--heads", "2"]
     command += ["--loads", "3x16x8", "--rounds", "2", "--backends", "CUSTOM,CPU_MLA:1"]
     command += ["--csv", str(tmp_path / "rows.csv"), "--logs", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -25,7 +25,6 @@ from mla_suite.integrations import interface, plugins, vllm_interface
 from mla_suite.integrations import vllm as dense
 from mla_suite.integrations import vllm_sparse as integration
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format
 
 HEADS, TOPK, PAGE, SCALE = 4, 16, 4, 96**-0.5
 LAYER = "model.layers.0.self_attn.attn"
@@ -153,10 +152,10 @@ def test_results_are_the_definitions(vllm_config, step, cache_dtype):
     impl = impl_of(vllm_config, indices, cache_dtype)
     num_pages = metadata.block_table.numel()
     kind = "v32" if cache_dtype == "fp8_ds_mla" else "fp32"
-    cache = caches.empty(kv_format(kind), num_pages, PAGE)
+    cache = caches.empty(kind, num_pages, PAGE)
     given = torch.randn(num_pages * PAGE, 576)
     write(impl, given, cache, cache_dtype)
-    keys = caches.unpack(kv_format(kind), cache)
+    keys = caches.unpack(kind, cache)
     keys = keys.bfloat16().float() if kind == "v32" else keys.float()  # its keys are defined as rounded
     q = torch.randn(len(owner), HEADS, 576)
     out, lse = impl.forward_mqa(q.split([512, 64], dim=-1), cache, metadata, None)

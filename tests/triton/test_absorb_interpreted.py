@@ -29,7 +29,7 @@ def operands(tokens: int, inner: int, seed: int = 0) -> tuple[torch.Tensor, torc
     return *up.split([inner, ROPE], dim=-1), *both.split([inner, inner], dim=1)
 
 
-@pytest.mark.parametrize("tokens", [1, 20, 150])
+@pytest.mark.parametrize("tokens", [1, 70])
 @pytest.mark.parametrize("rotated", ["interleaved", "halves", "not"])
 @pytest.mark.parametrize("programs", [1, absorb.PROGRAMS], ids=["a head a program", "a head in parts"])
 def test_absorption(monkeypatch: pytest.MonkeyPatch, tokens: int, rotated: str, programs: int) -> None:
@@ -50,7 +50,7 @@ def test_a_position_past_the_table_is_nan() -> None:
     assert got[1:, ..., LATENT:].isnan().all()
 
 
-@pytest.mark.parametrize("tokens", [1, 20, 150])
+@pytest.mark.parametrize("tokens", [1, 70])
 @pytest.mark.parametrize("inner", [32, 128])
 def test_values(tokens: int, inner: int) -> None:
     *_, w_uv = operands(tokens, inner)

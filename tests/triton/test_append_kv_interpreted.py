@@ -5,23 +5,19 @@ from typing import Any
 import pytest
 import torch
 from backend import CPU
+from hostile_inputs import raw
 
 import mla_suite
-from mla_suite.kv_formats import KV_FORMATS, kv_format
+from mla_suite.kv_formats import KV_FORMATS, get_kv_format
 from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.append_kv import AppendKvArgs
 from mla_suite.ops.append_kv import triton as append
 from mla_suite.ops.append_kv.samples import sample
 
 
-def raw(cache: torch.Tensor) -> torch.Tensor:
-    """All bytes of the storage, those between blocks included."""
-    return torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())  # type: ignore[call-overload]  # a storage
-
-
 def both(name: str, kv_c: torch.Tensor, k_pe: torch.Tensor, slots: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
     """The cache of three pages of five as the reference and as the kernel leave it, from bytes 0xAA."""
-    kind = kv_format(name)
+    kind = get_kv_format(name)
     sized = kind.sized(kv_c.shape[1], k_pe.shape[1]) if kind.dense else kind
     left = []
     for write in (mla_suite.append_kv, lambda *args, **options: append.run(None, (), AppendKvArgs(*args, **options))):
@@ -37,7 +33,7 @@ def assert_same_bytes(pair: Any) -> None:
 
 
 def tokens(name: str, count: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
-    kind = kv_format(name)
+    kind = get_kv_format(name)
     rows = (torch.randn(count, kind.head_dim, generator=torch.Generator().manual_seed(count)) * 4).to(dtype)
     return rows[:, : kind.latent], rows[:, kind.latent :]  # strided: neither part is contiguous
 
@@ -93,7 +89,7 @@ def test_rounding_at_every_edge(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["v32", "v32_pow2", "dsv4", "dsv4_fnuz"])
 def test_scales_of_tiny_huge_and_exact_tiles(name: str) -> None:
-    tile, divisor = kv_format(name).scale_rule.tile, kv_format(name).scale_rule.divisor
+    tile, divisor = get_kv_format(name).scale_rule.tile, get_kv_format(name).scale_rule.divisor
     kv_c, k_pe = tokens(name, 14, torch.float32)
     sizes = [0.0, 1e-45, 1e-39, 1e-5, 1e-4 * divisor, divisor, divisor * 2, divisor * 1.0000001, 3e38]
     sizes += [1e-20, 1, 7, 9, 11]
@@ -106,7 +102,7 @@ def test_nan_and_infinity_stay_in_their_tile(name: str) -> None:
     kv_c, k_pe = tokens(name, 4, torch.float32)
     kv_c[0, 3], kv_c[1, 200], kv_c[2, -1], k_pe[3, 5] = torch.nan, torch.inf, -torch.inf, torch.nan
     reference, mine = both(name, kv_c, k_pe, torch.arange(4))
-    kind = kv_format(name)
+    kind = get_kv_format(name)
     read = [caches.gather(kind, cache, torch.arange(4)) for cache in (reference, mine)]
     torch.testing.assert_close(read[1], read[0], atol=0, rtol=0, equal_nan=True)
     assert torch.equal(raw(mine[1:].clone()), raw(reference[1:].clone()))
@@ -120,7 +116,7 @@ def test_other_widths_of_dense_rows() -> None:
 
 def test_slots_past_the_cache_write_nothing() -> None:
     kv_c, k_pe = tokens("v32", 3)
-    cache = caches.empty(kv_format("v32"), 3, 5)
+    cache = caches.empty("v32", 3, 5)
     whole = torch.zeros(raw(cache).numel() * 2, dtype=torch.uint8)
     cache = whole[: raw(cache).numel()].view(3, 5, 656)
     slots = torch.tensor([15, 2**40, -(2**40)])

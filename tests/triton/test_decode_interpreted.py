@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from backend import CPU, check_layouts, run
+from hostile_inputs import hostile
 
 import mla_suite
 from mla_suite import testing
@@ -27,29 +28,19 @@ DECODE = [
     decode_sample([96, 40], q_len=2, page=2, rotate=True, **FP32),
     decode_sample([400, 64], page=61, heads=12, rope=0, **FP32),
     decode_sample([400, 100], page=16, planned=True, sink=True, q_len=2, varlen=True, num_splits=3, **FP32),
+    decode_sample([400, 0, 90], page=16, q_len=2, window_left=100, num_splits=2, **FP32),
+    decode_sample([400, 3], page=64, q_len=3, varlen=True, window_left=70, planned=True, ragged_pages=True, **FP32),
+    decode_sample([400, 130], page=1, window_left=0, causal=False, split_size=64, **FP32),
+    decode_sample([300, 2, 70], heads=8, q_len=6, tree=True, num_splits=3, **FP32),
+    decode_sample([200, 100], heads=4, q_len=9, tree=True, varlen=True, planned=True, **FP32),
 ]
-
-
-def hostile(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same call with NaN in every cache row that no sequence owns and absurd ids in unused table entries."""
-    q, kv_cache, seq_lens, block_table, indptr, indices, *rest = args
-    page, owned = kv_cache.shape[1], torch.zeros(kv_cache.shape[:2], dtype=torch.bool)
-    for b, length in enumerate(seq_lens.tolist()):
-        used = -(-length // page)
-        pages = block_table[b, :used] if block_table is not None else indices[indptr[b] : indptr[b] + used]
-        for at, index in enumerate(pages.tolist()):
-            owned[index, : min(page, length - at * page)] = True
-        if block_table is not None:
-            block_table[b, used:] = 2**31 - 1
-    kv_cache[~owned] = torch.nan
-    return (q, kv_cache, seq_lens, block_table, indptr, indices, *rest)
 
 
 @pytest.mark.parametrize("sample", DECODE, ids=lambda s: s.name)
 def test_decode(sample: Sample) -> None:
     args, kwargs = sample.make(CPU)
     expected = mla_suite.decode(*args, **kwargs)
-    got = run(decode, "decode", hostile(args), kwargs)
+    got = run(decode, "decode", hostile(args, kwargs.get("window_left", -1)), kwargs)
     for mine, reference in zip(got, expected, strict=True):
         torch.testing.assert_close(mine, reference, atol=3e-6, rtol=1e-5)
 

@@ -41,7 +41,7 @@ def lengths(kind: str, batch: int, random: random.Random) -> list[int]:
 @pytest.mark.parametrize("mode", ["balanced", "counted", "sized"])
 def test_random_lengths(kind: str, mode: str) -> None:
     chance = random.Random(f"{kind} {mode}")
-    for _ in range(4):
+    for _ in range(3):
         batch, rows = chance.choice([1, 2, 3, 8, 33]), chance.choice([1, 16, 64, 128, 512])
         num_sm_parts = chance.choice([1, 2, 7, 64, 132])
         lens = lengths(kind, batch, chance)
@@ -63,7 +63,7 @@ def test_the_figures_of_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (plan, reference):
         monkeypatch.setattr(module, "current_arch", lambda tensor: arch.get("sm_90"))
     chance = random.Random(0)
-    for rows, num_sm_parts, lens in ((16, 264, [8192]), (128, 15, lengths("ragged", 33, chance)), (512, 9, [9000] * 5)):
+    for rows, num_sm_parts, lens in ((16, 64, [8192]), (128, 15, lengths("ragged", 33, chance)), (512, 9, [9000] * 5)):
         assert_same_words(sample(lens, num_heads=rows, num_sm_parts=num_sm_parts, max_seqlen_kv=max(lens)))
 
 
@@ -81,7 +81,7 @@ def test_sequences_that_may_be_dealt_are_refused() -> None:
 def test_more_sequences_than_a_block() -> None:
     chance = random.Random(0)
     lens = [chance.randrange(300) for _ in range(2 * plan.BLOCK + 5)]
-    assert_same_words(sample(lens, num_heads=16, num_sm_parts=130, max_seqlen_kv=300))
+    assert_same_words(sample(lens, num_heads=16, num_sm_parts=20, max_seqlen_kv=300))
     assert_same_words(sample(lens, num_heads=16, num_sm_parts=30, max_seqlen_kv=300, num_splits=2))
 
 

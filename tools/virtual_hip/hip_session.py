@@ -21,7 +21,7 @@ from mla_suite.emulator.report import SanitizerError
 from mla_suite.launch.driver import Buffer, Grid, Kernel, LaunchError, Naming, Start, TorchDevice
 from mla_suite.launch.hip import HipDriver, open_library
 from virtual_hip.hip_runtime import Handle, HipRuntime
-from virtual_hip.virtual_gpu import Declaration, VirtualGpu
+from virtual_hip.virtual_gpu import Expectation, VirtualGpu
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ class Mirror:
                 continue
             if host not in self._storages:
                 address = self._runtime.malloc(size)
-                self._gpu.note(address, size)
+                self._gpu.add_allocation(address, size)
                 self._storages[host] = address, size
                 self._kept.append(item.tensor)
                 self._runtime.copy_in(address, host, size, stream)
@@ -53,7 +53,7 @@ class Mirror:
                 self._written.add(host)
 
     def translate(self, address: int) -> int:
-        """The GPU's address of a host address; an address in no storage stays what it is, and is nobody's there."""
+        """The GPU's address of a host address; an address outside every storage is passed on and faults there."""
         at_end = address
         for host, (gpu, size) in self._storages.items():
             if host <= address < host + size:
@@ -70,7 +70,7 @@ class Mirror:
 
     def free(self) -> None:
         for gpu, _ in self._storages.values():
-            self._gpu.forget(gpu)
+            self._gpu.remove_allocation(gpu)
             self._runtime.free(gpu)
         self._storages.clear()
         self._kept.clear()
@@ -131,7 +131,7 @@ class HipSession:
                 mirror.copy_out(stream)
                 self.runtime.synchronize(stream)
             finally:
-                self.gpu.retract(moved)
+                self.gpu.unexpect(moved)
             self.gpu.check()
         finally:
             mirror.free()
@@ -143,7 +143,7 @@ class HipSession:
 
     def _declare(
         self, kernel: Kernel, params: bytes, items: list[Buffer], mirror: Mirror, schedule: Schedule
-    ) -> tuple[bytes, Declaration]:
+    ) -> tuple[bytes, Expectation]:
         """The parameters with the GPU's addresses, and what their dispatches may touch."""
         layout = param_structs.load(kernel.entry.params)
         values = layout.unpack(params)
@@ -153,4 +153,4 @@ class HipSession:
         moved = layout.pack(**values)
         memories = [Memory.of(item.name, item.tensor, item.access) for item in items]
         there = [memory._replace(address=mirror.translate(memory.address)) for memory in memories]
-        return moved, self.gpu.declare(moved, there, schedule)
+        return moved, self.gpu.expect(moved, there, schedule)

@@ -79,7 +79,7 @@ class Allocation(c.Structure):
     _fields_ = [("address", c.c_uint64), ("bytes", c.c_uint64), ("flags", c.c_uint32), ("unused", c.c_uint32)]
 
 
-class Declaration:
+class Expectation:
     """Dispatches with certain arguments: the `memories` they may touch, at the GPU's addresses, and how they are run.
 
     `reports` are theirs, findings included.
@@ -101,7 +101,7 @@ _TELL = c.CFUNCTYPE(None, c.c_char_p)
 class VirtualGpu:
     """The one virtual GPU of this process.
 
-    schedule    how dispatches are run that nobody declared; may be replaced at any time
+    schedule    how dispatches are run that nobody expected; may be replaced at any time
     reports     the latest of those dispatches
     dispatches  how many kernels were executed
     """
@@ -136,7 +136,7 @@ class VirtualGpu:
         self._index = KernelIndex(arch, entries)
         self._programs: dict[str, Program] = {}  # by the entry's id: its text is read and decoded once
         self._bounds: dict[int, int] = {}
-        self._declared: dict[bytes, Declaration] = {}
+        self._expected: dict[bytes, Expectation] = {}
         self._lock = threading.Lock()
         loaded = core.load()
         self._library = library = loaded.library
@@ -203,30 +203,30 @@ class VirtualGpu:
         call("hsa_queue_create", agent, c.c_uint32(_SPARE_SLOTS), 0, None, None, *sizes, c.byref(queue))
         self._library.virtual_gpu_spare_queue()
 
-    def note(self, address: int, size: int) -> None:
+    def add_allocation(self, address: int, size: int) -> None:
         """Tells the exact bytes of a hipMalloc; ROCr only tells whole pages."""
         with self._lock:
             self._bounds[address] = size
 
-    def forget(self, address: int) -> None:
+    def remove_allocation(self, address: int) -> None:
         with self._lock:
             self._bounds.pop(address, None)
 
-    def declare(self, params: bytes, memories: Sequence[Memory], schedule: Schedule) -> Declaration:
-        """Says what dispatches with these explicit arguments may touch, until `retract`; their findings do not raise.
+    def expect(self, params: bytes, memories: Sequence[Memory], schedule: Schedule) -> Expectation:
+        """Says what dispatches with these explicit arguments may touch, until `unexpect`; their findings do not raise.
 
         Without it a dispatch may touch all that was noted, and `check` raises its findings.
         """
-        said = Declaration([memory._replace(shift=self.base) for memory in memories], schedule)
+        expectation = Expectation([memory._replace(shift=self.base) for memory in memories], schedule)
         with self._lock:
-            self._declared[params] = said
-        return said
+            self._expected[params] = expectation
+        return expectation
 
-    def retract(self, params: bytes) -> None:
+    def unexpect(self, params: bytes) -> None:
         with self._lock:
-            self._declared.pop(params, None)
+            self._expected.pop(params, None)
 
-    def noted(self) -> list[Memory]:
+    def hip_memories(self) -> list[Memory]:
         """The memory of hipMalloc that is known to the byte."""
         with self._lock:
             bounds = sorted(self._bounds.items())
@@ -267,10 +267,10 @@ class VirtualGpu:
     def _on_dispatch(self, packet: c._Pointer[DispatchPacket]) -> None:
         """Called on a queue's thread. What is raised here can reach nobody, so `check` raises it."""
         try:
-            report, declared = self._run(packet.contents)
+            report, expected = self._run(packet.contents)
             self.dispatches += 1
-            if declared is not None:
-                declared.reports.append(report)
+            if expected is not None:
+                expected.reports.append(report)
                 return
             self.reports.append(report)
             if not report.findings:
@@ -285,7 +285,7 @@ class VirtualGpu:
         with self._lock:
             self._faults.append(problem)
 
-    def _run(self, packet: DispatchPacket) -> tuple[Report, Declaration | None]:
+    def _run(self, packet: DispatchPacket) -> tuple[Report, Expectation | None]:
         entry = self._index.find(packet.kernel_object, self.read)
         program = self._programs.get(entry.id)
         if program is None:
@@ -311,11 +311,11 @@ class VirtualGpu:
         ]
         where = packet.kernarg, packet.packet
         with self._lock:
-            declared = self._declared.get(held[: entry.params_size])
-        memories = declared.memories if declared else self.noted()
-        how = declared.schedule if declared else self.schedule
+            expected = self._expected.get(held[: entry.params_size])
+        memories = expected.memories if expected else self.hip_memories()
+        how = expected.schedule if expected else self.schedule
         report = self._machine.execute(program, grid, block, packet.lds_bytes, arguments, where, [*memories, *own], how)
-        return report, declared
+        return report, expected
 
 
 def _workgroups(entry: KernelEntry, packet: DispatchPacket) -> tuple[tuple[int, int, int], tuple[int, int, int]]:

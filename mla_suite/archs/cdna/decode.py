@@ -13,6 +13,7 @@ from mla_suite.archs.common import combine_config as combine_configs
 from mla_suite.archs.common.attention import MAX_ROW_TILES
 from mla_suite.archs.common.combine import missing
 from mla_suite.archs.common.decode import (
+    NO_MASK,
     POINTERS,
     Prepared,
     Shape,
@@ -198,6 +199,8 @@ def supports(problem: Problem, arch: ArchSpec, rule: Rule) -> Supported | Unsupp
 
 
 def _unsupported(problem: Problem, arch: ArchSpec) -> str | None:
+    if problem.window or problem.tree:
+        return NO_MASK
     """Why the kernels cannot take a problem; None when they can."""
     fp8_kv_format, fp8_query = FP8_KV_FORMATS[arch.fp8], FP8_QUERIES[arch.fp8]
     caches = {torch.bfloat16: ("bf16", fp8_kv_format), torch.float16: ("fp16",), fp8_query: (fp8_kv_format,)}

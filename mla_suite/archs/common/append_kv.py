@@ -14,7 +14,7 @@ from mla_suite.archs.common.combine import missing
 from mla_suite.build.params import pack_numbers, packer, reciprocal
 from mla_suite.core import checks
 from mla_suite.core.dispatch import Launch, Supported, Unsupported
-from mla_suite.kv_formats import kv_format as declared
+from mla_suite.kv_formats import get_kv_format
 from mla_suite.launch import Buffer, bind
 from mla_suite.ops.append_kv import AppendKvArgs, Problem
 
@@ -94,7 +94,7 @@ class AppendConfig:
 
 
 def supports(problem: Problem, arch: ArchSpec, bulk_bytes: int) -> Supported | Unsupported:
-    kind = declared(problem.kv_format)
+    kind = get_kv_format(problem.kv_format)
     unknown = kind.encodings - {*ENCODINGS, "pad"}
     if unknown:
         return Unsupported(f"kv_format {problem.kv_format} holds {', '.join(sorted(unknown))}; it takes {_KNOWN}")
@@ -151,7 +151,7 @@ def _numbers(
 
 def _of_kv_format(kv_format: str, latent: int, rope: int, page: int) -> dict[str, int | float]:
     """The parameters that follow from the kv_format and the page size."""
-    kind = declared(kv_format).sized(latent, rope)
+    kind = get_kv_format(kv_format).sized(latent, rope)
     rule = kind.scale_rule
     page_reciprocal, page_shift = reciprocal(page)
     found: dict[str, int | float] = dict(

@@ -28,6 +28,7 @@ from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.decode import DecodeArgs
 from mla_suite.ops.plan.metadata import HEADER_WORDS, most_work_tiles
 
+NO_MASK = "window_left or tree_mask; its kernels mask nothing but the causal limit"
 MIN_SPLIT = 256  # keys: below this, combining costs more than another compute unit saves
 
 POINTERS = (
@@ -243,6 +244,7 @@ def launch_of(prepared: Prepared, args: DecodeArgs, pack_leading: Callable[..., 
         combine_numbers = combined.numbers
 
     def launch(outputs: tuple[torch.Tensor, ...], tensors: tuple[Any, ...]) -> None:
+        tensors = tensors[:-1]  # no kernel here takes a tree_mask
         q, _, _, _, _, _, cu_seqlens_q, _, _, attn_sink, _, plan, _ = tensors
         if negative:
             q = negated(q)

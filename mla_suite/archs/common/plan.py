@@ -77,6 +77,8 @@ def _steps(num_splits: int, split_size: int) -> tuple[str, ...]:
 
 
 def supports(problem: Problem, config: PlanConfig) -> Supported | Unsupported:
+    if problem.window:
+        return Unsupported("window_left; its kernels plan all keys of a sequence")
     if problem.batch < 1 or problem.batch > MAX_SEQUENCES:
         return Unsupported(f"{problem.batch} sequences; it takes 1 to {MAX_SEQUENCES}")
     steps = _steps(problem.num_splits, problem.split_size)

@@ -14,6 +14,7 @@ from mla_suite.archs.common import decode_table
 from mla_suite.archs.common.combine import AnyCombineConfig, missing
 from mla_suite.archs.common.decode import (
     INPUTS,
+    NO_MASK,
     Prepared,
     Shape,
     Splits,
@@ -70,6 +71,8 @@ def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
 
 def _unsupported(problem: Problem) -> str | None:
     """Why the kernels cannot take a problem; None when they can."""
+    if problem.window or problem.tree:
+        return NO_MASK
     if problem.q_dtype not in ELEMENTS:
         return f"q is {problem.q_dtype}; it takes bfloat16, float16 or float8_e4m3fn"
     if problem.kv_format not in ("fp8", ELEMENTS[problem.q_dtype]):

@@ -9,9 +9,9 @@
 
 #include "arguments.hpp"
 #include "common/params/decode_tma.hpp"
-#include "common/plan_header.hpp"
+#include "decode_case.hpp"
 
-constexpr int WIDTH = 576, VALUES = 512;
+constexpr int WIDTH = 576;
 constexpr double MAX_ERROR = 5e-3, MAX_LSE_ERROR = 1e-5;
 
 struct DenseCase {
@@ -53,25 +53,6 @@ struct DenseCase {
     }
   }
 
-  // Every sequence in `splits` tiles, shared out to twice as many SM parts as there are groups.
-  void make_plan() {
-    using mla::PlanHeader;
-    const int parts = groups * 2, tiles = batch * splits;
-    const int at = PlanHeader::work_tiles_at(batch, parts);
-    plan.assign(at + PlanHeader::work_tile_words * tiles, 0);
-    plan[PlanHeader::num_sm_parts] = parts;
-    plan[PlanHeader::work_tiles] = at;
-    for (int part = 0; part <= parts; ++part) plan[PlanHeader::work_indptr_at(batch) + part] = tiles * part / parts;
-    for (int tile = 0; tile < tiles; ++tile) {
-      const int sequence = tile / splits, number = tile % splits;
-      int32_t* words = &plan[at + PlanHeader::work_tile_words * tile];
-      words[0] = sequence;
-      words[1] = lens[sequence] * number / splits;
-      words[2] = number + 1 == splits ? 0x7FFFFFFF : lens[sequence] * (number + 1) / splits;
-      words[3] = splits > 1 ? tile : -1;
-    }
-  }
-
   void fill_params(const void* q, const void* cache) {
     out.assign(static_cast<size_t>(batch) * rows * VALUES, 0x7FFF);
     lse.assign(batch * rows, NAN);
@@ -85,7 +66,7 @@ struct DenseCase {
     params.cu_seqlens_q = what == "ragged" ? first_tokens.data() : nullptr;
     params.attn_sink = what == "sink" ? sink.data() : nullptr;
     if (what == "planned") {
-      make_plan();
+      plan = plan_of(batch, splits, groups, [&](int sequence) { return lens[sequence]; });
       params.plan = plan.data();
       params.plan_words = static_cast<int>(plan.size());
     }
@@ -122,30 +103,19 @@ struct DenseCase {
     }
   }
 
-  // A row's results by fp64, not divided by anything, with the sum and the largest score.
-  struct Exact {
-    std::vector<double> values = std::vector<double>(VALUES, 0.0);
-    double sum = 0.0, top = -INFINITY;
-  };
-  Exact exact(int sequence, int row, size_t query) const {
+  ExactRow exact(int sequence, int row, size_t query) const {
     const int later = counts[sequence] - 1 - row / heads;
     const int seen = max(0, params.causal ? lens[sequence] - later : lens[sequence]);
     const double scale = params.softmax_scale * score_scale * (params.q_descale ? *params.q_descale : 1.0f);
-    Exact result;
     std::vector<double> scores(seen, 0.0);
     for (int k = 0; k < seen; ++k) {
       const double* key = &keys[sequence][static_cast<size_t>(k) * WIDTH];
       for (int c = 0; c < WIDTH; ++c) scores[k] += q_values[query * WIDTH + c] * key[c] * scale;
-      result.top = max(result.top, scores[k]);
     }
-    for (int k = 0; k < seen; ++k) {
-      const double* key = &keys[sequence][static_cast<size_t>(k) * WIDTH];
-      const double p = std::exp(scores[k] - result.top);
-      result.sum += p;
-      for (int c = 0; c < VALUES; ++c) result.values[c] += p * key[c] * value_scale;
-    }
-    return result;
+    return {scores, [&](size_t k, int c) { return keys[sequence][k * WIDTH + c] * value_scale; }};
   }
+
+  const float* sink_of(int row) const { return params.attn_sink ? &sink[row % heads] : nullptr; }
 
   // A row's results and lse from the kernel, its partials combined.
   double kernel_row(int sequence, int row, size_t query, std::vector<double>& values) const {
@@ -156,68 +126,25 @@ struct DenseCase {
       }
       return lse[query];
     }
-    double top = -INFINITY, sum = 0.0;
     const size_t first = static_cast<size_t>(sequence) * splits * rows + row;
-    for (int split = 0; split < splits; ++split) {
-      const float of_split = partial_lse[first + split * rows];
-      if (std::isnan(of_split)) return NAN;
-      top = max(top, static_cast<double>(of_split));
-    }
-    if (top == -INFINITY) return top;
-    for (int split = 0; split < splits; ++split) {
-      const double weight = std::exp(partial_lse[first + split * rows] - top);
-      sum += weight;
-      for (int c = 0; c < VALUES; ++c) values[c] += weight * partial_out[(first + split * rows) * VALUES + c];
-    }
-    const double denominator = sum + (params.attn_sink ? std::exp(sink[row % heads] - top) : 0.0);
-    for (double& value : values) value /= denominator;
-    return top + std::log(sum);
+    return combined(&partial_out[first * VALUES], &partial_lse[first], splits, rows, sink_of(row), -INFINITY, values);
   }
 
   // Prints the largest relative error of a row of results and the largest of an lse; false above their bounds.
   bool compare() const {
-    double worst = 0.0, worst_lse = 0.0;
-    const auto note = [](double& most, double error) {
-      if (!std::isnan(most) && !(error <= most)) most = error;
-    };
+    Errors errors;
     for (int sequence = 0; sequence < batch; ++sequence)
       for (int row = 0; row < counts[sequence] * heads; ++row) {
         const size_t query = static_cast<size_t>(first_tokens[sequence]) * heads + row;
-        const Exact wanted = exact(sequence, row, query);
         std::vector<double> values(VALUES, 0.0);
         const double found_lse = kernel_row(sequence, row, query, values);
-        if (std::isnan(wanted.sum)) {
-          if (!std::isnan(found_lse) || !std::isnan(values[0])) worst = INFINITY;
-          continue;
-        }
-        const double wanted_lse = wanted.sum != 0.0 ? wanted.top + std::log(wanted.sum) : -INFINITY;
-        const double more = params.attn_sink && wanted.sum != 0.0 ? std::exp(sink[row % heads] - wanted.top) : 0.0;
-        double off = 0.0, size = 0.0;
-        for (int c = 0; c < VALUES; ++c) {
-          const double value = wanted.sum != 0.0 ? wanted.values[c] / (wanted.sum + more) : 0.0;
-          off += (values[c] - value) * (values[c] - value);
-          size += value * value;
-        }
-        note(worst, std::sqrt(size > 0.0 ? off / size : off));
-        if (found_lse != wanted_lse) note(worst_lse, std::fabs(found_lse - wanted_lse) / max(1.0, std::fabs(wanted_lse)));
+        errors.add(exact(sequence, row, query), sink_of(row), -INFINITY, values, found_lse);
       }
-    std::printf("results off by %.1e, lse by %.1e\n", worst, worst_lse);
-    return worst <= MAX_ERROR && worst_lse <= MAX_LSE_ERROR;
+    return errors.within(MAX_ERROR, MAX_LSE_ERROR);
   }
 
   // Runs the kernel's blocks one after the other; the program's exit status.
-  int run(void (*kernel)()) {
-    Block block(heads);
-    for (unsigned tile = 0; tile * 64 < static_cast<unsigned>(rows); ++tile)
-      for (unsigned group = 0; group < static_cast<unsigned>(groups); ++group) {
-        blockIdx = {tile, group, 0};
-        if (!block.run(kernel)) {
-          std::printf("threads wait for what never comes\n");
-          return 1;
-        }
-      }
-    return compare() ? 0 : 1;
-  }
+  int run(void (*kernel)()) { return run_blocks(heads, (rows + 63) / 64, groups, kernel) && compare() ? 0 : 1; }
 };
 
 // The program's arguments: heads, q_len, page, splits, groups, what, and lengths.

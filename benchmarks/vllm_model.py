@@ -1,20 +1,38 @@
-"""The engine that bench_vllm.py times: its model with DeepSeek V3's attention, its filled caches, and its check."""
+"""The model of bench_vllm.py: DeepSeek V3's attention with random weights, its filled caches, the check of results."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
-OURS = "CUSTOM"
+from mla_suite.bench.environment import version
+
+OURS, PEER = "CUSTOM", "FLASHMLA"
+ON_GPU = torch.cuda.is_available()
+Row = dict[str, Any]
 VOCAB, CHECKED_PROMPTS, CHECKED_TOKENS = 8192, 8, 16
 NEAR_TIE = 0.1  # of log-probability; bf16 moves a logit of this model by a few hundredths
 MAX_ERROR = 1e-2  # of an attention output, relative to its norm: twice what rounding to bf16 leaves
+
+
+def versions() -> str:
+    named = ", ".join(f"{name} {version(name)}" for name in ("vllm", "torch", "triton") if version(name))
+    return f"{named}, {torch.cuda.get_device_name() if ON_GPU else 'CPU'}"
+
+
+def medians(rows: Sequence[Row], keys: Sequence[str], timed: Sequence[str]) -> dict[tuple[Any, ...], Row]:
+    """A row for each combination of `keys`, with the medians of its rows in the columns `timed`."""
+    runs: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        runs.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return {key: own[0] | {name: median(row[name] for row in own) for name in timed} for key, own in runs.items()}
 
 
 def save_config(folder: Path, layers: int, heads: int, longest: int) -> None:

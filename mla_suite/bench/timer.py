@@ -1,6 +1,8 @@
 """Time of a call: on the device by graph replay with cold caches, on the host eagerly, and on a CPU.
 
-All times are microseconds per call.
+All times are microseconds per call. A round is the median of several replays, so a slow replay costs nothing; `spread`
+says what the median of some rounds is worth, and `judge` whether two sets of rounds differ by more than that. The
+pytest-benchmark files, `python -m mla_suite bench` and `tune` all take their times from here.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from typing import Any
 
 import torch
 
+from mla_suite.errors import UsageError
+
 MAX_CALLS = 2048  # nodes of a graph: 60 ms to capture, and 80 MB if a call touches only 40 kB
 GRAPH_US = 500.0  # shorter graphs would show the gap between two replays, about 2 us
 ROUND_US = 20_000.0  # longer rounds would run into the power limit, which is another measurement
@@ -22,15 +26,19 @@ REST_S = 0.15  # before each round, so that every round starts with a cool chip 
 SUSTAINED_S = 0.7  # without a pause; after so long an H200 under its power limit has slowed down by what it will
 
 
+FEWEST_ROUNDS = 4
+QUIET = 0.025  # H200 cards differ by this much in memory-bound work; one card from one hour to the next by less
+UNSETTLED = 0.035  # with a larger spread, as a fraction, two such runs and QUIET would hide a change of 9.5 %
+
+
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: rounds per pass, passes over the whole set, seconds without a pause (0: not measured).
+    """How much is measured: rounds, rest before each, seconds without a pause after them (0: not measured).
 
     warmup, iters  calls before each round and in it, at least: a graph is replayed whole; 0: as many as the clock needs
     """
 
-    rounds: int = 3
-    passes: int = 2
+    rounds: int = 6
     rest_s: float = REST_S
     sustained_s: float = 0.0
     warmup: int = 0
@@ -105,7 +113,7 @@ class Replay:
         return median(times) * 1e3 / self.calls
 
     def rounds(self, effort: Effort) -> list[float]:
-        """The rounds of one pass."""
+        """As many rounds as the effort says."""
         return [self.round(effort.rest_s, effort.warmup, effort.iters) for _ in range(effort.rounds)]
 
     def sustained(self, seconds: float = SUSTAINED_S) -> float:
@@ -124,7 +132,7 @@ class Replay:
 
 
 def device_rounds(call: Callable[[Any], object], turns: Sequence[Any], effort: Effort) -> list[float]:
-    """Rounds of one pass."""
+    """Rounds of a call on the device."""
     return Replay(call, turns).rounds(effort)
 
 
@@ -156,3 +164,46 @@ def cpu_rounds(call: Callable[[], object], effort: Effort, least_s: float = 0.01
         timer.timeit(effort.warmup)
         rounds.append(median(timer.repeat(repeats, calls)) / calls * 1e6)
     return rounds
+
+
+def spread(rounds: Sequence[float]) -> float:
+    """Twice the distance from the fastest round to the median, in the rounds' unit.
+
+    Disturbances only ever make a round slower, so the slower half says nothing about the kernel: up to half of the
+    rounds may be disturbed. With 8 rounds of normal noise this is 2.8 standard deviations.
+    """
+    return 2 * (median(rounds) - min(rounds))
+
+
+def unsettled(rounds: Sequence[float]) -> bool:
+    """Whether the rounds are so far apart that further ones are worth their time: a verdict would miss 10 %."""
+    return spread(rounds) > UNSETTLED * median(rounds)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a time changed. `change` and `allowed` are fractions of the old time; `word` is slower, faster or same."""
+
+    change: float
+    allowed: float
+    word: str
+
+    def __str__(self) -> str:
+        return f"{self.change:+.1%} ({self.word}; noise {self.allowed:.1%})"
+
+
+def judge(old: Sequence[float], new: Sequence[float]) -> Verdict:
+    """Compare two sets of rounds of one shape. `same` unless the medians differ by more than both spreads and QUIET.
+
+    UsageError when one has fewer rounds than a spread needs.
+    """
+    for name, rounds in (("old", old), ("new", new)):
+        if len(rounds) < FEWEST_ROUNDS:
+            raise UsageError(
+                f"the {name} measurement has {len(rounds)} rounds; a spread needs at least {FEWEST_ROUNDS}"
+            )
+    before = median(old)
+    change = median(new) / before - 1
+    allowed = (spread(old) + spread(new)) / before + QUIET
+    word = "slower" if change > allowed else "faster" if change < -allowed else "same"
+    return Verdict(change, allowed, word)

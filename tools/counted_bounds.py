@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+import extrapolation
 import torch
+from extrapolation import CPU, Counted
 
 from mla_suite import archs as arch_records
 from mla_suite.archs import ArchSpec
-from mla_suite.bench import extrapolation, inputs
-from mla_suite.bench.extrapolation import CPU, Counted
+from mla_suite.bench import inputs
 from mla_suite.bench.inputs import Call
-from mla_suite.bench.record import Result
 from mla_suite.bench.runners import fp8_weights
 from mla_suite.bench.sets import Case
 from mla_suite.core import dispatch, register
@@ -29,19 +30,38 @@ def countable(case: Case) -> bool:
     return case.sample.flops <= WHOLE_FLOPS or case.planned or case.op == "sparse_decode"
 
 
-def count(case: Case, arch: str) -> Result:
+@dataclass
+class Bounds:
+    """What an arch's native kernels execute on a case.
+
+    config        what the kernel was run with
+    clocks        bounds per compute unit, by resource; never times
+    instructions  wave instructions of all launches
+    error         relative error of the result, and against what (`checked`)
+    failure       why there is no count, in a sentence; `wrong`: the result or the kernel is, not only unsupported
+    """
+
+    config: str = ""
+    clocks: dict[str, float] = field(default_factory=dict)
+    instructions: int = 0
+    error: float = 0.0
+    checked: str = ""
+    failure: str = ""
+    wrong: bool = False
+
+
+def count(case: Case, arch: str) -> Bounds:
     """Run the native kernels of an arch in the emulator, check the result, and read the counters.
 
     The bounds are clocks of one compute unit when the work is spread evenly over all of the chip's. A wrong result, or
     one that the sanitizer objects to, has none.
     """
-    name = f"native on {arch}, emulated"
-    found = Result(case.op, case.shape, name, dict(case.facts), case.sample.bytes, case.sample.flops)
+    found = Bounds()
     whole = case.sample.flops <= WHOLE_FLOPS
     if not countable(case):
         found.failure = (
             f"{case.sample.flops:.1e} operations without a plan are too many to emulate; bounds are counted up to "
-            f"{WHOLE_FLOPS:.0e}, and with a plan (--plan with) at any size"
+            f"{WHOLE_FLOPS:.0e}, and with a plan at any size"
         )
         return found
     record, op = arch_records.get(arch), register.get(case.op)
@@ -51,7 +71,7 @@ def count(case: Case, arch: str) -> Result:
         if choice.backend.name != "native":
             found.failure = dict(choice.refused).get("native", f"{case.op} has no kernel of its own for {arch}")
             return found
-        found.config, found.reason = str(choice.supported.config), choice.supported.reason
+        found.config = str(choice.supported.config)
         try:
             counted = _whole(case, op, call, choice) if whole else _extrapolated(case, call, choice, arch)
         except LaunchError as error:
@@ -61,7 +81,7 @@ def count(case: Case, arch: str) -> Result:
             found.failure, found.wrong = str(error), True
             return found
     found.error, found.checked = counted.error, counted.checked
-    found.counted = clocks(counted.reports, record)
+    found.clocks = clocks(counted.reports, record)
     found.instructions = sum(report.instructions() for report in counted.reports)
     return found
 

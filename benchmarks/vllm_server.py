@@ -1,8 +1,30 @@
-"""The servers that bench_vllm_server.py puts under load: vLLM's own with a random model, each with another backend."""
+"""vLLM's OpenAI-compatible server under load, by attention backend: output tokens/s and time per output token.
+
+    python benchmarks/bench_vllm.py server [--backends CUSTOM,FLASHMLA,TRITON_MLA:1] [--csv FILE]
+
+CUSTOM is this package's backend. Every backend has a server of its own with the same model (DeepSeek V3's attention,
+dense MLPs, random weights; vllm_model.py), decode steps in CUDA graphs. The servers start together and share the GPU;
+then one at a time is under load, in turns, so that all see the same card. Load comes from vLLM's own generator,
+`vllm.benchmarks.serve`: greedy requests with prompts of random tokens, over HTTP and streamed. A load is
+concurrency x input tokens x output tokens, all requests sent at once.
+
+Columns, medians over the rounds:
+tokens/s   output tokens of all requests / seconds from the first request to the last answer, prefill included
+ratio      tokens/s, of FLASHMLA's
+TPOT ms    time per output token of a request after its first token: median and 99th percentile over requests
+TTFT ms    time to the first token, median over requests
+
+The program fails unless the servers' logs show that our decode ran, in our server alone, and that on a GPU every server
+captured graphs. Whether results are right is checked by the other command, `engine`. To see that everything runs where
+there is no GPU (vLLM's own attention there is CPU_MLA), try a tiny load:
+
+    python benchmarks/bench_vllm.py server --layers 2 --heads 4 --loads 2x32x8 --rounds 2
+"""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import os
@@ -11,18 +33,20 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from vllm_decode import OURS, VOCAB, save_config, use_random_weights
+from vllm_model import ON_GPU, OURS, PEER, VOCAB, Row, medians, save_config, use_random_weights, versions
 
-PLUGINS = {"bench_in_server": "vllm_servers:in_server", "bench_on_cpu": "vllm_servers:on_cpu"}
-ON_GPU = torch.cuda.is_available()
+from mla_suite.bench.saving import Table
+
+PLUGINS = {"bench_in_server": "vllm_server:in_server", "bench_on_cpu": "vllm_server:on_cpu"}
 OWN_ON_CPU = "CPU_MLA"
+AGAINST = PEER if ON_GPU else OWN_ON_CPU
 ROW_BYTES, PAGE = 576 * (2 if ON_GPU else 4), 64
 MEMORY = 0.85  # of the GPU, for all servers together
 STREAM_INTERVAL = 8  # tokens per streamed event, so that neither server nor load generator waits for Python
@@ -30,6 +54,9 @@ START_LIMIT_S, STOP_LIMIT_S = 300, 30
 UNKNOWN = "a-word-that-is-not-known"
 CAPTURED = "Graph capturing finished"  # a line of vLLM's
 CHOICE = re.compile(r"decode \w*Problem.* on (\S+) -> (\w+)")  # a line of MLA_SUITE_LOG=dispatch
+
+TIMES = ("output_throughput", "median_tpot_ms", "p99_tpot_ms", "median_ttft_ms", "duration")
+FIELDS = ("tokens_per_s", "tpot_ms", "p99_tpot_ms", "ttft_ms", "seconds")  # what a row calls those
 
 
 @dataclass(frozen=True)
@@ -206,3 +233,123 @@ def running(options: argparse.Namespace, model: Path) -> Iterator[list[Server]]:
                 server.process.wait(timeout=STOP_LIMIT_S)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(server.process.pid, signal.SIGKILL)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    backends = f"{OURS},{PEER},TRITON_MLA:1" if ON_GPU else f"{OURS},{OWN_ON_CPU}"
+    usual = "32x1024x256,32x4096x256,128x1024x256"
+    parser.add_argument("--backends", default=backends, help="vLLM's names; NAME:1: in the last round alone")
+    parser.add_argument(
+        "--loads",
+        type=lambda text: [Load.parse(part) for part in text.split(",")],
+        default=usual,
+        help=f"concurrency x input tokens x output tokens, comma-separated (default: {usual})",
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="of every load (default: 3)")
+    parser.add_argument("--layers", type=int, default=32, help="layers of the model (default: 32)")
+    parser.add_argument("--heads", type=int, default=128, help="attention heads (default: 128)")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="seconds after which no load begins")
+    parser.add_argument("--logs", type=Path, help="keep the servers' logs in this folder")
+    parser.add_argument("--csv", type=Path, help="write a row for every backend, load and round here, as they come")
+
+
+def run_load(server: Server, model: Path, load: Load, seed: int) -> dict[str, Any]:
+    """Put a server under a load once, and return what vLLM's generator measured."""
+    from vllm.benchmarks import serve
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    serve.add_cli_args(parser)
+    settings: dict[str, Any] = {
+        "--port": server.port,
+        "--model": "model",
+        "--tokenizer": model,
+        "--dataset-name": "random",
+        "--random-input-len": load.input,
+        "--random-output-len": load.output,
+        "--num-prompts": load.concurrency,
+        "--max-concurrency": load.concurrency,
+        "--temperature": 0,
+        "--seed": seed,
+    }
+    command = ["--ignore-eos", "--disable-tqdm", *(str(text) for setting in settings.items() for text in setting)]
+    with (server.log.parent / "load.log").open("a") as out, contextlib.redirect_stdout(out):
+        result = asyncio.run(serve.main_async(parser.parse_args(command)))
+    tokens = load.concurrency * load.output
+    if result["completed"] != load.concurrency or result["total_output_tokens"] != tokens:
+        raise SystemExit(
+            f"{server.backend}, {load}: {result['completed']} of {load.concurrency} requests were answered, with "
+            f"{result['total_output_tokens']} of {tokens} tokens; --logs FOLDER keeps what the server said"
+        )
+    return result
+
+
+def measure(servers: Sequence[Server], model: Path, options: argparse.Namespace) -> Iterator[Row]:
+    """A row for every round, load and server, in that order."""
+    end = time.monotonic() + options.limit_s
+    warm = Load(max(load.concurrency for load in options.loads), min(256, options.loads[0].input), STREAM_INTERVAL)
+    for server in servers:
+        run_load(server, model, warm, seed=len(options.loads))
+    for turn in range(options.rounds):
+        for seed, load in enumerate(options.loads):
+            for server in servers:
+                if turn < options.rounds - server.rounds:
+                    continue
+                if time.monotonic() > end:
+                    print(
+                        f"the limit of {options.limit_s:.0f} s is reached before {server.backend}, {load}", flush=True
+                    )
+                    return
+                result = run_load(server, model, load, seed)
+                times = {field: result[name] for field, name in zip(FIELDS, TIMES, strict=True)}
+                yield {"backend": server.backend, "load": load, "round": turn, **times}
+
+
+def show(row: Row, peer: Row | None) -> str:
+    ratio = row["tokens_per_s"] / peer["tokens_per_s"] if peer else float("nan")
+    return (
+        f"{row['load']!s:>18s} {row['backend']:12s} {row['tokens_per_s']:9.0f} {ratio:6.3f} "
+        f"{row['tpot_ms']:8.2f} {row['p99_tpot_ms']:8.2f} {row['ttft_ms']:8.0f}"
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line for each load and backend, with its medians and their ratio to the peer's."""
+    found = medians(rows, ("load", "backend"), FIELDS)
+    lines = ["concur x in x out  backend       tokens/s  ratio  TPOT ms      p99  TTFT ms"]
+    return "\n".join([*lines, *(show(row, found.get((load, AGAINST))) for (load, _), row in found.items())])
+
+
+def saved(row: Row) -> Row:
+    """A row as it is saved: the sizes of its load are columns."""
+    load = row["load"]
+    sizes = dict(concurrency=load.concurrency, input=load.input, output=load.output)
+    return {"backend": row["backend"], **sizes, "round": row["round"], **{name: row[name] for name in FIELDS}}
+
+
+def check(servers: Sequence[Server], on_gpu: bool = ON_GPU) -> int:
+    """Says what ran our decode; 1 if it did not run in our server, ran in another, or steps were not in CUDA graphs."""
+    status = 0
+    for server in servers:
+        found = server.implementations()
+        graphs = ", without CUDA graphs" if on_gpu and not server.has_graphs() else ""
+        print(f"{server.backend}: our decode {'was ' + ', '.join(sorted(found)) if found else 'did not run'}{graphs}")
+        status |= bool(found) != (server.backend == OURS) or bool(graphs)
+    return int(status)
+
+
+def main(options: argparse.Namespace) -> int:
+    os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+    facts = {"versions": versions(), "layers": options.layers, "heads": options.heads}
+    print(versions(), f"{options.layers} layers, {options.heads} heads", sep="; ", flush=True)
+    rows, kept = list[Row](), Table(options.csv)
+    with tempfile.TemporaryDirectory() as folder:
+        model = save_model(Path(folder), options.layers, options.heads, options.loads)
+        with running(options, model) as servers:
+            for row in measure(servers, model, options):
+                rows.append(row)
+                kept.add(saved(row) | facts)
+                print(show(row, None), f"  round {row['round']}, {row['seconds']:.1f} s", flush=True)
+            status = check(servers)
+    print(table(rows))
+    return status

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import counted_bounds as bounds
 import pytest
 import torch
+from extrapolation import COUNTERS, Tile
 
 from mla_suite.archs import gfx950
-from mla_suite.bench import bounds, sets
-from mla_suite.bench.extrapolation import COUNTERS, Tile
+from mla_suite.bench import sets
 from mla_suite.bench.sets import Case
 from mla_suite.build import manifest
 from mla_suite.core import dispatch
@@ -73,12 +74,12 @@ def test_every_counter_is_that_of_the_whole(name: str, arch: str, monkeypatch: p
         return
     if case.op == "sparse_decode":  # an index that selects nothing costs a branch, and sequences draw their own
         assert results[1].instructions == pytest.approx(results[0].instructions, rel=0.01)
-        assert results[1].counted["matrix"] == results[0].counted["matrix"]
+        assert results[1].clocks["matrix"] == results[0].clocks["matrix"]
         return
     for mine, theirs in zip(made, whole, strict=True):
         for counter in set(COUNTERS) - {"loaded", "stored"}:
             assert (getattr(mine, counter) == getattr(theirs, counter)).all(), (mine.kernel, counter)
-    assert results[0].counted == results[1].counted
+    assert results[0].clocks == results[1].clocks
     assert results[0].instructions == results[1].instructions
 
 
