@@ -212,7 +212,7 @@ _LONGEST, _SPLIT_SIZE = _OPTIONS.index("max_seqlen_kv"), _OPTIONS.index("split_s
 
 @lru_cache(maxsize=4096)
 def longest_counted(max_seqlen_kv: int, split_size: int) -> int:
-    """max_seqlen_kv as a bound that calls of many steps share: rounded up by at most an eighth, or to whole splits of
+    """max_seqlen_kv as a bound that calls of many steps share: rounded up by at most a 64th, or to whole splits of
     split_size, which are then as many. What is out of range stays as it is, to be refused."""
     if max_seqlen_kv > metadata.OPEN:
         return max_seqlen_kv
