@@ -269,7 +269,7 @@ def ask(name: str, backends: Sequence[Backend], problem: Hashable, arch: ArchSpe
     raise RuntimeError(f"{name}: no backend takes this problem on {arch.name if arch else device} ({reasons})")
 
 
-MAX_CACHED = 4096  # entries of a cache of choices or calls; a server's lengths and batch sizes come back
+MAX_CACHED = 1024  # entries of a cache of choices or calls; of each, the garbage collector follows 90 objects
 
 
 _Key = TypeVar("_Key")

@@ -347,7 +347,8 @@ def rounded(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ..
     elif isinstance(pages, torch.Tensor) and isinstance(seq_lens, torch.Tensor):
         batch = max(seq_lens.numel(), 1)
         listed = rounded_up(ceil_div(pages.numel(), batch)) * batch
-    return *options[:_LONGEST], longest, *options[_LONGEST + 1 :], listed
+    counted = *options[:_LONGEST], longest, *options[_LONGEST + 1 :]
+    return counted if pages is None else (*counted, listed)
 
 
 DECODE = register(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -206,9 +206,13 @@ def check_lengths(op: str, seq_lens: torch.Tensor, max_seqlen_kv: int, argument:
         checks.fail(op, f"{argument}[{b}]", f"is {int(seq_lens[b])}", possible)
 
 
+_OPTIONS = [entry.name for entry in fields(PlanArgs) if entry.kw_only]
+_LONGEST, _SPLIT_SIZE = _OPTIONS.index("max_seqlen_kv"), _OPTIONS.index("split_size")
+
+
 @lru_cache(maxsize=4096)
 def longest_counted(max_seqlen_kv: int, split_size: int) -> int:
-    """max_seqlen_kv as a bound that calls of many steps share: rounded up by at most an eighth, or to whole splits of
+    """max_seqlen_kv as a bound that calls of many steps share: rounded up by at most a 64th, or to whole splits of
     split_size, which are then as many. What is out of range stays as it is, to be refused."""
     if max_seqlen_kv > metadata.OPEN:
         return max_seqlen_kv
@@ -218,10 +222,10 @@ def longest_counted(max_seqlen_kv: int, split_size: int) -> int:
 
 def rounded(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
     """The options of the operator with max_seqlen_kv as `longest_counted` says."""
-    heads, max_seqlen_q, num_sm_parts, longest, num_splits, split_size, *more = options
+    longest, split_size = options[_LONGEST], options[_SPLIT_SIZE]
     if longest.__class__ is int and split_size.__class__ is int:
         longest = longest_counted(longest, split_size)
-    return heads, max_seqlen_q, num_sm_parts, longest, num_splits, split_size, *more
+    return *options[:_LONGEST], longest, *options[_LONGEST + 1 :]
 
 
 def check_words(op: str, plan: torch.Tensor, batch: int | torch.SymInt, like: torch.Tensor) -> None:

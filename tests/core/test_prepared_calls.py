@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from mla_suite.archs.common import decode_table
 
 import mla_suite
-from mla_suite.core import dispatch, prepared, register
+from mla_suite.core import dispatch, prepared, register, tuning
 from mla_suite.core.prepared import KnownCalls, PreparedCall
 
 PREPARED = PreparedCall(tuple, lambda *given: None, ())
@@ -164,12 +165,19 @@ def test_keys_are_dropped_by_last_use(monkeypatch):
     dispatch.clear_caches()
 
 
-def test_bounds_are_rounded_up_by_an_eighth_at_most():
+def test_bounds_are_rounded_up_by_a_64th_at_most():
     for n in (*range(300), 4095, 4096, 4097, 2**31 - 1):
         rounded = prepared.rounded_up(n)
-        assert n <= rounded <= n * 9 / 8
+        assert n <= rounded <= n * 65 / 64
         assert prepared.rounded_up(rounded) == rounded
-    assert len({prepared.rounded_up(n) for n in range(1, 32769)}) < 120
+    assert len({prepared.rounded_up(n) for n in range(1, 32769)}) < 700
+
+
+def test_limits_of_tuned_tables_are_no_matter_of_rounding():
+    rows = [row for arch in ("gfx942", "gfx950", "sm_90") for row in tuning.rows(decode_table.FORMAT, arch)]
+    limits = {int(row.values["context"]) for row in rows}
+    assert limits
+    assert [limit for limit in limits if prepared.rounded_up(limit) != limit] == []
 
 
 def test_guards_that_a_changed_state_of_the_dispatcher_outdates_are_built_anew(known):

@@ -1,0 +1,176 @@
+"""Calls in any order launch what each would launch alone: nothing of an earlier call is left in a later one."""
+
+import itertools
+import random
+from collections import defaultdict
+
+import numpy
+import pytest
+import torch
+from stub_drivers import FakeTorch, Stub
+
+import mla_suite  # noqa: F401  # registers the operators
+from mla_suite import archs
+from mla_suite.core import dispatch, register
+from mla_suite.core.op import Op
+from mla_suite.kv_formats import cache as caches
+from mla_suite.kv_formats import get_kv_format
+from mla_suite.launch import has_kernel, launcher, tensor_map
+from mla_suite.launch.cuda import CudaDriver
+
+OPS = torch.ops.mla_suite
+INT32 = {"dtype": torch.int32}
+ROOM = torch.zeros(1 << 20, dtype=torch.uint8)
+IDS = torch.zeros(4096, **INT32)
+
+
+def at(memory, offset, shape, dtype):
+    """A contiguous tensor from a byte of `memory` on: calls with another argument share the addresses of the others."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    return memory[offset : offset + size].view(dtype).view(shape)
+
+
+MEMORY = [torch.zeros(1 << 22, dtype=torch.uint8) for _ in range(6)]
+
+
+def decode(draw):
+    batch, q_len, heads = draw.choice([1, 3, 4]), draw.choice([1, 2]), draw.choice([16, 64])
+    q = at(MEMORY[0], draw.choice([0, 0, 8, 16]), (batch, q_len, heads, 576), torch.bfloat16)
+    cache = at(MEMORY[1], draw.choice([0, 16]), (8, 64, 576), torch.bfloat16)
+    out = at(MEMORY[2], draw.choice([0, 0, 8]), (batch, q_len, heads, 512), torch.bfloat16)
+    lse = at(MEMORY[3], 0, (batch, q_len, heads), torch.float32)
+    lens = IDS[:batch]
+    pages = draw.choice([1, 7, 8, 63, 64, 65, 400, 401, 1000])
+    if draw.random() < 0.5:
+        paged = (at(ROOM, 0, (batch, pages), torch.int32), None, None)
+    else:
+        paged = (None, IDS[: batch + 1], IDS[64 : 64 + pages] if draw.random() < 0.9 else IDS[64 : 64 + 2 * pages : 2])
+        if paged[2].stride() != (1,) and pages > 1:
+            paged = (*paged[:2], paged[2].contiguous())
+    longest = draw.choice([0, 0, 1, 255, 256, 257, 1000, 1024, 1025, 4096, 4097, 8191, 8192, 2**31 - 1])
+    splits = draw.choice([{}, {}, {"num_splits": 3}, {"split_size": 100}, {"split_size": 4096}])
+    if splits.get("split_size") == 100 and longest == 2**31 - 1:
+        splits = {}  # too many partial results
+    plan = None
+    if not splits and draw.random() < 0.3:
+        plan = at(MEMORY[4], 0, (512,), torch.int32)
+    options = {"softmax_scale": draw.choice([0.1, 0.2, -0.1]), "causal": draw.random() < 0.5, "max_seqlen_kv": longest}
+    options |= {**splits, "plus_inf_lse": draw.random() < 0.3}
+    sink = at(MEMORY[5], 0, (heads,), torch.float32) if draw.random() < 0.3 else None
+    given = (q, cache, lens, *paged, None, None, None, sink, None, plan)
+    return lambda: OPS.decode.out(*given, **options, out=out, lse=lse)
+
+
+def plan(draw):
+    lens = IDS[: draw.choice([1, 3, 200])]
+    sizes = {"num_heads": draw.choice([16, 128]), "max_seqlen_q": draw.choice([1, 2]), "num_sm_parts": 128}
+    longest = draw.choice([1, 255, 1000, 1024, 1025, 4096, 4097, 100_000])
+    splits = draw.choice([{}, {"num_splits": 3}, {"split_size": 100}, {"split_size": 4096}])
+    return lambda: OPS.plan(lens, max_seqlen_kv=longest, **sizes, **splits)
+
+
+def append_kv(draw):
+    tokens = draw.choice([1, 4, 2000])
+    kv_c = at(MEMORY[0], draw.choice([0, 8]), (tokens, 512), torch.bfloat16)
+    k_pe = at(MEMORY[3], 0, (tokens, 64), torch.bfloat16)
+    cache = at(MEMORY[1], draw.choice([0, 4, 16]), (draw.choice([4, 8]), 64, 576), torch.bfloat16)
+    slots = torch.zeros(tokens, dtype=draw.choice([torch.int32, torch.int64]))
+    interleaved = draw.random() < 0.5
+    return lambda: OPS.append_kv(kv_c, k_pe, cache, slots, kv_format="bf16", interleaved=interleaved)
+
+
+V32 = [caches.empty(get_kv_format("v32"), 8, 64) for _ in range(2)]
+
+
+def sparse_decode(draw):
+    batch, heads, pools = draw.choice([1, 3]), draw.choice([16, 64]), draw.choice([1, 2])
+    kind = draw.choice([list, tuple])
+    q = at(MEMORY[0], draw.choice([0, 8]), (batch, 1, heads, 576), torch.bfloat16)
+    index = [at(MEMORY[4], 65536 * i, (batch, 1, draw.choice([128, 512])), torch.int32) for i in range(pools)]
+    given = q, kind(V32[:pools]), kind(index), kind([None] * pools), kind([None] * pools)
+    out = at(MEMORY[2], draw.choice([0, 8]), (batch, 1, heads, 512), torch.bfloat16)
+    lse = at(MEMORY[3], 0, (batch, 1, heads), torch.float32)
+    options = {"softmax_scale": draw.choice([0.1, 0.2]), **draw.choice([{}, {"num_splits": 2}, {"split_size": 128}])}
+    return lambda: OPS.sparse_decode.out(*given, kv_formats=["v32"] * pools, **options, out=out, lse=lse)
+
+
+def combine(draw):
+    batch, splits, rows = draw.choice([1, 2]), draw.choice([1, 3, 33]), draw.choice([16, 64])
+    partial_out = at(MEMORY[0], draw.choice([0, 4]), (batch * splits, rows, 128), torch.float32)
+    partial_lse = at(MEMORY[3], 0, (batch * splits, rows), torch.float32)
+    dtype = draw.choice([torch.bfloat16, torch.float32])
+    out = at(MEMORY[2], draw.choice([0, 8]), (batch, rows, 128), dtype)
+    lse = at(MEMORY[5], 0, (batch, rows), torch.float32)
+    options = {"num_splits": splits, "out_dtype": dtype, "skip_single": draw.random() < 0.5}
+    return lambda: OPS.combine.out(partial_out, partial_lse, **options, out=out, lse=lse)
+
+
+def known(word):
+    """A word of parameters, or 0 for the address of a temporary, which another call has elsewhere."""
+    begins = [(tensor.data_ptr(), tensor.nbytes) for tensor in (*MEMORY, ROOM, IDS, *V32)]
+    inside = any(begin <= word < begin + size for begin, size in begins)
+    return int(word) if inside or not 2**40 <= word < 2**48 else 0
+
+
+@pytest.fixture
+def launches(stub_folder, monkeypatch):
+    """A function that makes a call -> its launches with all their parameters, or the sentence that refused it."""
+    if not has_kernel("sm_90", "decode_dtype-bf16_dqk-576_kvsource-tma_clustermode-none"):
+        pytest.skip("decode is not built for sm_90; run `python -m mla_suite build --arch sm_90`")
+    h200, stub, found = archs.get("sm_90"), Stub(stub_folder / "libcuda.so.1"), []
+
+    class Recording(CudaDriver):
+        def bind(self, kernel, *how):
+            start = super().bind(kernel, *how)
+            return lambda params, *given: found.append((kernel.entry.id, how[:3], params)) or start(params, *given)
+
+    stub.reset(0)
+    stub.library.cuCtxSetCurrent(1)
+    monkeypatch.setattr(launcher, "_make_driver", lambda index: Recording(h200, 0, stub.library, FakeTorch().device()))
+    monkeypatch.setattr(launcher, "_drivers", {})
+    monkeypatch.setattr(launcher, "_prepared", {})
+    monkeypatch.setattr(register, "_validate", lambda *arguments: None)
+    for called in (Op, register._OutOverload):
+        monkeypatch.setattr(called, "validate_values", lambda *arguments: None)
+    # A map is its address and a number for the rest, so that a map of other contents is another.
+    numbers = itertools.count()
+    contents = defaultdict(lambda: next(numbers))
+    monkeypatch.setattr(
+        tensor_map, "swizzled", lambda address, *rest: (address, contents[rest]) + (0,) * (tensor_map.WORDS - 2)
+    )
+
+    def launched(call):
+        found.clear()
+        try:
+            call()
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+        return [(*launch, [*map(known, numpy.frombuffer(params, dtype="<u8"))]) for *launch, params in found]
+
+    dispatch.clear_caches()
+    token = dispatch.emulated.set(h200)
+    yield launched
+    dispatch.emulated.reset(token)
+    dispatch.clear_caches()
+
+
+MODES = [torch.inference_mode, torch.no_grad, torch.enable_grad]
+
+
+@pytest.mark.parametrize("draw_call", [decode, plan, append_kv, sparse_decode, combine])
+def test_a_call_launches_what_it_launches_alone(launches, draw_call, seeded):
+    draw = random.Random(seeded)
+    calls = [draw_call(draw) for _ in range(60)]
+    for _ in range(3):  # in pairs that come at once, and anew
+        for call in draw.sample(calls, len(calls)):
+            for again in (call, draw.choice(calls), call):
+                with draw.choice(MODES)():
+                    launches(again)
+    warm = []
+    for call in calls:
+        with draw.choice(MODES)():
+            warm.append(launches(call))
+    assert any(isinstance(found, list) and found for found in warm)
+    for number, (call, expected) in enumerate(zip(calls, warm, strict=True)):
+        dispatch.clear_caches()
+        assert launches(call) == expected, number
