@@ -70,7 +70,7 @@ struct Wave {
   // Two values rounded to nearest even, the first in the low half; a NaN stays a NaN.
   MLA_DEVICE static uint32_t pack_bf16(float low, float high) { return pack_pair<bf16>(low, high); }
   MLA_DEVICE static uint32_t pack_fp16(float low, float high) { return pack_pair<fp16>(low, high); }
-  MLA_DEVICE static float fp16_value(uint16_t bits) { return fp16_value(bits); }
+  MLA_DEVICE static float fp16_value(uint16_t bits) { return sm_90::fp16_value(bits); }
 
   // a * b and a - b, each rounded by itself and never fused with what follows.
   MLA_DEVICE static float product(float a, float b) { return __fmul_rn(a, b); }
