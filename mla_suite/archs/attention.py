@@ -27,7 +27,8 @@ MAX_ROW_TILES = 65535  # of a grid's second dimension
 MIN_SCALE = 1e-30  # stands for 0, where a masked score of -inf times the scale would be NaN
 NO_MASK = "window_left or tree_mask; its kernels mask nothing but the causal limit"
 MIN_SPLIT = 256  # keys: below this, combining costs more than another compute unit saves
-DECODE_INPUTS = inputs(DecodeArgs)
+# No kernel here takes a tree_mask.
+DECODE_INPUTS = {name: slot for name, slot in inputs(DecodeArgs).items() if name != "tree_mask"}
 SPARSE_INPUTS = inputs(SparseDecodeArgs)
 PARTIALS: Mapping[str, Slot] = {"partial_out": Scratch("partial_out"), "partial_lse": Scratch("partial_lse")}
 NO_PARTIALS: Mapping[str, Slot] = dict.fromkeys(PARTIALS)

@@ -1,4 +1,4 @@
-"""SGLang's attention of DeepSeek V4 and V4.1 on our sparse decode, on NVIDIA's GPUs.
+"""SGLang's attention of DeepSeek V4 and V4.1 on our sparse decode, on CUDA.
 
     # sglang serve --model-path deepseek-ai/DeepSeek-V4-Flash --dsv4-attn-backend mla_suite
 
@@ -67,7 +67,7 @@ def check(model_runner: Any) -> None:
     """Refuse what this backend does not do."""
     options = model_runner.server_args
     if not deepseek_v4_backend.is_cuda():
-        refuse("sglang_v4", f"{NAME} is given without an NVIDIA GPU", OTHERWISE, NotImplementedError)
+        refuse("sglang_v4", f"{NAME} is given without CUDA", OTHERWISE, NotImplementedError)
     layout = model_runner.token_to_kv_pool.get_swa_key_layout().value
     if layout != LAYOUT:
         possible = f"it reads the 584-byte records of SGLANG_DSV4_KV_LAYOUT={LAYOUT}: set it, or {OTHERWISE}"

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mla_suite.archs.common import decode_table
+from mla_suite.archs import decode_table
 
 import mla_suite
 from mla_suite.core import dispatch, prepared, register, tuning

@@ -55,10 +55,10 @@ def compiled(folder: Path, sources: Path = CSRC) -> Path:
         point = [f"-DSTEP={step}", f"-DWAVES={waves}", f"-DMLA_SUITE_KERNEL={made.stem}"]
         checks = ["-O1", CHECKS, "-fsanitize-undefined-trap-on-error"]
         entry = ["-x", "c++", "-c", str(sources / "sm_90" / "plan" / "plan.cu")]
-        _run("g++", *OPTIONS, *checks, *point, f"-I{sources}", *entry, "-o", str(made))
+        _run("g++", *OPTIONS, *checks, *point, f"-I{sources}", f"-I{CSRC}", *entry, "-o", str(made))
     names = " ".join(f"KERNEL({made.stem})" for made in objects)
     files = [str(HOST / "plan.cpp"), *map(str, objects), "-o", str(folder / "plan")]
-    _run("g++", "-O2", *OPTIONS, f"-I{sources}", f"-DKERNELS={names}", *files)
+    _run("g++", "-O2", *OPTIONS, f"-I{sources}", f"-I{CSRC}", f"-DKERNELS={names}", *files)
     return folder / "plan"
 
 
