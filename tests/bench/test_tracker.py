@@ -64,8 +64,8 @@ def test_one_planted_instruction_fails_the_comparison(tmp_path: Path) -> None:
     compare = (f"--benchmark-compare={saved}", "--benchmark-compare-fail=median:0%")
     again = benchmarks(*compare, where=tmp_path)
     assert again.returncode == 0, again.stdout[-2000:]
-    (tmp_path / "planted.py").write_text(PLANT)
-    planted = benchmarks(*compare, "-p", "planted", where=tmp_path)
+    (tmp_path / "one_more_instruction.py").write_text(PLANT)
+    planted = benchmarks(*compare, "-p", "one_more_instruction", where=tmp_path)
     assert planted.returncode != 0
     assert "Performance has regressed" in planted.stdout + planted.stderr
     assert f"test_instructions[gfx942-{SHAPE}]" in planted.stdout + planted.stderr

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from mla_suite.archs import decode_table
 
 import mla_suite
+from mla_suite.archs import decode_table
 from mla_suite.core import dispatch, prepared, register, tuning
 from mla_suite.core.prepared import KnownCalls, PreparedCall
 
