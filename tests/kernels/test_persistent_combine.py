@@ -28,7 +28,7 @@ class Merge(PlanMerge):
         fields = load("combine")
         values = {**launch.numbers, **dict.fromkeys(POINTERS, 0)}
         assert values["workgroups"] == launch.grid[0]
-        numbers = fields.pack(**{**values, "workgroups": workgroups})[POINTERS:]
+        numbers = fields.pack(**{**values, "workgroups": workgroups})[8 * len(POINTERS) :]
         named = dict(partial_out=self.partial_out, partial_lse=self.partial_lse, plan=self.plan)
         named |= dict(tokens=self.tokens if self.ragged else None, sink=self.sink, out=self.out, lse=self.lse)
         places = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in named.items()}
@@ -39,7 +39,7 @@ class Merge(PlanMerge):
             if tensor is not None
         ]
         machine = Emulator("gfx942")
-        params = struct.pack(f"<{POINTERS // 8}Q", *places.values()) + numbers
+        params = struct.pack(f"<{len(POINTERS)}Q", *places.values()) + numbers
         program = machine.load_text(text, "persistent_combine")
         report = machine.launch(program, (workgroups, 1, 1), THREADS, 0, params, memories)
         assert not report.findings, "\n".join(map(str, report.findings))

@@ -54,7 +54,7 @@ def test_the_mask_of_a_chain_gives_the_causal_bits(q_len):
         assert torch.equal(mine, right)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(10))
 def test_random_trees_against_fp64(seed):
     q_len = 1 + seed * 7 % 64
     sample = decode_sample(

@@ -28,11 +28,11 @@ DECODE = [
     decode_sample([96, 40], q_len=2, page=2, rotate=True, **FP32),
     decode_sample([400, 64], page=61, heads=12, rope=0, **FP32),
     decode_sample([400, 100], page=16, planned=True, sink=True, q_len=2, varlen=True, num_splits=3, **FP32),
-    decode_sample([400, 0, 90], page=16, q_len=2, window_left=100, num_splits=2, **FP32),
-    decode_sample([400, 3], page=64, q_len=3, varlen=True, window_left=70, planned=True, ragged_pages=True, **FP32),
-    decode_sample([400, 130], page=1, window_left=0, causal=False, split_size=64, **FP32),
-    decode_sample([300, 2, 70], heads=8, q_len=6, tree=True, num_splits=3, **FP32),
-    decode_sample([200, 100], heads=4, q_len=9, tree=True, varlen=True, planned=True, **FP32),
+    decode_sample([200, 0, 90], heads=2, latent=64, page=16, q_len=2, window_left=80, num_splits=2, **FP32),
+    decode_sample([200, 3], heads=2, latent=64, q_len=3, varlen=True, window_left=70, planned=True, **FP32),
+    decode_sample([130, 65], heads=2, latent=64, page=1, window_left=0, causal=False, split_size=64, **FP32),
+    decode_sample([130, 2, 70], heads=2, latent=64, q_len=6, tree=True, num_splits=2, ragged_pages=True, **FP32),
+    decode_sample([100, 70], heads=2, latent=64, q_len=9, tree=True, varlen=True, planned=True, **FP32),
 ]
 
 
