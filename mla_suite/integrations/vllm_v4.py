@@ -14,6 +14,7 @@ vLLM's as well.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial, wraps
 from importlib import import_module
 from types import ModuleType
@@ -65,6 +66,20 @@ def padded_heads(num_heads: int) -> int:
 
 def offer(model_code: ModuleType, kernels: ModuleType) -> None:
     """Have the decoder layers of `model_code` take our class where the flag asks, as they ask their own function."""
+
+    def ours() -> type:
+        if current_platform.is_device_capability_family(100):
+            possible = (
+                "its kernels are for H100 and H200, V4.1's records on this GPU are others: choose another backend"
+            )
+            refuse("vllm_v4", f"--attention-backend {V4_NAME} is given on SM100", possible, NotImplementedError)
+        return attention_class(kernels)
+
+    _choose(model_code, kernels, ours)
+
+
+def _choose(model_code: ModuleType, kernels: ModuleType, ours: Callable[[], type]) -> None:
+    """Have the function that chooses the class of `model_code`'s layers ask `ours` where the flag is given."""
     theirs = getattr(model_code, _SELECT)
     if hasattr(theirs, "__wrapped__"):
         return
@@ -75,12 +90,7 @@ def offer(model_code: ModuleType, kernels: ModuleType) -> None:
             chosen: type = theirs(vllm_config)
             return chosen
         check(vllm_config)
-        if current_platform.is_device_capability_family(100):
-            possible = (
-                "its kernels are for H100 and H200, V4.1's records on this GPU are others: choose another backend"
-            )
-            refuse("vllm_v4", f"--attention-backend {V4_NAME} is given on SM100", possible, NotImplementedError)
-        return attention_class(kernels)
+        return ours()
 
     setattr(model_code, _SELECT, select)
 
@@ -107,20 +117,13 @@ def attention_class(kernels: ModuleType) -> type:
 def _offer_on_rocm(package: str) -> None:
     model_code, kernels = import_module(f"{package}.amd.model"), import_module(f"{package}.amd.rocm")
     if hasattr(model_code, _SELECT):  # V4.1
-        theirs = getattr(model_code, _SELECT)
-        if hasattr(theirs, "__wrapped__"):
-            return
 
-        @wraps(theirs)
-        def select(vllm_config: Any) -> type:
-            if not _asked(vllm_config, kernels):
-                chosen: type = theirs(vllm_config)
-                return chosen
-            check(vllm_config)
+        def ours() -> type:
             take_decode_on_rocm(kernels)
-            return kernels.DeepseekV41ROCMAiterMLAAttention
+            chosen: type = kernels.DeepseekV41ROCMAiterMLAAttention
+            return chosen
 
-        setattr(model_code, _SELECT, select)
+        _choose(model_code, kernels, ours)
         return
     base = model_code.DeepseekV4ROCMAiterMLAAttention
     if base.__name__ == "MLASuiteV4RocmAttention":

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from planted import plant
 
 from mla_suite.archs import CSRC
 
@@ -38,11 +39,10 @@ def compiled(source: str, to: Path, constants: Mapping[str, object], *first: Pat
 
 def with_a_fault(folder: Path, header: str, right: str, broken: str) -> Path:
     """`folder` with a copy of one header of csrc, broken in one place, for `compiled` to find first."""
-    text = (CSRC / header).read_text()
-    assert text.count(right) == 1
     own = folder / header
     own.parent.mkdir(parents=True)
-    own.write_text(text.replace(right, broken))
+    shutil.copy(CSRC / header, own)
+    plant(own, right, broken)
     return folder
 
 
