@@ -49,8 +49,12 @@ class LatentStore:
         self.others: list[Any] = []  # layers without latent attention, which transformers made
         self._saved: list[dict[str, Any]] = []
         width = 1 if max_len is None else -(-max_len // page_size)
-        pages = torch.zeros(batch * width, page_size, LATENT + ROPE, dtype=dtype, device=device)
-        self.latents = {layer_idx: pages.clone() for layer_idx in self.indices}
+        self.latents = {
+            cast(int, attention.layer_idx): torch.zeros(
+                batch * width, page_size, sum(row_of(attention)), dtype=dtype, device=device
+            )
+            for _, _, attention in latent_attentions(model)
+        }
         self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=device)
         self.seen = torch.zeros((), dtype=torch.int64, device=device)
         self._columns = 0  # of those seen, the ones of eager calls
@@ -276,6 +280,14 @@ def latent_attentions(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]
         for name, child in parent.named_children()
         if hasattr(child, "kv_b_proj") and hasattr(child, "layer_idx")
     ]
+
+
+def row_of(attention: Any) -> tuple[int, int]:
+    """Elements of a cached token's latent and of its k_pe; those of a narrower layer are padded with zeros.
+
+    Layers that are replaced whole have rows of 512 + 64, and do not say so themselves.
+    """
+    return max(getattr(attention, "kv_lora_rank", 0), LATENT), ROPE
 
 
 def kv_format_of(dtype: torch.dtype) -> str:
