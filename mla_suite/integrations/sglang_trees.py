@@ -16,9 +16,9 @@ from mla_suite.ops.decode import MAX_TREE
 
 def drafted(model_runner: Any, topk: int | None, drafts: int | None) -> str | None:
     """The worker, "eagle" or "ngram", that drafts trees in this server which `tree_mask` can describe; else None."""
-    algorithm = model_runner.spec_algorithm
-    if model_runner.is_draft_worker or not drafts or drafts > MAX_TREE:
+    if not drafts or drafts > MAX_TREE or model_runner.is_draft_worker:
         return None
+    algorithm = model_runner.spec_algorithm
     if algorithm.is_ngram():
         return "ngram"
     return "eagle" if (algorithm.is_eagle() or algorithm.is_standalone()) and (topk or 1) > 1 else None
