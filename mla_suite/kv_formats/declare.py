@@ -149,15 +149,13 @@ class KVFormat:
 
     @functools.cached_property
     def seamless(self) -> bool:
-        """Whether a row is one run of values in one encoding, all or none of them scaled, so that its bytes do not
-        depend on where it is divided into latent and rope."""
-        first, *others = self.value_fields
-        follows = all(
-            (f.encoding, f.stride, f.per_block, f.offset)
-            == (first.encoding, first.stride, first.per_block, first.bytes)
-            for f in others
-        )
-        return follows and self.scaled in (0, self.head_dim)
+        """Whether a row's bytes do not depend on where it is divided into latent and rope.
+
+        So it is where a row is one run of values in one encoding, all or none of them scaled.
+        """
+        first = self.by_name["latent"]
+        run = row_fields(first.encoding, self.latent, self.rope, first.stride)
+        return self.value_fields == run and self.scaled in (0, self.head_dim)
 
     @property
     def encodings(self) -> frozenset[str]:
@@ -175,8 +173,10 @@ class KVFormat:
         return -(-page_size * self.token_bytes // multiple) * multiple
 
     def sized(self, latent: int, rope: int) -> KVFormat:
-        """The same format for rows of `latent` + `rope` values. Dense formats take any, other seamless ones divide their
-        own row anywhere, the rest have no choice."""
+        """The same format for rows of `latent` + `rope` values.
+
+        Dense formats take rows of any size, other seamless ones divide their own row anywhere, the rest have no choice.
+        """
         if (latent, rope) == (self.latent, self.rope):
             return self
         if self.dense:
