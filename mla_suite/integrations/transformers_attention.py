@@ -5,8 +5,8 @@ to the cache, expands what the cache returns with its method `expand_kv`, and ca
 `config._attn_implementation` names. `LatentLayer.update` returns the new tokens alone, `keep_latents` takes the place
 of `expand_kv`, and so `attend` is called with latents: no class of a model, no norm, scale, gate or rope is named here.
 
-Latents narrower than our cache's rows are padded with zeros, which change no score and no value. Layers with a sliding
-window decode with `window_left`; their prompts attend to themselves and to the cached window before them, expanded.
+Latents of a width that no kernel reads are padded with zeros (`cached_widths`), which change no score and no value.
+Layers with a sliding window decode with `window_left`; their prompts attend to themselves and to the cached window.
 
 Models with an indexer pass the positions it selects on to the attention function, and `attend` has `sparse_decode` read
 these alone, for prompts as for single tokens. Where the indexer selects all keys there are, attention is dense.
@@ -22,11 +22,11 @@ from torch.nn import functional
 
 import mla_suite
 from mla_suite.integrations import WIDE, refuse
-from mla_suite.integrations.transformers_store import Call, row_of
+from mla_suite.integrations.transformers_store import Call, cached_widths
 from mla_suite.models import prefill
 from mla_suite.models.absorb import absorbed, head_values
 from mla_suite.models.cache import slots
-from mla_suite.models.config import LATENT, ROPE
+from mla_suite.models.config import ROPE
 
 MAX_LATENT = 1024  # the window layers of dots3_note; wider ones nobody has asked for
 POSSIBLE = "leave this model as it is"
@@ -64,9 +64,9 @@ def check(attention: nn.Module) -> None:
         refuse("patch", f"kv_b_proj of {name} is {layer.kv_b_proj}", "absorption needs a plain Linear", TypeError)
     if not hasattr(layer, "expand_kv"):
         refuse("patch", f"{name} has no expand_kv", "transformers 5.20 or newer is needed", TypeError)
-    if (layer.kv_lora_rank > LATENT and layer.kv_lora_rank != MAX_LATENT) or layer.qk_rope_head_dim > ROPE:
+    if layer.kv_lora_rank > MAX_LATENT or layer.qk_rope_head_dim > ROPE:
         given = f"kv_lora_rank {layer.kv_lora_rank} and qk_rope_head_dim {layer.qk_rope_head_dim}"
-        refuse("patch", given, f"possible are at most {LATENT} and {ROPE}, or {MAX_LATENT} and {ROPE}: {POSSIBLE}")
+        refuse("patch", given, f"a cached token is {MAX_LATENT} + {ROPE} elements at most: {POSSIBLE}")
 
 
 def keep_latents(kv_c: torch.Tensor, k_pe: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,7 +113,7 @@ def attend(
     window = getattr(layer, "sliding_window", None)
     q, kv_c, k_pe = query.transpose(1, 2), key.squeeze(1), value.squeeze(1)
     k_pe = k_pe.to(kv_c.dtype)  # under autocast norms return fp32
-    latent, rope = row_of(layer)
+    latent, rope = cached_widths(layer)
     kv_c, k_pe = _widened(kv_c, latent), _widened(k_pe, rope)
     q_len = q.shape[1]
     chosen = None
@@ -130,7 +130,7 @@ def attend(
     kv_cache = call.store.kv_cache(layer.layer_idx)
     mla_suite.append_kv(
         kv_c.reshape(-1, latent),
-        k_pe.reshape(-1, rope),
+        k_pe.reshape(kv_c.shape[0] * q_len, rope),
         kv_cache,
         call.step.slot_mapping,
         kv_format=call.store.kv_format,
@@ -171,7 +171,7 @@ def _attend_window(
     positions = past.long()[:, None] + torch.arange(-reach, 0, device=past.device)
     found = slots(call.step.block_table, positions.clamp(min=0), kv_cache.shape[1])
     rows = kv_cache.view(-1, kv_cache.shape[-1])[found][:, None]
-    latent, _ = row_of(layer)
+    latent, _ = cached_widths(layer)
     earlier = _expanded(layer, rows[..., : layer.kv_lora_rank], rows[..., latent : latent + layer.qk_rope_head_dim])
     k, v = (torch.cat(pair, dim=1) for pair in zip(earlier, (k, v), strict=True))
     valid = q.new_ones(q.shape[:2], dtype=torch.bool) if call.valid is None else call.valid
@@ -196,7 +196,7 @@ def _attend_cached(
         call.step.block_table,
         softmax_scale=scale,
         max_seqlen_q=q.shape[1],
-        head_dim_v=row_of(layer)[0],
+        head_dim_v=cached_widths(layer)[0],
         causal=causal,
         kv_format=call.store.kv_format,
         window_left=-1 if window is None else window - 1,  # transformers' window counts the token itself
@@ -225,20 +225,22 @@ def _attend_selected(
         attn_sink=None if sink is None else sink.float(),
         kv_formats=[kv_format],
         softmax_scale=scale,
-        head_dim_v=row_of(layer)[0],
+        head_dim_v=cached_widths(layer)[0],
     )
     return head_values(out[..., : layer.kv_lora_rank], w_uv)
 
 
 def _absorbed(layer: Any, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [batch, q_len, heads, nope + rope] as wide as the layer's cached rows, and W_UV [heads, v_head_dim, rank]."""
+    """q [batch, q_len, heads, nope + rope] as wide as cached tokens are, and W_UV [heads, v_head_dim, rank]."""
     rank, rope = layer.kv_lora_rank, layer.qk_rope_head_dim
     weight = layer.kv_b_proj.weight.view(q.shape[2], layer.qk_nope_head_dim + layer.v_head_dim, rank)
     w_uk, w_uv = weight.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=1)
     q_nope, q_pe = q.split([layer.qk_nope_head_dim, rope], dim=-1)
     q = absorbed(q_nope, q_pe, w_uk)
-    if (rank, rope) != (row := row_of(layer)):
-        q = torch.cat([_widened(part, size) for part, size in zip(q.split([rank, rope], dim=-1), row, strict=True)], -1)
+    widths = cached_widths(layer)
+    if (rank, rope) != widths:
+        latent, pe = q.split([rank, rope], dim=-1)
+        q = torch.cat((_widened(latent, widths[0]), _widened(pe, widths[1])), dim=-1)
     return q, w_uv
 
 

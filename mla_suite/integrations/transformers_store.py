@@ -10,9 +10,9 @@ from torch.nn import functional
 
 from mla_suite.integrations import WIDE, capturing, refuse
 from mla_suite.models.cache import Step, slots
-from mla_suite.models.config import LATENT, ROPE
 
 ATTENTION_NAME = "mla_suite"
+LEAST_LATENT, LEAST_ROPE = 16, 32  # values that a Triton kernel of decode reads at least
 
 
 class Call(NamedTuple):
@@ -51,7 +51,7 @@ class LatentStore:
         width = 1 if max_len is None else -(-max_len // page_size)
         self.latents = {
             cast(int, attention.layer_idx): torch.zeros(
-                batch * width, page_size, sum(row_of(attention)), dtype=dtype, device=device
+                batch * width, page_size, sum(cached_widths(attention)), dtype=dtype, device=device
             )
             for _, _, attention in latent_attentions(model)
         }
@@ -282,12 +282,18 @@ def latent_attentions(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]
     ]
 
 
-def row_of(attention: Any) -> tuple[int, int]:
-    """Elements of a cached token's latent and of its k_pe; those of a narrower layer are padded with zeros.
+def cached_widths(attention: nn.Module) -> tuple[int, int]:
+    """Values of a layer's cached token that are key and value, and those that are key alone.
 
-    Layers that are replaced whole have rows of 512 + 64, and do not say so themselves.
+    They are the layer's own wherever the operators' kernels read such rows, as all do in powers of two; others are
+    padded with zeros to the next ones, which changes no score and no value.
     """
-    return max(getattr(attention, "kv_lora_rank", 0), LATENT), ROPE
+    rank, rope = cast(int, attention.kv_lora_rank), cast(int, attention.qk_rope_head_dim)
+    return _power_of_two(max(rank, LEAST_LATENT)), _power_of_two(max(rope, LEAST_ROPE)) if rope else 0
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
 
 
 def kv_format_of(dtype: torch.dtype) -> str:

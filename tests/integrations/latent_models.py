@@ -257,7 +257,7 @@ model's tokens in fp32 (`tests/integrations/test_transformers_models.py`).
 | and to a window | other layers have a sliding window: `decode` reads the newest keys alone |
 | attention to visible keys | the layer keeps its compressor, indexer and cache too, and calls `sparse_decode` |
 | compiled step | what `torch.compile(model, fullgraph=True)` takes of a step, as one graph for all lengths |
-| cached token | its elements with the folder's default config; one narrower than 512 + 64 is padded with zeros |
+| cached token | its elements with the folder's default config, which is what the cache holds |
 
 - With *attention to selected keys* every token, of a prompt or not, goes through `sparse_decode` over the keys that
   were selected for it; where all keys are selected, attention is dense. The indexer's own keys are cached beside the
