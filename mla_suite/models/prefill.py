@@ -35,7 +35,8 @@ def causal_attention(
     With `q_lens` within each of the sequences packed along tokens: [tokens, heads, dim] in and out.
     """
     if q_lens is not None:
-        return torch.cat([causal_attention(*p, softmax_scale=softmax_scale) for p in _packed(q, k, v, q_lens)], 1)[0]
+        parts = _packed(q, k, v, q_lens)
+        return torch.cat([causal_attention(*p, softmax_scale=softmax_scale, window=window) for p in parts], 1)[0]
     mask = None
     if valid is not None or window is not None:
         mask = visible(0, q.shape[1], q.shape[1], q.device, valid, window)
