@@ -67,24 +67,34 @@ def append_kv_kernel(
     block = kv_cache.to(tl.pointer_type(tl.uint8)) + slot // place.page * block_bytes
     at = slot % place.page
     for i in tl.static_range(0, CHUNK_NUMBERS, 2):
-        FIRST: tl.constexpr = CHUNKS[i]
-        COUNT: tl.constexpr = CHUNKS[i + 1]
-        column = tl.arange(0, COUNT) + FIRST
-        wanted = valid[:, None] & (column < LATENT)[None, :]
-        row = tl.load((kv_c + token * kv_c_stride)[:, None] + column[None, :], mask=wanted, other=0.0).to(tl.float32)
-        if FIRST + COUNT > LATENT:
-            wanted = valid[:, None] & (column >= LATENT)[None, :]
-            source = k_pe + token * k_pe_stride
-            if cos_sin is None:
-                rope = tl.load(source[:, None] + (column - LATENT)[None, :], mask=wanted, other=0.0).to(tl.float32)
-            else:
-                angle = cos_sin + tl.load(positions + token, mask=valid, other=0).to(tl.int64) * cos_sin_stride
-                rope = rotated(source, angle, column - LATENT, wanted, ROPE, INTERLEAVED)
-            row = tl.where((column >= LATENT)[None, :], rope, row)
+        row = new_columns(
+            kv_c + token * kv_c_stride, k_pe + token * k_pe_stride, cos_sin, positions, token, cos_sin_stride, valid,
+            CHUNKS[i], CHUNKS[i + 1], LATENT, ROPE, INTERLEAVED,
+        )  # fmt: skip
         if kv_descale is not None:
             row = tl.div_rn(row, tl.load(kv_descale) + tl.zeros_like(row))
-        store_columns(place, block, at, valid, row, FIRST, COUNT)
+        store_columns(place, block, at, valid, row, CHUNKS[i], CHUNKS[i + 1])
     store_pad(place, block, at, valid)
+
+
+@triton.jit
+def new_columns(
+    latents, ropes, cos_sin, positions, token, cos_sin_stride, valid,
+    FIRST: tl.constexpr, COUNT: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """fp32 columns FIRST .. FIRST + COUNT of the rows of tokens: kv_c and the rotated k_pe behind it."""
+    column = tl.arange(0, COUNT) + FIRST
+    wanted = valid[:, None] & (column < LATENT)[None, :]
+    row = tl.load(latents[:, None] + column[None, :], mask=wanted, other=0.0).to(tl.float32)
+    if FIRST + COUNT > LATENT:
+        wanted = valid[:, None] & (column >= LATENT)[None, :]
+        if cos_sin is None:
+            rope = tl.load(ropes[:, None] + (column - LATENT)[None, :], mask=wanted, other=0.0).to(tl.float32)
+        else:
+            angle = cos_sin + tl.load(positions + token, mask=valid, other=0).to(tl.int64) * cos_sin_stride
+            rope = rotated(ropes, angle, column - LATENT, wanted, ROPE, INTERLEAVED)
+        row = tl.where((column >= LATENT)[None, :], rope, row)
+    return row
 
 
 @triton.jit

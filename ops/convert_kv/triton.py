@@ -61,15 +61,25 @@ def convert_kv_kernel(
             tl.store(there[:, None] + at, stored, mask=valid[:, None])
     else:
         for i in tl.static_range(0, NUMBERS, 2):
-            FIRST: tl.constexpr = PIECES[i]
-            COUNT: tl.constexpr = PIECES[i + 1]
-            row = loads.row_columns(old, from_block, from_at, valid, FIRST, COUNT, False, FAST)
-            if source_descale is not None:
-                row = row * tl.load(source_descale)
-            if destination_descale is not None:
-                row = tl.div_rn(row, tl.load(destination_descale) + tl.zeros_like(row))
-            stores.store_columns(new, to_block, to_at, valid, row, FIRST, COUNT, FAST)
+            convert_columns(
+                old, from_block, from_at, source_descale, new, to_block, to_at, destination_descale, valid,
+                PIECES[i], PIECES[i + 1], FAST,
+            )  # fmt: skip
         stores.store_pad(new, to_block, to_at, valid)
+
+
+@triton.jit
+def convert_columns(
+    old, from_block, from_at, source_descale, new, to_block, to_at, destination_descale, valid,
+    FIRST: tl.constexpr, COUNT: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Columns FIRST .. FIRST + COUNT of the rows of tokens."""
+    row = loads.row_columns(old, from_block, from_at, valid, FIRST, COUNT, False, FAST)
+    if source_descale is not None:
+        row = row * tl.load(source_descale)
+    if destination_descale is not None:
+        row = tl.div_rn(row, tl.load(destination_descale) + tl.zeros_like(row))
+    stores.store_columns(new, to_block, to_at, valid, row, FIRST, COUNT, FAST)
 
 
 def byte_pieces(written: KVFormat, read: KVFormat, width: int) -> tuple[int, ...]:
