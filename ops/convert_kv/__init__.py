@@ -75,7 +75,7 @@ def convert_kv(
     eager.call(CONVERT_KV, tensors, (source_format, destination_format))
 
 
-def row(kind: KVFormat, cache: torch.Tensor) -> int | torch.SymInt:
+def row(kind: KVFormat, cache: torch.Tensor) -> int:
     """Values of a row of the cache."""
     return cache.shape[-1] if kind.dense else kind.head_dim
 
