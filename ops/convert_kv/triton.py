@@ -20,6 +20,7 @@ from mla_suite.ops.sparse_decode.triton import COMPILES
 
 LARGEST_PIECE = 512  # bytes of a record that are copied at once
 GROUP = 8  # tokens of a program
+WARPS = 4
 
 
 @triton.jit(do_not_specialize=["tokens", "source_count", "destination_count"])  # one binary for all of them
@@ -144,5 +145,5 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         **constants(args.source_format, args.destination_format, width, (old.shape[1], new.shape[1]), descaled),
         FAST=bool(config),
         GROUP=GROUP,
-        num_warps=4,
+        num_warps=WARPS,
     )
