@@ -20,6 +20,7 @@ from mla_suite.ops.sparse_decode.triton import COMPILES
 
 LARGEST_PIECE = 512  # bytes of a record that are copied at once
 GROUP = 8  # tokens of a program
+WARPS = 4
 
 
 @triton.jit(do_not_specialize=["tokens", "source_count", "destination_count"])  # one binary for all of them
@@ -40,6 +41,7 @@ def convert_kv_kernel(
     PIECES: tl.constexpr,  # of bytes: places in both records and a count; of values: first column and count
     NUMBERS: tl.constexpr,
     BYTES: tl.constexpr,
+    WORD: tl.constexpr,  # bytes that are copied as one element
     FAST: tl.constexpr,
     GROUP: tl.constexpr,
 ):
@@ -54,11 +56,9 @@ def convert_kv_kernel(
     from_at, to_at = slot % old.page, target % new.page
     if BYTES:
         for i in tl.static_range(0, NUMBERS, 7):
-            at = tl.arange(0, PIECES[i + 6])[None, :]
             here = from_block + old.page * PIECES[i] + from_at * PIECES[i + 1] + PIECES[i + 2]
             there = to_block + new.page * PIECES[i + 3] + to_at * PIECES[i + 4] + PIECES[i + 5]
-            stored = tl.load(here[:, None] + at, mask=valid[:, None], other=0)
-            tl.store(there[:, None] + at, stored, mask=valid[:, None])
+            copy_bytes(here, there, valid, PIECES[i + 6], WORD)
     else:
         for i in tl.static_range(0, NUMBERS, 2):
             convert_columns(
@@ -66,6 +66,16 @@ def convert_kv_kernel(
                 PIECES[i], PIECES[i + 1], FAST,
             )  # fmt: skip
         stores.store_pad(new, to_block, to_at, valid)
+
+
+@triton.jit
+def copy_bytes(here, there, valid, COUNT: tl.constexpr, WORD: tl.constexpr):
+    """COUNT bytes from each byte pointer `here` to each `there` [tokens]."""
+    if WORD == 4:
+        here, there = here.to(tl.pointer_type(tl.int32)), there.to(tl.pointer_type(tl.int32))
+    at = tl.arange(0, COUNT // WORD)[None, :]
+    stored = tl.load(here[:, None] + at, mask=valid[:, None], other=0)
+    tl.store(there[:, None] + at, stored, mask=valid[:, None])
 
 
 @triton.jit
@@ -96,7 +106,9 @@ def byte_pieces(written: KVFormat, read: KVFormat, width: int) -> tuple[int, ...
 
 
 @functools.lru_cache(maxsize=256)
-def constants(source: str, destination: str, width: int, pages: tuple[int, int], descaled: bool) -> dict[str, Any]:
+def constants(
+    source: str, destination: str, width: int, pages: tuple[int, int], descaled: bool, alignment: int
+) -> dict[str, Any]:
     """The constants that follow from the formats, the width of a row and the page sizes."""
     read, written = get_kv_format(source), get_kv_format(destination)
     whole = caches.same_records(written, read) and not descaled
@@ -105,7 +117,8 @@ def constants(source: str, destination: str, width: int, pages: tuple[int, int],
         Place(tl.constexpr(page), loads.record(name, width))
         for name, page in zip((source, destination), pages, strict=True)
     )
-    return dict(old=old, new=new, PIECES=pieces, NUMBERS=len(pieces), BYTES=whole)
+    word = 4 if whole and alignment >= 4 and not any(piece % 4 for piece in pieces) else 1
+    return dict(old=old, new=new, PIECES=pieces, NUMBERS=len(pieces), BYTES=whole, WORD=word)
 
 
 def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
@@ -130,6 +143,7 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     kind = get_kv_format(args.source_format)
     width = old.shape[-1] if kind.dense else kind.head_dim
     descaled = args.source_descale is not None or args.destination_descale is not None
+    alignment = min(caches.alignment(old), caches.alignment(new))
     # Triton has no e4m3fnuz on every GPU, and the kernel moves bytes whatever the caches call them.
     caches_of_bytes = [cache.view(torch.uint8) if cache.element_size() == 1 else cache for cache in (old, new)]
     convert_kv_kernel[(triton.cdiv(tokens, GROUP),)](
@@ -141,8 +155,10 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         tokens,
         *counts,
         *(cache.stride(0) * cache.element_size() for cache in (old, new)),
-        **constants(args.source_format, args.destination_format, width, (old.shape[1], new.shape[1]), descaled),
+        **constants(
+            args.source_format, args.destination_format, width, (old.shape[1], new.shape[1]), descaled, alignment
+        ),
         FAST=bool(config),
         GROUP=GROUP,
-        num_warps=4,
+        num_warps=WARPS,
     )
