@@ -52,7 +52,7 @@ INVARIANT_SPLIT = 1024  # keys per split when vLLM asks for batch-invariant resu
 FP8_QUERY_ROWS = {"sm_90": 64, "gfx950": 1}
 """By arch: query rows of a sequence from which fp8 queries beside an fp8 cache are faster than 16-bit ones.
 
-An H200 takes 0.92 to 0.94 of the time with 64 rows or more and 4,096 keys, and as long with 16 or 32 rows
+With the kernel that quantises them, an H100 takes 0.93 to 1.00 of the time with 64 rows or more, and as long with 16
 (csrc/sm_90/decode/PERF.md). gfx950 multiplies fp8 as it is stored, and gfx942 converts it in either case.
 """
 
