@@ -5,7 +5,7 @@ to the cache, expands what the cache returns with its method `expand_kv`, and ca
 `config._attn_implementation` names. `LatentLayer.update` returns the new tokens alone, `keep_latents` takes the place
 of `expand_kv`, and so `attend` is called with latents: no class of a model, no norm, scale, gate or rope is named here.
 
-Latents narrower than our cache's rows are padded with zeros, which change no score and no value.
+Latents of a width that no kernel reads are padded with zeros (`cached_widths`), which change no score and no value.
 
 Models with an indexer pass the positions it selects on to the attention function, and `attend` has `sparse_decode` read
 these alone, for prompts as for single tokens. Where the indexer selects all keys there are, attention is dense.
@@ -21,7 +21,7 @@ from torch.nn import functional
 
 import mla_suite
 from mla_suite.integrations import WIDE, refuse
-from mla_suite.integrations.transformers_store import Call
+from mla_suite.integrations.transformers_store import Call, cached_widths
 from mla_suite.models import prefill
 from mla_suite.models.absorb import absorbed, head_values
 from mla_suite.models.cache import slots
@@ -115,15 +115,17 @@ def attend(
         chosen = torch.where(attention_mask[:, 0].gather(-1, indices.long()), indices, -1)
     if call.store is None or call.step is None:
         if chosen is not None:
-            pool = torch.cat((_widened(kv_c, LATENT), _widened(k_pe, ROPE)), dim=-1)  # a page for each sequence
+            latent, rope = cached_widths(layer)
+            pool = torch.cat((_widened(kv_c, latent), _widened(k_pe, rope)), dim=-1)  # a page for each sequence
             table = torch.arange(q.shape[0], dtype=torch.int32, device=q.device)[:, None]
             return _attend_selected(layer, q, chosen, pool, WIDE[pool.dtype], table, scale, s_aux), None
         k, v = _expanded(layer, key, value)
         return prefill.causal_attention(q, k, v, softmax_scale=scale, valid=call.valid), None
     kv_cache = call.store.kv_cache(layer.layer_idx)
+    latent, rope = cached_widths(layer)
     mla_suite.append_kv(
-        _widened(kv_c, LATENT).reshape(-1, LATENT),
-        _widened(k_pe, ROPE).reshape(-1, ROPE),
+        _widened(kv_c, latent).reshape(-1, latent),
+        _widened(k_pe, rope).reshape(kv_c.shape[0] * q_len, rope),
         kv_cache,
         call.step.slot_mapping,
         kv_format=call.store.kv_format,
@@ -157,6 +159,7 @@ def _attend_cached(
         call.step.block_table,
         softmax_scale=scale,
         max_seqlen_q=q.shape[1],
+        head_dim_v=cached_widths(layer)[0],
         causal=causal,
         kv_format=call.store.kv_format,
     )
@@ -184,20 +187,22 @@ def _attend_selected(
         attn_sink=None if sink is None else sink.float(),
         kv_formats=[kv_format],
         softmax_scale=scale,
+        head_dim_v=cached_widths(layer)[0],
     )
     return head_values(out[..., : layer.kv_lora_rank], w_uv)
 
 
 def _absorbed(layer: Any, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [batch, q_len, heads, nope + rope] as our cache is read, 512 + 64 wide, and W_UV [heads, v_head_dim, rank]."""
+    """q [batch, q_len, heads, nope + rope] as wide as cached tokens are, and W_UV [heads, v_head_dim, rank]."""
     rank, rope = layer.kv_lora_rank, layer.qk_rope_head_dim
     weight = layer.kv_b_proj.weight.view(q.shape[2], layer.qk_nope_head_dim + layer.v_head_dim, rank)
     w_uk, w_uv = weight.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=1)
     q_nope, q_pe = q.split([layer.qk_nope_head_dim, rope], dim=-1)
     q = absorbed(q_nope, q_pe, w_uk)
-    if (rank, rope) != (LATENT, ROPE):
+    widths = cached_widths(layer)
+    if (rank, rope) != widths:
         latent, pe = q.split([rank, rope], dim=-1)
-        q = torch.cat((_widened(latent, LATENT), _widened(pe, ROPE)), dim=-1)
+        q = torch.cat((_widened(latent, widths[0]), _widened(pe, widths[1])), dim=-1)
     return q, w_uv
 
 

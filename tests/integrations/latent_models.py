@@ -219,7 +219,7 @@ model's tokens in fp32 (`tests/integrations/test_transformers_models.py`).
 | attention | the layer keeps its projections, norms, gates and rope, and calls our attention |
 | attention to selected keys | the same, and the layer keeps its indexer or takes the choice of another layer |
 | compiled step | what `torch.compile(model, fullgraph=True)` takes of a step, as one graph for all lengths |
-| cached token | its elements with the folder's default config; one narrower than 512 + 64 is padded with zeros |
+| cached token | its elements with the folder's default config, which is what the cache holds |
 
 - With *attention to selected keys* every token, of a prompt or not, goes through `sparse_decode` over the keys that
   were selected for it; where all keys are selected, attention is dense. The indexer's own keys are cached beside the

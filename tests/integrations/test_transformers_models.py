@@ -23,7 +23,10 @@ from latent_models import (
     make_refused,
 )
 
+from mla_suite.core.dispatch import Supported
 from mla_suite.integrations.transformers import LatentCache, patch, unpatch
+from mla_suite.integrations.transformers_store import latent_attentions
+from mla_suite.ops.decode import Problem, triton
 
 # Compiling takes seconds a model, so a normal run traces some; `full` compiles them all.
 COMPILED = [pytest.param(name, "eager", id=name) for name in TRACED_ALWAYS]
@@ -38,6 +41,9 @@ def test_tokens_are_the_unpatched_models(folder, decodes):
         cache = LatentCache(model, 2, PROMPT + STEPS, page_size=4)
         tokens, logits = greedy(model, cache)
         layers = len(cache.store.latents)
+        for _, _, attention in latent_attentions(model):
+            own = attention.kv_lora_rank + attention.qk_rope_head_dim
+            assert cache.store.latents[attention.layer_idx].shape[2] == own, "a cached token has its own bytes"
     assert torch.equal(tokens, expected)
     assert tokens.unique().numel() > 2, "a model that repeats itself would show nothing"
     # The prompt of a model that selects keys is longer than index_topk, so it goes through sparse_decode as well.
@@ -45,6 +51,21 @@ def test_tokens_are_the_unpatched_models(folder, decodes):
     # fp32 sums in another order: absorbed products run over the latent where the model's run over a head.
     torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-4)
     assert torch.equal(greedy(model)[0], expected), "unpatched again"
+
+
+def test_latents_of_a_width_that_no_kernel_reads_are_padded_to_the_next():
+    model = make("minicpm3", kv_lora_rank=48, qk_rope_head_dim=8)
+    expected, _ = greedy(model)
+    with patch(model):
+        cache = LatentCache(model, 2, PROMPT + STEPS, page_size=4)
+        assert torch.equal(greedy(model, cache)[0], expected)
+    for latents in cache.store.latents.values():
+        width = latents.shape[2]
+        assert width == 64 + 32
+        shape = dict(batch=2, heads=4, q_len=1, context=16, context_from="", page=4, alignment=16, rope=0)
+        shape |= dict(planned=False, num_splits=0, split_size=0, window=False, tree=False)
+        problem = Problem(**shape, head_dim=width, head_dim_v=64, q_dtype=torch.float32, kv_format="fp32")
+        assert isinstance(triton.supports(problem, None), Supported)
 
 
 def experts_as_one_operator(model):
