@@ -139,7 +139,8 @@ class ModelledTime:
             else "unvalidated: too few published times of this class were held out"
         )
         times = f"modelled {self.us:.1f} us ({self.low:.1f} to {self.high:.1f})"
-        return f"{times}, {self.copies} workgroups a compute unit, {self.bound}-bound: {known}"
+        groups = "1 workgroup" if self.copies == 1 else f"{self.copies} workgroups"
+        return f"{times}, {groups} a compute unit, {self.bound}-bound: {known}"
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: the fields, the held-out error of the class (None where it is unvalidated) and the sentence."""
