@@ -87,12 +87,14 @@ def points() -> list[Point]:
     known, gpus = sources(), cards()
     found = []
     for row in _rows("amd-decode.csv"):
-        sizes = (int(row[name] or 0) for name in ("heads", "q_len", "batch", "ctx", "splits"))
+        heads, q_len, batch, ctx, splits = (
+            int(row[name] or 0) for name in ("heads", "q_len", "batch", "ctx", "splits")
+        )
         if row["source"] not in known or row["gpu"] not in gpus:
             raise ValueError(f"amd-decode.csv: {row}: the source or the GPU is in neither amd-sources nor amd-cards")
         found.append(
             Point(known[row["source"]], gpus[row["gpu"]], row["implementation"], row["kind"], row["q_dtype"],
-                  row["kv_dtype"], *sizes, float(row["us"]))
+                  row["kv_dtype"], heads, q_len, batch, ctx, splits, float(row["us"]))
         )  # fmt: skip
     first = known["aiter-3003-first"]
     for row in _rows("aiter-3003.csv"):
@@ -107,10 +109,10 @@ def points() -> list[Point]:
 
 def check(found: list[Point]) -> None:
     """ValueError for a point that appears twice, has an impossible number, or whose source says no part or timing."""
-    for point, times in Counter((p.source.name, p.card.gpu, p.implementation, p.kind, p.kv_dtype, p.heads, p.q_len,
+    for name, times in Counter((p.source.name, p.card.gpu, p.implementation, p.kind, p.kv_dtype, p.heads, p.q_len,
                                  p.batch, p.ctx, p.splits) for p in found).items():  # fmt: skip
         if times > 1:
-            raise ValueError(f"the point {point} is there {times} times")
+            raise ValueError(f"the point {name} is there {times} times")
     for point in found:
         if point.source.part not in PARTS or point.source.timing not in TIMINGS or point.kind not in KINDS:
             raise ValueError(f"{point}: part, timing or kind is not one of {PARTS}, {TIMINGS}, {KINDS}")

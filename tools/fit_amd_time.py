@@ -114,7 +114,7 @@ def table(points: Sequence[Point]) -> str:
     """The report as Markdown."""
     chosen, used = device(points, "held_out"), errors(device(points, "fit"), bound)
     by_class, none = errors(chosen, bound), HeldOut(0, 0, 0)
-    rows = []
+    rows: list[Sequence[object]] = []
     for arch in ARCHS:
         for name in BOUNDS:
             found, fitted = by_class.get((arch, name), none), used.get((arch, name), none)

@@ -206,7 +206,7 @@ def run(
         program.core.library.emulator_launch(c.byref(request))
     names = [memory for memory, _ in seen]
     found = tuple(_finding(program, findings[i], names) for i in range(request.findings))
-    columns = {
+    columns: dict[str, Any] = {
         name: counts[: len(program.lines), i].astype(np.int64) for i, (name, *_) in enumerate(core.PcCounts._fields_)
     }
     moved = [{memory.name: 0 for memory in names} for _ in range(2)]

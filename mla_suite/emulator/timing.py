@@ -35,7 +35,7 @@ class Unit:
     scalar_latency: float
     cache_rate: float
     memory_rate: float
-    matrix_flops: int
+    matrix_flops: float
     issue: float = 4
     branch: float = 16
     barrier: float = 16
@@ -164,13 +164,13 @@ def models(arch: ArchSpec, registers: int, lds_bytes: int, threads: int, workgro
     share = arch.memory_bytes_per_s * CHIP.memory_share / (arch.clock_mhz * 1e6) / active
     made = []
     for each in chosen:
-        values = {name: getattr(each, name) for name, _ in core.TimeModel._fields_ if hasattr(each, name)}
+        values = {field[0]: getattr(each, field[0]) for field in core.TimeModel._fields_ if hasattr(each, field[0])}
         made.append(core.TimeModel(**values | {"memory_rate": min(each.memory_rate, share)}, simds=arch.simds,
                                    copies=copies))  # fmt: skip
     return made
 
 
-def launch(arch: ArchSpec, copies: int, groups: Sequence[np.ndarray]) -> ModelledTime:
+def launch(arch: ArchSpec, copies: int, groups: Sequence[np.ndarray] | np.ndarray) -> ModelledTime:
     """The modelled time of a launch whose workgroups took `groups`, one array of `core.GroupTime` per model."""
     fixed = CHIP.launch_us * 2400 / arch.clock_mhz
     totals = [fixed + _microseconds(arch, copies, times) for times in groups]
