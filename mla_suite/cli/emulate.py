@@ -198,3 +198,6 @@ def _print(record: dict[str, Any]) -> None:
         for finding in launch["findings"]:
             console.print(Text(finding, "red"))  # an instruction's brackets are no markup
         console.print("sanitizer: no findings" if not launch["findings"] else "sanitizer: see above")
+    modelled = [launch["modelled"]["us"] for launch in record["launches"] if launch["modelled"]]
+    if len(modelled) > 1:
+        console.print(f"\nmodelled {sum(modelled):.1f} us for all {len(modelled)} launches")
