@@ -22,8 +22,8 @@ class PvMma {
   friend Cluster;  // its finish_tile
   static constexpr int COLUMNS = Traits::WARPGROUP_COLUMNS;
   using Accumulator = AccumulatorO<COLUMNS>;
-  static constexpr int PRODUCTS = sizeof(Accumulator) / sizeof(Accumulator{}[0]);
-  static constexpr int VALUES = sizeof(Accumulator) / sizeof(float) / PRODUCTS;  // of a product
+  static constexpr int LAST_PRODUCT = sizeof(Accumulator) / sizeof(Accumulator{}[0]) - 1;  // 0 or 1
+  static constexpr int VALUES = sizeof(Accumulator{}[0]) / sizeof(float);
 
  public:
   // Group 0 holds the first half of the columns, group 1 the others. With ClusterExchangeP both hold the CTA's half of the columns:
@@ -48,9 +48,7 @@ class PvMma {
       }
       // O is cleared for both cases. Otherwise the compiler takes its registers to be live since the last tile.
 #pragma unroll
-      for (int i = 0; i < VALUES; ++i)
-#pragma unroll
-        for (int half = 0; half < PRODUCTS; ++half) o_[half][i] = 0.0f;
+      for (int i = 0; i < VALUES; ++i) o_[0][i] = o_[LAST_PRODUCT][i] = 0.0f;
       if ((command & (MULTIPLY | Q_PASSED)) && !of_peer()) {
         kv_.next();
         kv_.next();
@@ -132,19 +130,21 @@ class PvMma {
       const float factor[2] = {ld_shared<float>(p_stage() + Storage::P_FACTOR + quad_row() * 4),
                                ld_shared<float>(p_stage() + Storage::P_FACTOR + quad_row() * 4 + 32)};
 #pragma unroll
-      for (int i = 0; i < VALUES; ++i)
-#pragma unroll
-        for (int half = 0; half < PRODUCTS; ++half) o_[half][i] *= factor[i / 2 % 2];
+      for (int i = 0; i < VALUES; ++i) {
+        o_[0][i] *= factor[i / 2 % 2];
+        if constexpr (LAST_PRODUCT > 0) o_[1][i] *= factor[i / 2 % 2];
+      }
     }
     const uint64_t p = make_descriptor(warp_uniform(p_stage()), 128, 256, Swizzle::none);
     const uint64_t v =
         make_descriptor(warp_uniform(values_at()), Traits::BLOCK_BYTES, Traits::GROUP_BYTES, Swizzle::bytes128);
-    pin_o();
+    pin_accumulator(o_[0]);
+    pin_accumulator(o_[LAST_PRODUCT]);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < BLOCK_N / 16; ++k)
 #pragma unroll
-      for (int half = 0; half < PRODUCTS; ++half)
+      for (int half = 0; half <= LAST_PRODUCT; ++half)
         pv_mma<Element>(
             o_[half], advance_descriptor(p, k * 2048),
             advance_descriptor(v, column_block(half) * Traits::BLOCK_BYTES + k * 2 * Traits::GROUP_BYTES), true);
@@ -190,13 +190,9 @@ class PvMma {
 
   MLA_DEVICE void wait_for_product() {
     wgmma_wait<0>();
-    pin_o();
+    pin_accumulator(o_[0]);
+    pin_accumulator(o_[LAST_PRODUCT]);
     __syncwarp();
-  }
-
-  MLA_DEVICE void pin_o() {
-#pragma unroll
-    for (int half = 0; half < PRODUCTS; ++half) pin_accumulator(o_[half]);
   }
 
   MLA_DEVICE void release_kv() {
