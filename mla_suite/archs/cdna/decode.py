@@ -174,7 +174,7 @@ class CdnaConfig:
 
 
 def tile_rows(rows: int, most: int = MAX_ROWS, narrow: bool = False) -> int:
-    """Rows of a workgroup: ceil(rows / most) near-equal tiles; with `narrow` the least of NARROW_ROWS that holds one."""
+    """Rows of a workgroup: ceil(rows / most) near-equal tiles; of `narrow` rows the least of NARROW_ROWS that fits."""
     tiles = -(-rows // most)
     least = -(-rows // (tiles * TILE)) * TILE
     return next(size for size in NARROW_ROWS if size >= least) if narrow else least
