@@ -112,14 +112,17 @@ def assert_exact(arch, report, rows, kv, options, value_bytes):
 @pytest.mark.parametrize("rows", [16, 128])
 @pytest.mark.parametrize("arch", INSTANCES)
 def test_narrow_rows_cost_their_own_bytes_and_instructions(arch, rows):
-    """Bytes and products per key are exactly the row's own (`assert_exact`); all other work falls with them."""
+    """Bytes and products per key are exactly the row's own (`assert_exact`); all other work falls with the latent."""
     wide, _ = report_of(arch, rows)
     before = sum(wide.mix().values())
-    for latent, rope in NARROW:
-        report, _ = report_of(arch, rows, latent=latent, rope=rope)
-        total = sum(report.mix().values())
-        assert total < before, (latent, rope)
-        before = total
+    for latent, share in ((256, 0.7), (128, 0.8)):
+        totals = [
+            sum(report_of(arch, rows, latent=latent, rope=rope)[0].mix().values())
+            for own, rope in NARROW
+            if own == latent
+        ]
+        assert max(totals) < share * before
+        before = min(totals)
 
 
 def vector(report):
