@@ -1,8 +1,9 @@
 """Planned decode of narrow latents beside the same model's latents padded to 512 + 64, in pairs of rounds.
 
-    python benchmarks/bench_widths.py [--batch 128] [--heads 32] [--kv 4096] [--rounds 8]
+    python benchmarks/bench_widths.py [--cache e4m3] [--batch 128] [--heads 32] [--kv 4096] [--rounds 8]
 
 Prints a line for each width and type of cache: microseconds, the padded time, and the median ratio of paired rounds.
+tests/gpu/test_decode_on_gpu.py says whether results are right.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mla_suite.bench.timer import REST_S, Replay, cold_bytes
 from mla_suite.ops.decode.samples import decode_sample
 
 WIDTHS = ((512, 64), (512, 0), (256, 64), (256, 32), (128, 32))
-FP8 = {"kv_format": "fp8", "dtype": torch.float8_e4m3fn}
+CACHES: dict[str, dict[str, Any]] = {"bf16": {}, "e4m3": {"kv_format": "fp8", "dtype": torch.float8_e4m3fn}}
 
 
 def replay(arguments: argparse.Namespace, latent: int, rope: int, types: dict[str, Any]) -> Replay:
@@ -40,8 +41,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in (("batch", 128), ("heads", 32), ("kv", 4096), ("rounds", 8)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--cache", choices=CACHES, action="append")
     arguments = parser.parse_args()
-    for name, types in (("bf16", {}), ("e4m3", FP8)):
+    for name in arguments.cache or CACHES:
+        types = CACHES[name]
         padded = replay(arguments, *WIDTHS[0], types)
         for latent, rope in WIDTHS:
             own = replay(arguments, latent, rope, types)
