@@ -10,7 +10,8 @@
 
 namespace mla {
 
-template <class Policy, class Element>
+// `value_dim` is the length of a row of results.
+template <class Policy, class Element, int value_dim = VALUE_DIM>
 class RowSink {
  public:
   MLA_DEVICE RowSink(const DecodeParams& p, const WorkTile& tile, const SequenceRows& rows, int row)
@@ -23,7 +24,7 @@ class RowSink {
       lse_ = p.lse + rows.first_token * p.heads + row;
     } else {
       const int64_t at = static_cast<int64_t>(tile.partial_row) * p.rows + row;
-      out_ = reinterpret_cast<char*>(p.partial_out + at * VALUE_DIM);
+      out_ = reinterpret_cast<char*>(p.partial_out + at * value_dim);
       lse_ = p.partial_lse + at;
     }
     has_sink_ = final_ && p.attn_sink;

@@ -1,9 +1,17 @@
-// Dense decode on gfx950. Macros of an instance: DTYPE bf16 or fp16, ROWS 16 to 128, WIDTH 576 or 512, ROTATE 0 or 1.
+// Dense decode on gfx950. Macros of an instance: DTYPE bf16 or fp16, ROWS 16 to 128, WIDTH of a cached row, ROTATE 1 where
+// its rope part is un-rotated, and D_V of latents that are not 512.
 #include "cdna/decode/mfma_16x16x32/traits.hpp"
 #include "gfx950/policy.hpp"
 
+#ifndef ROTATE
+#define ROTATE 0
+#endif
+#ifndef D_V
+#define D_V 512
+#endif
+
 using Policy = gfx950::Policy;
-using Problem = mla::DecodeProblem<mla::SameAsQuery<mla::DTYPE>, ROWS, WIDTH, ROTATE>;
+using Problem = mla::DecodeProblem<mla::SameAsQuery<mla::DTYPE>, ROWS, WIDTH, ROTATE, D_V>;
 using Mma = cdna::mfma_16x16x32::SameTypeMma<Problem, Policy>;
 using Decode = cdna::mfma_16x16x32::Decode<Problem, Policy, Mma>;
 

@@ -26,7 +26,7 @@ OUT_TYPES = {torch.bfloat16: (0, "bf16"), torch.float16: (1, "fp16"), torch.floa
 MAY_BE_MERGED = 2
 """The first of `skip` behind a decode that may have merged rows itself (csrc/sm_90/combine/merged_rows.hpp)."""
 MAX_ROWS = 2**31 - 1  # over the batch: the kernel's row numbers are 31 bits
-HEAD_DIMS_V = (512, 128)
+HEAD_DIMS_V = (512, 256, 128)
 ROW_COUNTS = (1, 2, 4, 8)
 VECS = (1, 2, 4, 8)
 FIXED_SPLITS = (0, 16)
@@ -255,7 +255,7 @@ def rule(arch: ArchSpec, head_dim_v: int, rows: int, splits: int) -> CombineConf
     beside = arch.vendor == "nvidia" and head_dim_v == 512
     if rows >= 3 * arch.compute_units:
         return _config(arch, head_dim_v, 4, 4, 4, 1)
-    if 4 * rows >= 3 * arch.compute_units or head_dim_v == 128:
+    if 4 * rows >= 3 * arch.compute_units or head_dim_v != 512:
         return _config(arch, head_dim_v, 1, 4, 4 if beside and splits < 32 else 8, 1)
     if beside and 4 * rows > arch.compute_units:
         return _config(arch, head_dim_v, 1, 4, 8, 1)

@@ -13,10 +13,21 @@ from mla_suite.kv_formats import get_kv_format
 
 
 def sample(
-    tokens: int, kv_format: str, *, page: int = 64, rope: bool = False, interleaved: bool = True, skip: bool = False
+    tokens: int,
+    kv_format: str,
+    *,
+    page: int = 64,
+    rope: bool = False,
+    interleaved: bool = True,
+    skip: bool = False,
+    widths: tuple[int, int] | None = None,
 ) -> Sample:
-    """`tokens` random rows to distinct slots in random order; `skip` gives every third token a negative slot."""
-    kind = get_kv_format(kv_format)
+    """`tokens` random rows to distinct slots in random order; `skip` gives every third token a negative slot.
+
+    `widths` are the values of a dense row's latent and rope part; None: 512 and 64.
+    """
+    declared = get_kv_format(kv_format)
+    kind = declared if widths is None else declared.sized(*widths)
     pages = -(-tokens // page) + 1
 
     def make(device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -37,7 +48,8 @@ def sample(
         return args, {"kv_format": kv_format, "interleaved": interleaved}
 
     pairing = ("-interleaved" if interleaved else "-half") if rope else ""
-    name = f"{kv_format}-t{tokens}-p{page}{pairing}" + ("-skip" if skip else "")
+    width = "" if widths is None else f"-{widths[0]}+{widths[1]}"
+    name = f"{kv_format}-t{tokens}-p{page}{width}{pairing}" + ("-skip" if skip else "")
     table = kind.rope * 4 + 8 if rope else 0
     bytes_moved = tokens * (kind.head_dim * 2 + 8 + table + kind.token_bytes)
     return Sample(name, make, bytes_moved, tokens * kind.head_dim * 4)
@@ -48,6 +60,9 @@ def samples() -> Sequence[Sample]:
         sample(5, "bf16"),
         sample(7, "bf16", page=3, rope=True, skip=True),
         sample(4, "fp8", rope=True, interleaved=False),
+        sample(5, "bf16", page=3, rope=True, widths=(128, 32)),
+        sample(5, "fp8", widths=(256, 32)),
+        sample(5, "bf16", widths=(512, 0)),
         sample(3, "fp8_fnuz", page=16),
         sample(6, "v32", page=2),
         sample(6, "dsv4", page=2, rope=True, skip=True),

@@ -109,6 +109,22 @@ SHAPES = {
     "un-rotated, by size": dict(lens=(700, 100, 0), split_size=48, heads=24, rotate=True),
     "un-rotated, fp16": dict(lens=(700, 90), heads=24, rotate=True, **HALF),
     "un-rotated, fp16, gathered": dict(lens=(700, 90), heads=16, page=24, num_splits=2, rotate=True, **HALF),
+    "256 + 64": dict(lens=(0, 1, 31, 32, 33, 64, 65, 500), heads=64, q_len=2, latent=256),
+    "256 + 64, planned, sink": dict(lens=(700, 100, 2063, 500), heads=128, latent=256, planned=True, sink=True),
+    "256 + 64, odd pages, ragged": dict(lens=(700, 100, 1063), page=7, q_len=2, varlen=True, latent=256),
+    "256 + 64, e4m3 cache": dict(lens=(700, 1, 333), heads=40, page=16, latent=256, kv_format="fp8"),
+    "256 + 64, e4m3 queries, 8 splits": dict(lens=(3000, 33, 0), heads=100, latent=256, num_splits=8, **FP8),
+    "256 + 32": dict(lens=(700, 1, 2, 1063), heads=32, q_len=4, latent=256, rope=32, sink=True),
+    "256 + 32, pages of 1, 3 splits": dict(lens=(70, 1, 333), page=1, latent=256, rope=32, num_splits=3),
+    "256 + 32, e4m3 cache": dict(lens=(700, 64, 33), heads=128, latent=256, rope=32, kv_format="fp8"),
+    "256 + 32, e4m3 queries": dict(lens=(700, 0, 64, 33), heads=8, latent=256, rope=32, planned=True, **FP8),
+    "128 + 32": dict(lens=(0, 1, 31, 32, 33, 480, 481, 5000), heads=40, latent=128, rope=32),
+    "128 + 32, planned, ragged": dict(
+        lens=(*[60, 0, 500] * 40, 3000), q_len=3, latent=128, rope=32, planned=True, varlen=True, sink=True
+    ),
+    "128 + 32, pages of 24": dict(lens=(700, 100), heads=128, latent=128, rope=32, page=24, num_splits=2),
+    "128 + 32, e4m3 cache, by size": dict(lens=(700, 5), heads=24, latent=128, rope=32, kv_format="fp8", split_size=48),
+    "128 + 32, e4m3 queries": dict(lens=(700, 1063, 3), heads=128, q_len=2, latent=128, rope=32, **FP8),
     "more tiles than SMs": dict(lens=(40,), heads=128, q_len=70, num_splits=1),
     "more sequences than SMs": dict(lens=tuple(40 + i for i in range(140)), heads=65),
 }
@@ -248,6 +264,7 @@ def test_what_it_cannot_take_is_refused_in_a_sentence():
     for options, sentence in (
         (dict(rotate=True, kv_format="fp8"), "rope_cos_sin of 64 values with fp8 rows of 576; it rotates 64 of bf16"),
         (dict(kv_format="fp16"), "kv_format fp16 with torch.bfloat16 queries; it takes bf16 or fp8"),
+        (dict(latent=256, **HALF), "float16 queries of 320 values; it takes bfloat16 or float8_e4m3fn"),
     ):
         args, kwargs = decode_sample((70,), heads=16, **options).make(torch.device("cuda"))
         assert sentence in str(mla_suite.explain("decode", *args, **kwargs))

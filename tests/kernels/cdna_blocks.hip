@@ -79,11 +79,11 @@ MLA_KERNEL(64, 1) void convert(Arrays p) {
 
 // in[16][512] 16-bit values -> out: the tile by columns, [4 blocks][4 keys j][64 lanes][8].
 MLA_KERNEL(64, 1) void latent_tile(Arrays p) {
-  static MLA_SHARED __attribute__((aligned(1024))) char memory[LatentLdsTile::bytes];
+  static MLA_SHARED __attribute__((aligned(1024))) char memory[LatentLdsTile<512>::bytes];
   const LdsBytes lds = (LdsBytes)memory;
   const Lane lane = Lane::current();
-  const ChunkLdsMap keys(lane);
-  const ColumnLdsMap columns(lane);
+  const ChunkLdsMap<LatentLdsTile<512>> keys(lane);
+  const ColumnLdsMap<LatentLdsTile<512>> columns(lane);
   for (int c = 0; c < 16; ++c) {
     lds_write16(lds + keys.of(c), static_cast<const u32x4*>(p.in)[lane.column * 64 + c * 4 + lane.group]);
   }
@@ -126,6 +126,8 @@ MLA_KERNEL(64, 1) void rope(Arrays p) {
   out[3] = residual[1];
 }
 
+using Plain = mla::DecodeProblem<mla::SameAsQuery<mla::bf16>, 64, 576, false>;
+
 struct StageArrays {
   const void* cache;
   const int32_t* block_table;
@@ -153,7 +155,7 @@ MLA_DEVICE void stages(const StageArrays& a) {
   const Lane lane = Lane::current();
   const int wave = wave_id();
   const mla::PagedKv source(p, element_bytes, 0);
-  const KvStageReadMap places(lane);
+  const KvStageReadMap<Plain> places(lane);
   const int count = (a.end_key - a.first_key + 15) / 16;
   Stages ring(source, mla::WorkTile{0, a.first_key, a.end_key, -1}, a.rope_cos_sin, count, lds, lane, wave);
   wait_all_loads();
@@ -181,7 +183,6 @@ MLA_DEVICE void stages(const StageArrays& a) {
     used = Stages::next_stage(used);
   }
 }
-using Plain = mla::DecodeProblem<mla::SameAsQuery<mla::bf16>, 64, 576, false>;
 using Rotated = mla::DecodeProblem<mla::SameAsQuery<mla::bf16>, 64, 576, true>;
 using Fp8 = mla::DecodeProblem<mla::Fp8Cache<mla::bf16>, 64, 576, false>;
 MLA_KERNEL(256, 1) void stages_plain(StageArrays a) { stages<KvStageProducer<Plain, Policy>, false, 2>(a); }
@@ -194,7 +195,7 @@ MLA_KERNEL(256, 1) void key_groups(Arrays p) {
   static MLA_SHARED __attribute__((aligned(1024))) char memory[4 * 8192 + 4 * 256];
   const Lane lane = Lane::current();
   const int wave = wave_id();
-  AccumO output[2];
+  AccumO<512> output[2];
   mla::RowSoftmax softmax[2];
   for (int r = 0; r < 2; ++r) {
     const float* statistics = static_cast<const float*>(p.in2) + (wave * 2 + r) * 2 * WAVE + lane.index;

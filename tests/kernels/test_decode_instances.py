@@ -13,7 +13,7 @@ from decode_grid import CPU, counted, counted_by_packaged_compiler
 
 import mla_suite
 from mla_suite import archs
-from mla_suite.archs.cdna.decode import CdnaConfig, tile_rows
+from mla_suite.archs.cdna.decode import NARROW_ROWS, CdnaConfig, tile_rows
 from mla_suite.archs.gfx950 import Gfx950Config
 from mla_suite.build import manifest
 from mla_suite.ops.decode.samples import decode_sample
@@ -45,6 +45,7 @@ INSTANCES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 """Instances of an arch, by rows -> what their calls store. Of the two for fp8 queries the rows decide which runs."""
+NARROW = ((256, 64), (256, 32), (128, 32))  # latents and rope parts
 
 
 def config_of(arch, constants):
@@ -65,7 +66,11 @@ def test_every_instance_is_built_as_its_config_says(arch):
         for (name, _), entry in manifest.installed().kernels.items()
         if name == arch and entry.kernel.startswith("decode")
     ]
-    assert {entry.id for entry in entries} == {name.format(rows) for name in INSTANCES[arch] for rows in TILES}
+    narrow = {
+        f"decode_narrow_dtype-bf16_rows-{rows}_width-{latent + rope}_dv-{latent}"
+        for (latent, rope), rows in itertools.product(NARROW, NARROW_ROWS)
+    }
+    assert {entry.id for entry in entries} == {name.format(rows) for name in INSTANCES[arch] for rows in TILES} | narrow
     for entry in entries:
         config = config_of(arch, entry.constants)
         assert entry.id == config.instance
@@ -93,14 +98,31 @@ def assert_exact(arch, report, rows, kv, options, value_bytes):
     if arch == "gfx950":
         assert all("x16_" not in name for name in products), products
     flop = sum(times * 2 * 16 * 16 * int(depths[name][1]) for name, times in products.items())
-    width = 512 + options.get("rope", 64)
+    latent = options.get("latent", 512)
+    width = latent + options.get("rope", 64)
     more = 64 if options.get("rotate") else 0  # what rounding a turned key leaves is multiplied too
     if options == OCP_QUERY:
         more = 64  # five products of 128 columns, half of the last one zeros
-    assert flop == kv * rows * 2 * (width + more + 512)
+    assert flop == kv * rows * 2 * (width + more + latent)
     stored = width * value_bytes
     assert report.loaded["kv_cache"] == kv * stored
     assert report.loaded["kv_cache"] + report.loaded["block_table"] <= kv * (stored + 24)
+
+
+@pytest.mark.parametrize("rows", [16, 128])
+@pytest.mark.parametrize("arch", INSTANCES)
+def test_narrow_rows_cost_their_own_bytes_and_instructions(arch, rows):
+    """Bytes and products per key are exactly the row's own (`assert_exact`); all other work falls with the latent."""
+    wide, _ = report_of(arch, rows)
+    before = sum(wide.mix().values())
+    for latent, share in ((256, 0.7), (128, 0.8)):
+        totals = [
+            sum(report_of(arch, rows, latent=latent, rope=rope)[0].mix().values())
+            for own, rope in NARROW
+            if own == latent
+        ]
+        assert max(totals) < share * before
+        before = min(totals)
 
 
 def vector(report):
@@ -229,6 +251,7 @@ def test_tiles_are_near_equal():
         ({"rows": 24}, "rows are 16 to 128"),
         ({"rows": 144}, "rows are 16 to 128"),
         ({"width": 640}, "width is one of"),
+        ({"width": 320, "rows": 48}, "narrow rows are bf16, with 16, 32, 64, 128 query rows"),
         ({"rotate": True, "width": 512}, "un-rotated"),
         ({"arch": archs.get("sm_90")}, "not an AMD arch"),
         ({"arch": archs.get("gfx950"), "cache": "fp8", "fp8_weights": True}, "fp8 weights come with fp8 queries"),

@@ -34,15 +34,20 @@ ROTATED = [
 ]
 ROTATED += [(dtype, 576, "cp_async_rotated", "none") for dtype in ("bf16", "fp16")]
 POINTS += ROTATED
+NARROW = [
+    (dtype, width, source, "none")
+    for width in (320, 288, 160)
+    for dtype, source in (("bf16", "tma"), ("bf16", "cp_async"), ("bf16", "fp8"), ("fp8", "fp8"))
+]
+POINTS += NARROW
 SWAP_AB = [(dtype, 576, "swap_ab", "none", rows) for dtype in ("bf16", "fp16", "fp8") for rows in (16, 32)]
 HALF = {"kv_format": "fp16", "dtype": torch.float16}
 FP8 = {"kv_format": "fp8", "dtype": torch.float8_e4m3fn}
 
 
 def test_every_point_is_declared():
-    declared = {
-        item.id: item for item in instances("sm_90") if item.kernel in ("decode", "decode_rotated", "swap_ab_decode")
-    }
+    kernels = ("decode", "decode_rotated", "decode_narrow", "swap_ab_decode")
+    declared = {item.id: item for item in instances("sm_90") if item.kernel in kernels}
     points = POINTS + SWAP_AB
     assert set(declared) == {Sm90Config(H200, *point).instance for point in points}
     for point in points:
@@ -55,7 +60,8 @@ def test_every_point_is_declared():
     [
         ({"arch": archs.get("gfx942")}, "gfx942 is not sm_90"),
         ({"dtype": "fp32"}, "dtype is one of bf16, fp16"),
-        ({"width": 320}, "width is one of 576, 512"),
+        ({"width": 448}, "width is one of 576, 512, 320, 288, 160"),
+        ({"width": 320, "dtype": "fp16"}, "dtype is one of bf16"),
         ({"dtype": "fp8"}, "dtype is one of bf16, fp16"),
         ({"kv_load": "fp8", "dtype": "fp32"}, "dtype is one of bf16, fp16, fp8"),
         ({"kv_load": "hope"}, "kv_load is one of tma, cp_async, fp8, swap_ab, tma_rotated, cp_async_rotated"),
@@ -93,7 +99,8 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
         config = Sm90Config(H200, *point)
         source, rotates = config.kv_load.removesuffix("_rotated"), str(config.load.rotates).lower()
         policy = f"DecodePolicyOf<KvLoad::{source}, {clusters[config.cluster_mode]}, {config.width}, {rotates}>"
-        traits = f"DecodeTraits<DecodeProblem<{config.dtype}, {config.width}, {rotates}>, {policy}>"
+        problem = f"DecodeProblem<{config.dtype}, {config.width}, {rotates}, {config.head_dim_v}>"
+        traits = f"DecodeTraits<{problem}, {policy}>"
         lines += [
             f'static_assert(SharedStorage<{traits}>::BYTES == {config.lds}, "shared memory of {config.instance}");',
             f'static_assert(BLOCK_N == {BLOCK_N} && BLOCK_M == {BLOCK_M}, "tile of {config.instance}");',
@@ -142,6 +149,9 @@ def answer_of(monkeypatch, built=True, **options):
         ({**FP8, "page": 1, "q_len": 2}, "swap_ab_decode_dtype-fp8_qrows-32"),
         ({**FP8, "page": 1, "q_len": 4}, "decode_dtype-fp8_dqk-576_kvsource-fp8_clustermode-none"),
         ({**HALF, "kv_format": "fp8", "rope": 0}, "decode_dtype-fp16_dqk-512_kvsource-fp8_clustermode-none"),
+        ({"latent": 256}, "decode_narrow_dtype-bf16_dqk-320_kvsource-tma_clustermode-none_dv-256"),
+        ({"latent": 256, "rope": 32, "page": 1}, "decode_narrow_dtype-bf16_dqk-288_kvsource-cp_async_"),
+        ({"latent": 128, "rope": 32, **FP8}, "decode_narrow_dtype-fp8_dqk-160_kvsource-fp8_clustermode-none_dv-128"),
         ({"rotate": True}, "decode_rotated_dtype-bf16_dqk-576_kvsource-tma_clustermode-none_rotate-1"),
         ({"rotate": True, "page": 1, **HALF}, "decode_rotated_dtype-fp16_dqk-576_kvsource-cp_async_clustermode-none_"),
     ],
@@ -160,7 +170,8 @@ def test_which_kernel(monkeypatch, options, instance):
         ({"dtype": torch.float32}, "q is torch.float32; it takes bfloat16, float16 or float8_e4m3fn"),
         ({"dtype": torch.float8_e4m3fn}, "kv_format bf16 with torch.float8_e4m3fn queries; it takes fp8"),
         ({"kv_format": "fp16"}, "kv_format fp16 with torch.bfloat16 queries; it takes bf16 or fp8"),
-        ({"latent": 256}, "rows of 320 values with head_dim_v 256; it takes 576 or 512 with 512"),
+        ({"latent": 64}, "rows of 128 values with head_dim_v 64; it takes 576 with 512, 512 with 512, 320 with 256,"),
+        ({"latent": 256, **HALF}, "float16 queries of 320 values; it takes bfloat16 or float8_e4m3fn"),
         (
             {"rotate": True, "kv_format": "fp8"},
             "rope_cos_sin of 64 values with fp8 rows of 576; it rotates 64 of bf16 or fp16 rows of 576",

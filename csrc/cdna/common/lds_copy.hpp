@@ -29,9 +29,51 @@ MLA_DEVICE void copy_words_to_lds(const void* from, uint32_t lds) {
   asm volatile("s_nop 0\n\tglobal_load_lds_dword %0, off" : : "v"(from), "{m0}"(lds) : "memory");
 }
 
-// Copies four rows of 1,024 bytes to LDS rows that lie `pitch` apart. Row j begins at row[j] + pitch * j: the caller
-// subtracts that, so that one M0 serves all sixteen instructions (the offset in an instruction counts on both sides).
-struct FourRows {
+// Copies four rows of 1,024, 512 or 256 bytes to LDS rows that lie `pitch` apart, 16 bytes more than their length. Row j
+// begins at row[j] + pitch * j: the caller subtracts that, so that one M0 serves all instructions (the offset in an
+// instruction counts on both sides).
+template <int row_bytes>
+struct FourRows;
+template <>
+struct FourRows<512> {
+  static constexpr int instructions = 8;
+  static constexpr int pitch = 528;
+
+  MLA_DEVICE static void copy(const char* const (&row)[4], uint32_t lane_offset, uint32_t lds) {
+    asm volatile(
+        "s_nop 4\n\t"
+        "global_load_lds_dword %0, %1\n\t"
+        "global_load_lds_dword %0, %1 offset:256\n\t"
+        "global_load_lds_dword %0, %2 offset:528\n\t"
+        "global_load_lds_dword %0, %2 offset:784\n\t"
+        "global_load_lds_dword %0, %3 offset:1056\n\t"
+        "global_load_lds_dword %0, %3 offset:1312\n\t"
+        "global_load_lds_dword %0, %4 offset:1584\n\t"
+        "global_load_lds_dword %0, %4 offset:1840"
+        :
+        : "v"(lane_offset), "s"(row[0]), "s"(row[1]), "s"(row[2]), "s"(row[3]), "{m0}"(lds)
+        : "memory");
+  }
+};
+template <>
+struct FourRows<256> {
+  static constexpr int instructions = 4;
+  static constexpr int pitch = 272;
+
+  MLA_DEVICE static void copy(const char* const (&row)[4], uint32_t lane_offset, uint32_t lds) {
+    asm volatile(
+        "s_nop 4\n\t"
+        "global_load_lds_dword %0, %1\n\t"
+        "global_load_lds_dword %0, %2 offset:272\n\t"
+        "global_load_lds_dword %0, %3 offset:544\n\t"
+        "global_load_lds_dword %0, %4 offset:816"
+        :
+        : "v"(lane_offset), "s"(row[0]), "s"(row[1]), "s"(row[2]), "s"(row[3]), "{m0}"(lds)
+        : "memory");
+  }
+};
+template <>
+struct FourRows<1024> {
   static constexpr int instructions = 16;
   static constexpr int pitch = 1040;
 

@@ -9,10 +9,10 @@ namespace cdna {
 // The target of one query row: out and lse when the work tile is its sequence's only split, else one row of the
 // partial results. `finish` gives the row's scale and lse, `store` writes its values.
 template <class Problem, class Policy>
-struct DecodeEpilogue : mla::RowSink<Policy, typename Problem::Element> {
+struct DecodeEpilogue : mla::RowSink<Policy, typename Problem::Element, Problem::latent> {
   MLA_DEVICE DecodeEpilogue(const mla::DecodeParams& p, const mla::WorkTile& tile, const mla::SequenceRows& rows,
                             int row)
-      : mla::RowSink<Policy, typename Problem::Element>(p, tile, rows, row) {}
+      : mla::RowSink<Policy, typename Problem::Element, Problem::latent>(p, tile, rows, row) {}
 
   // The factor of the averaged stored values: the descale of the cache, where the format has one.
   MLA_DEVICE static float value_scale(const mla::DecodeParams& p) {

@@ -6,7 +6,7 @@
 
 namespace mla {
 
-// Strides count elements. D_QK is 576 (512 latent + 64 rope) or 512, D_V is 512. Keys of a page lie D_QK apart. A query
+// Strides count elements. D_QK is the latent, of D_V values, and a rope part. Keys of a page lie D_QK apart. A query
 // row is (token i of the sequence, head h) = row i * heads + h. A reciprocal and its shift are ceil(2^(31 + shift) / n)
 // and ceil(log2(n)): numbers below 2^31 are divided by n by one multiplication.
 struct alignas(64) DecodeTmaParams {

@@ -84,9 +84,9 @@ MLA_DEVICE void convert_row(uint32_t from, uint32_t to, const Wait& wait_to_stor
 }
 
 // 16 values of each of BOXES boxes of 32 columns of a query row, 32 bytes apart in `from` and `box` in `to`; zeros
-// where `from` is null.
+// where `from` is null, and behind the `present` boxes that the row has.
 template <class Element, int BOXES>
-MLA_DEVICE void convert_q_row(const char* from, uint32_t to, uint32_t box) {
+MLA_DEVICE void convert_q_row(const char* from, uint32_t to, uint32_t box, int present) {
   constexpr int BATCH = 3;  // boxes whose loads are in flight at the same time
 #pragma unroll 1
   for (int first = 0; first < BOXES; first += BATCH) {
@@ -94,7 +94,7 @@ MLA_DEVICE void convert_q_row(const char* from, uint32_t to, uint32_t box) {
 #pragma unroll
     for (int i = 0; i < BATCH; ++i) {
       stored[i][0] = stored[i][1] = stored[i][2] = stored[i][3] = 0;
-      if (from != nullptr && first + i < BOXES) ld_global_v4(from + (first + i) * 32, stored[i]);
+      if (from != nullptr && first + i < present) ld_global_v4(from + (first + i) * 32, stored[i]);
     }
 #pragma unroll
     for (int i = 0; i < BATCH; ++i) {

@@ -1,5 +1,6 @@
 // Decode on sm_90: the entry. DTYPE (of the queries), D_QK, KV_SOURCE and CLUSTER_MODE are the instance's constants
-// (arch.toml), and ROTATE where rope parts are cached un-rotated. sm_90/README.md describes the roles.
+// (arch.toml), ROTATE where rope parts are cached un-rotated, and D_V of latents that are not 512. sm_90/README.md
+// describes the roles.
 #include "sm_90/decode/cluster/exchange_p.hpp"
 #include "sm_90/decode/cluster/none.hpp"
 #include "sm_90/decode/cluster/reduce_last.hpp"
@@ -12,6 +13,9 @@
 
 #ifndef ROTATE
 #define ROTATE 0
+#endif
+#ifndef D_V
+#define D_V 512
 #endif
 
 namespace mla::sm_90 {
@@ -30,7 +34,8 @@ struct ProducerOf {  // ClusterReduceO and ClusterReduceLast, which no combine s
 };
 template <class Traits, class Scheduler>
 struct ProducerOf<KvLoad::tma, ClusterNone, false, Traits, Scheduler> {
-  using Type = ProducerTmaStreaming<Traits, Scheduler>;
+  using Type = typename SelectStorage<Traits::STREAMABLE, ProducerTmaStreaming<Traits, Scheduler>,
+                                      ProducerTma<Traits, Scheduler>>::Type;
 };
 template <class Traits, class Scheduler>
 struct ProducerOf<KvLoad::tma, ClusterExchangeP, false, Traits, Scheduler> {
@@ -53,7 +58,7 @@ using Producer =
     typename ProducerOf<KvLoad::KV_SOURCE, cluster_mode::CLUSTER_MODE, ROTATE != 0, Traits, Scheduler>::Type;
 
 using Policy = DecodePolicyOf<KvLoad::KV_SOURCE, cluster_mode::CLUSTER_MODE, D_QK, ROTATE>;
-using Traits = DecodeTraits<DecodeProblem<DTYPE, D_QK, ROTATE>, Policy>;
+using Traits = DecodeTraits<DecodeProblem<DTYPE, D_QK, ROTATE, D_V>, Policy>;
 using Kernel = DecodeKernel<Traits, TileSchedulerOf<Traits::Cluster::MERGES_LAST>, Producer>;
 
 }  // namespace mla::sm_90

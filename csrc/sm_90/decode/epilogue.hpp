@@ -1,4 +1,4 @@
-// The epilogue: how a PV warpgroup's 64 rows of 256 columns get to memory, as 16-bit results or as fp32 partials.
+// The epilogue: how a PV warpgroup's 64 rows of its columns get to memory, as 16-bit results or as fp32 partials.
 #pragma once
 
 #include "sm_90/decode/query_rows.hpp"
@@ -18,12 +18,14 @@ struct OutputTarget {
   float factor[2];     // scales the two accumulator rows that this lane holds, which are not the rows it stores
 };
 
-// The part of O that a PV thread holds: tiles of 8 columns, with two values of its first row and two of its second in
-// each.
-using AccumulatorO = float[2][64];
+// The part of O that a PV thread holds of COLUMNS columns, in products of at most 128: tiles of 8 columns, with two
+// values of its first row and two of its second in each.
+template <int COLUMNS>
+using AccumulatorO = float[(COLUMNS + 127) / 128][COLUMNS < 128 ? COLUMNS / 2 : 64];
 
 // One of these tiles, each row times its factor.
-MLA_DEVICE void scaled_tile(const AccumulatorO& o, int tile, const float (&factor)[2], float (&four)[4]) {
+template <int PRODUCTS, int VALUES>
+MLA_DEVICE void scaled_tile(const float (&o)[PRODUCTS][VALUES], int tile, const float (&factor)[2], float (&four)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) four[i] = o[tile / 16][tile % 16 * 4 + i] * factor[i / 2];
 }
@@ -35,8 +37,8 @@ class Epilogue {
   static constexpr int COLUMNS = Traits::STORED_COLUMNS;
 
  public:
-  static constexpr int PIECE_BYTES = 16 * 128;            // 128 bytes of each of a warp's rows
-  static constexpr int BUFFER_BYTES = 2 * PIECE_BYTES;  // of a warp: one piece is written while another is read
+  static constexpr int BUFFER_BYTES = Traits::OUT_BUFFER_BYTES;
+  static constexpr int PIECE_BYTES = BUFFER_BYTES / 2;  // 128 bytes of each of a warp's rows
 
   // Stores COLUMNS columns from `first_column` on.
   MLA_DEVICE Epilogue(const Params& params, int first_column) : params_(params), first_column_(first_column) {}
@@ -49,7 +51,7 @@ class Epilogue {
     target.partial = partial_row >= 0;
     if (target.partial) {
       const int64_t first = static_cast<int64_t>(partial_row) * Traits::Problem::rows(params_);
-      target.begin = reinterpret_cast<char*>(params_.partial_out + first * HEAD_DIM_V + first_column_);
+      target.begin = reinterpret_cast<char*>(params_.partial_out + first * Traits::HEAD_DIM_V + first_column_);
       target.lse = params_.partial_lse + first;
     } else {
       target.begin =
@@ -61,7 +63,8 @@ class Epilogue {
       const QueryRow row(heads, queries, first_row() + stored_row(i));
       const uint32_t of_token = static_cast<uint32_t>(params_.out_token_stride >> 3);
       const uint32_t of_head = static_cast<uint32_t>(params_.out_head_stride >> 3);
-      target.offset[i] = target.partial ? static_cast<uint32_t>(row.index) * (HEAD_DIM_V / 4) : row.token * of_token + row.head * of_head;
+      target.offset[i] = target.partial ? static_cast<uint32_t>(row.index) * (Traits::HEAD_DIM_V / 4)
+                                        : row.token * of_token + row.head * of_head;
       if (!row.valid) target.offset[i] = NO_ROW;
     }
     return target;

@@ -1,4 +1,4 @@
-// The two PV warpgroups, which hold O: O = O * factor + P V, 256 columns each.
+// The two PV warpgroups, which hold O: O = O * factor + P V, half of the columns each.
 #pragma once
 
 #include "sm_90/decode/cluster/none.hpp"
@@ -20,9 +20,13 @@ class PvMma {
   using Cluster = typename Traits::Cluster;
   using Storage = SharedStorage<Traits>;
   friend Cluster;  // its finish_tile
+  static constexpr int COLUMNS = Traits::WARPGROUP_COLUMNS;
+  using Accumulator = AccumulatorO<COLUMNS>;
+  static constexpr int LAST_PRODUCT = sizeof(Accumulator) / sizeof(Accumulator{}[0]) - 1;  // 0 or 1
+  static constexpr int VALUES = sizeof(Accumulator{}[0]) / sizeof(float);
 
  public:
-  // Group 0 holds columns 0..255, group 1 the others. With ClusterExchangeP both hold the CTA's half of the columns:
+  // Group 0 holds the first half of the columns, group 1 the others. With ClusterExchangeP both hold the CTA's half of the columns:
   // group 0 of this CTA's P, group 1 of the peer's.
   MLA_DEVICE PvMma(const Params& params, uint32_t shared, int group)
       : params_(params),
@@ -30,8 +34,8 @@ class PvMma {
         shared_(shared),
         group_(group),
         epilogue_(params, Cluster::EXCHANGES_P
-                              ? static_cast<int>(cluster_rank()) * WARPGROUP_COLUMNS + group * Traits::STORED_COLUMNS
-                              : group * WARPGROUP_COLUMNS) {}
+                              ? static_cast<int>(cluster_rank()) * COLUMNS + group * Traits::STORED_COLUMNS
+                              : group * COLUMNS) {}
 
   // Follows the QK warpgroup's commands, P stage by P stage. Each P V is waited for at once: the next P is published a
   // whole Q K^T later, and releasing a KV stage early is worth more than queueing a P V early.
@@ -44,7 +48,7 @@ class PvMma {
       }
       // O is cleared for both cases. Otherwise the compiler takes its registers to be live since the last tile.
 #pragma unroll
-      for (int i = 0; i < 64; ++i) o_[0][i] = o_[1][i] = 0.0f;
+      for (int i = 0; i < VALUES; ++i) o_[0][i] = o_[LAST_PRODUCT][i] = 0.0f;
       if ((command & (MULTIPLY | Q_PASSED)) && !of_peer()) {
         kv_.next();
         kv_.next();
@@ -126,21 +130,21 @@ class PvMma {
       const float factor[2] = {ld_shared<float>(p_stage() + Storage::P_FACTOR + quad_row() * 4),
                                ld_shared<float>(p_stage() + Storage::P_FACTOR + quad_row() * 4 + 32)};
 #pragma unroll
-      for (int i = 0; i < 64; ++i) {
+      for (int i = 0; i < VALUES; ++i) {
         o_[0][i] *= factor[i / 2 % 2];
-        o_[1][i] *= factor[i / 2 % 2];
+        if constexpr (LAST_PRODUCT > 0) o_[1][i] *= factor[i / 2 % 2];
       }
     }
     const uint64_t p = make_descriptor(warp_uniform(p_stage()), 128, 256, Swizzle::none);
     const uint64_t v =
         make_descriptor(warp_uniform(values_at()), Traits::BLOCK_BYTES, Traits::GROUP_BYTES, Swizzle::bytes128);
     pin_accumulator(o_[0]);
-    pin_accumulator(o_[1]);
+    pin_accumulator(o_[LAST_PRODUCT]);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < BLOCK_N / 16; ++k)
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
+      for (int half = 0; half <= LAST_PRODUCT; ++half)
         pv_mma<Element>(
             o_[half], advance_descriptor(p, k * 2048),
             advance_descriptor(v, column_block(half) * Traits::BLOCK_BYTES + k * 2 * Traits::GROUP_BYTES), true);
@@ -163,9 +167,9 @@ class PvMma {
       return barriers_.kv_empty(kv_.stage);
   }
 
-  // This warpgroup's 256 columns of the keys in the stage.
+  // This warpgroup's columns of the keys in the stage.
   MLA_DEVICE uint32_t values_at() const {
-    constexpr int SIDE_BYTES = WARPGROUP_COLUMNS / 64 * Traits::BLOCK_BYTES;
+    constexpr int SIDE_BYTES = COLUMNS / 64 * Traits::BLOCK_BYTES;
     if (of_peer()) return shared_ + Storage::PEER_KV + kv_.stage * Traits::PEER_STAGE_BYTES;
     const int side = Cluster::EXCHANGES_P ? static_cast<int>(cluster_rank()) : group_;
     return shared_ + Storage::KV + kv_.stage * Traits::STAGE_BYTES + side * SIDE_BYTES;
@@ -174,7 +178,7 @@ class PvMma {
   // Zeros the values of the peer's keys past its tile's end, as the QK warpgroup does for this CTA's.
   MLA_DEVICE void clear_peer_rest() {
     const int used = ld_shared<int>(p_stage() + Storage::P_KEYS_LEFT);
-    if (used < BLOCK_N) clear_keys<Traits, WARPGROUP_COLUMNS>(values_at(), used);
+    if (used < BLOCK_N) clear_keys<Traits, COLUMNS>(values_at(), used);
     named_barrier_sync<128>(PV_GROUP_BARRIER + group_);
   }
 
@@ -187,7 +191,7 @@ class PvMma {
   MLA_DEVICE void wait_for_product() {
     wgmma_wait<0>();
     pin_accumulator(o_[0]);
-    pin_accumulator(o_[1]);
+    pin_accumulator(o_[LAST_PRODUCT]);
     __syncwarp();
   }
 
@@ -219,15 +223,14 @@ class PvMma {
     release_p();
   }
 
-  // The epilogue's buffers are in the stage that was read last, once both warpgroups are done with it.
+  // The epilogue's buffers are in the stage that was read last, once both warpgroups are done with it, or apart.
   MLA_DEVICE void store(const OutputTarget& target) {
-    named_barrier_sync<PV_BARRIER, 256>();
-    const uint32_t buffer = shared_ + Storage::KV + kv_.stage * Traits::STAGE_BYTES +
+    if constexpr (Traits::OUT_BYTES == 0) named_barrier_sync<PV_BARRIER, 256>();
+    const uint32_t buffer = (Traits::OUT_BYTES == 0 ? shared_ + Storage::KV + kv_.stage * Traits::STAGE_BYTES
+                                                    : shared_ + Storage::OUT) +
                             (group_ * 4 + warpgroup_thread() / 32) * Epilogue::BUFFER_BYTES;
     epilogue_.store(buffer, target, [&](int tile, float (&four)[4]) { scaled_tile(o_, tile, target.factor, four); });
   }
-  static_assert(8 * Epilogue::BUFFER_BYTES <= Traits::STAGE_BYTES, "the buffers of all warps fit in a stage");
-
   const Params& params_;
   Mbarriers<Traits> barriers_;
   uint32_t shared_;
@@ -235,7 +238,7 @@ class PvMma {
   Epilogue epilogue_;
   PipelineState<Traits::STAGES> kv_;
   PipelineState<Traits::P_STAGES> p_;
-  AccumulatorO o_;  // 128 columns each
+  Accumulator o_;
 };
 
 }  // namespace mla::sm_90

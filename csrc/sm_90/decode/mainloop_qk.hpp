@@ -280,7 +280,7 @@ class QkSoftmax {
   // Their scores are masked, so a warp that still reads them as keys does no harm.
   MLA_DEVICE void clear_values_from(int used) {
     const int stage = (kv_.stage == 0 ? Traits::STAGES : kv_.stage) - 1;
-    clear_keys<Traits, HEAD_DIM_V>(shared_ + Storage::KV + stage * Traits::STAGE_BYTES, used);
+    clear_keys<Traits, Traits::HEAD_DIM_V>(shared_ + Storage::KV + stage * Traits::STAGE_BYTES, used);
   }
 
   // Multiplies the scale by the factors that there are, without a load where there is none.

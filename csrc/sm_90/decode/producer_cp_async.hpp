@@ -82,6 +82,11 @@ class ProducerCpAsync : ProducerBase<Traits> {
     cp_async_mbarrier_arrive(barriers_.kv_full(kv.stage));
   }
 
+  // Whether this thread's piece of a column block is in the row.
+  MLA_DEVICE static bool in_row(int block) {
+    return (block + 1) * 64 <= Traits::HEAD_DIM_QK || warpgroup_thread() % 8 < Traits::HEAD_DIM_QK % 64 / 8;
+  }
+
   // This thread's pieces of some column blocks.
   template <int BEGIN, int END>
   MLA_DEVICE void copy_blocks(const char* const (&from)[BLOCK_N / KEYS_APART], uint32_t to) const {
@@ -91,7 +96,7 @@ class ProducerCpAsync : ProducerBase<Traits> {
       const char* row = valid ? from[i] : static_cast<const char*>(params_.kv_cache);  // nothing is read when not valid
 #pragma unroll
       for (int c = BEGIN; c < END; ++c)
-        cp_async_16_l2_256(to + c * Traits::BLOCK_BYTES + i * KEYS_APART * 128, row + c * 128, valid);
+        cp_async_16_l2_256(to + c * Traits::BLOCK_BYTES + i * KEYS_APART * 128, row + c * 128, valid && in_row(c));
     }
   }
 };

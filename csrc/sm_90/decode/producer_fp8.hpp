@@ -126,7 +126,8 @@ class ProducerFp8 : ProducerBase<Traits> {
   // Converts this warp's keys of a stage, the first of the `count` that the tile still has. A lane has 16 values of
   // each column block of one key, so that eight lanes write all banks, two keys to even and odd positions by the
   // swizzle. They read all banks, too, but of 512-byte rows, which begin at the same bank, half of them twice. Keys
-  // past the tile's end become zeros: their scores are masked, but their values are multiplied.
+  // past the tile's end become zeros: their scores are masked, but their values are multiplied. Of rows that end within
+  // a block, two lanes convert what follows the row, which nothing reads.
   MLA_DEVICE void convert(int count, KvState& kv) {
     const uint32_t raw = converted_ % Traits::RAW_STAGES;
     const uint32_t to = to_ + kv.stage * Traits::STAGE_BYTES;
@@ -163,7 +164,10 @@ class ProducerFp8 : ProducerBase<Traits> {
     for (int half = 0; half < 2; ++half) {
       const uint32_t to = shared_ + kv.stage * Traits::STAGE_BYTES + at;
       this->wait_for_empty(kv);
-      if (row * 64 < box) convert_q_row<Element, Traits::Q_BOXES>(present ? from : nullptr, to, box);
+      if (row * 64 < box) {
+        const int boxes = Traits::LAST_Q_BOXES < Traits::Q_BOXES && half == 1 ? Traits::LAST_Q_BOXES : Traits::Q_BOXES;
+        convert_q_row<Element, Traits::Q_BOXES>(present ? from : nullptr, to, box, boxes);
+      }
       from += Traits::Q_BOXES * 32;
       mbarrier_arrive(barriers_.kv_full(kv.stage));
       kv.next();

@@ -135,7 +135,8 @@ class ProducerTma : protected ProducerBase<Traits> {
     mbarrier_expect_tx(to.full, BYTES);
 #pragma unroll 1
     for (int at = 0; at < BYTES; at += Traits::BOX_BLOCKS * Traits::BLOCK_BYTES, block += Traits::BOX_BLOCKS)
-      tma_load(to.at + at, params_.kv_map, 0, row, block, page, to.full, hint);
+      tma_load(to.at + at, params_.kv_map, kv_map_column<Traits>(block), row, kv_map_block<Traits>(block), page, to.full,
+               hint);
   }
 };
 

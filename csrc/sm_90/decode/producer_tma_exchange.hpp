@@ -43,7 +43,7 @@ class ProducerTmaExchange : ProducerTmaStreaming<Traits, Scheduler> {
     const EvenSplit split(params_, number, scheduler.tile().length, BLOCK_N);
     PipelineState<Traits::PEER_STAGES> peer;
     for (int first = split.first; first < split.end; first += BLOCK_N) {
-      const int block = static_cast<int>(cluster_rank()) * (WARPGROUP_COLUMNS / 64);
+      const int block = static_cast<int>(cluster_rank()) * (Traits::WARPGROUP_COLUMNS / 64);
       const Stage to{shared_ + Storage::PEER_KV + peer.stage * Traits::PEER_STAGE_BYTES,
                      Cluster::peer_kv_full(barriers_, peer.stage), Cluster::peer_kv_empty(barriers_, peer.stage),
                      peer.parity};

@@ -11,6 +11,17 @@
 
 namespace mla::sm_90 {
 
+// The coordinates of a column block in the TMA map of the cache: of rows of whole blocks, [pages][blocks][keys][64]; of
+// others, [pages][1][keys][HEAD_DIM_QK], so that what a row lacks of its last block is outside of the map.
+template <class Traits>
+MLA_DEVICE constexpr int kv_map_column(int block) {
+  return Traits::WHOLE_BLOCKS ? 0 : block * 64;
+}
+template <class Traits>
+MLA_DEVICE constexpr int kv_map_block(int block) {
+  return Traits::WHOLE_BLOCKS ? block : 0;
+}
+
 // The work of one warp, beside the warps that load keys, queries and work tiles.
 template <class Traits>
 class ProloguePrefetch {
@@ -59,7 +70,8 @@ class ProloguePrefetch {
     const int page = ld_relaxed_gpu(pages_of(sequence) + in_table);
 #pragma unroll 1
     for (int block = 0; block < Traits::COLUMN_BLOCKS; block += Traits::BOX_BLOCKS)
-      tma_prefetch(params_.kv_map, 0, first - in_table * params_.page, block, page);
+      tma_prefetch(params_.kv_map, kv_map_column<Traits>(block), first - in_table * params_.page,
+                   kv_map_block<Traits>(block), page);
   }
 
   MLA_DEVICE int first_sequence() const {

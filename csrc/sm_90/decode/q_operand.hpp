@@ -28,9 +28,9 @@ class QOperand {
   // Takes one half of this warpgroup's 64 rows from the stage that it came in, in boxes of `box` bytes, to registers or
   // to `shared`.
   MLA_DEVICE void take(const QPlace& place, int half, uint32_t stage, int box, uint32_t shared) {
-    constexpr int HALF = Traits::Q_STEPS / 2;
+    constexpr int HALF = 2 * Traits::Q_BOXES;
 #pragma unroll
-    for (int k = half * HALF; k < half * HALF + HALF; ++k) {
+    for (int k = half * HALF; k < half * HALF + HALF && k < Traits::Q_STEPS; ++k) {
       const uint32_t from = stage + k % HALF / 2 * box;
       // Two steps make a box. It is copied in two pieces of 2 KiB, however many of its rows there are.
       if (k < Traits::Q_SHARED_STEPS) {

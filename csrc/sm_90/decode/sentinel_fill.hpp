@@ -50,8 +50,8 @@ class SentinelFill {
     if (!Cluster::EXCHANGES_P || cluster_rank() == 0)
       for (int row = lane; row < rows; row += 32)
         st_relaxed_gpu(params_.partial_lse + first + row, bit_cast<float>(SENTINEL));
-    const int column = Cluster::EXCHANGES_P ? static_cast<int>(cluster_rank()) * WARPGROUP_COLUMNS : 0;
-    if (lane == 0) fill(reinterpret_cast<char*>(params_.partial_out + first * HEAD_DIM_V + column), rows);
+    const int column = Cluster::EXCHANGES_P ? static_cast<int>(cluster_rank()) * Traits::WARPGROUP_COLUMNS : 0;
+    if (lane == 0) fill(reinterpret_cast<char*>(params_.partial_out + first * Traits::HEAD_DIM_V + column), rows);
     __threadfence();
     mbarrier_arrive(filled_);
     __syncwarp();
@@ -65,7 +65,7 @@ class SentinelFill {
     constexpr int COLUMN_BYTES = Traits::BLOCK_COLUMNS * 4;
     const int bytes = rows * COLUMN_BYTES;
 #pragma unroll 1
-    for (int at = 0; at < bytes; at += PATTERN_BYTES, to += PATTERN_BYTES / COLUMN_BYTES * (HEAD_DIM_V * 4))
+    for (int at = 0; at < bytes; at += PATTERN_BYTES, to += PATTERN_BYTES / COLUMN_BYTES * (Traits::HEAD_DIM_V * 4))
       bulk_store<4096 / PATTERN_BYTES>(to, pattern_, min(PATTERN_BYTES, bytes - at));
     bulk_store_wait();
   }

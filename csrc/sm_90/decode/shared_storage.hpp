@@ -88,7 +88,9 @@ struct SharedStorage {
       CLUSTER_PART + (__is_empty(ClusterStorage) ? 0 : static_cast<int>(sizeof(ClusterStorage)));
   static constexpr int RAW = (CLUSTER_END + 127) / 128 * 128;  // RawStorage, in whole turns of the banks
   static constexpr int ROPE_FULL = CLUSTER_END;                // with ROTATES, an mbarrier for each stage
-  static constexpr int BYTES = (Traits::LOAD == KvLoad::fp8 ? RAW : CLUSTER_END) + producer_bytes<Traits>();
+  static constexpr int PRODUCER_END = (Traits::LOAD == KvLoad::fp8 ? RAW : CLUSTER_END) + producer_bytes<Traits>();
+  static constexpr int OUT = (PRODUCER_END + 127) / 128 * 128;  // the epilogue's buffers, where no stage holds them
+  static constexpr int BYTES = Traits::OUT_BYTES == 0 ? PRODUCER_END : OUT + Traits::OUT_BYTES;
   static_assert(CLUSTER_PART % alignof(ClusterStorage) == 0, "what a cluster has begins where the block's part ends");
   static_assert(BYTES <= SHARED_MEMORY_LIMIT, "a block has 227 KiB");
 };

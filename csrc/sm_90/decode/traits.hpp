@@ -8,13 +8,12 @@
 
 namespace mla::sm_90 {
 
-// Four warpgroups: the producer brings keys, one computes S = Q K^T and the softmax, two hold the 64 x 512 output, 256
+// Four warpgroups: the producer brings keys, one computes S = Q K^T and the softmax, two hold the output, half of its
 // columns each. 64 rows x 512 columns of fp32 are half of an SM's registers, which is why a block has 64 rows, not 128.
 constexpr int BLOCK_M = 64;
 constexpr int BLOCK_N = 32;  // keys of a stage, and of one Q K^T and one P V
 constexpr int THREADS = 512;
-constexpr int HEAD_DIM_V = 512;
-constexpr int WARPGROUP_COLUMNS = 256;
+constexpr int WIDEST_HEAD_DIM_V = 512;  // of the cluster modes that merge O, which have no instances of another
 constexpr int SHARED_MEMORY_LIMIT = 232448;  // bytes per block: 227 KiB
 
 // This block's first row within a sequence. The grid is [sm parts][row tiles].
@@ -43,13 +42,14 @@ struct QueryTypes<fp8> {
 
 // The problem that a block computes. A row is (query token, head); its sequence has `rows` of them. With ROTATES the
 // cached rope part is un-rotated, and it is rotated by its position as it is loaded (rotate_rope.hpp).
-template <class Query, int HEAD_DIM_QK_, bool ROTATES_ = false>
+template <class Query, int HEAD_DIM_QK_, bool ROTATES_ = false, int HEAD_DIM_V_ = 512>
 struct DecodeProblem {
   using Element = typename QueryTypes<Query>::Element;
   using OutElement = typename QueryTypes<Query>::OutElement;
   static constexpr bool CONVERTS_Q = QueryTypes<Query>::CONVERTS_Q;
   using Params = DecodeTmaParams;
   static constexpr int HEAD_DIM_QK = HEAD_DIM_QK_;
+  static constexpr int HEAD_DIM_V = HEAD_DIM_V_;
   static constexpr bool ROTATES = ROTATES_;
   static_assert(!ROTATES || HEAD_DIM_QK == 576, "only a row of 576 values has a rope part of its own");
 
@@ -59,11 +59,12 @@ struct DecodeProblem {
 };
 
 // How it is computed: where keys come from, what a cluster of two CTAs shares, and how resources are divided.
-template <KvLoad LOAD_, class Cluster_, int STAGES_ = Cluster_::STAGES, bool ROTATES = false>
+template <KvLoad LOAD_, class Cluster_, int STAGES_ = Cluster_::STAGES, bool ROTATES = false, int RAW_STAGES_ = 2>
 struct DecodePolicy {
   using Cluster = Cluster_;
   static constexpr KvLoad LOAD = LOAD_;
   static constexpr int STAGES = STAGES_;
+  static constexpr int RAW_STAGES = RAW_STAGES_;  // of e4m3 rows as they are stored
   // Registers per thread (setmaxnreg). A block is launched with 128 for each thread; the sum over the four warpgroups
   // may not exceed 512, or the increase waits forever. One thread that issues TMA, or threads that copy from addresses
   // that others looked up, need fewer than 128 threads that find addresses, and those fewer than 128 that also
@@ -85,12 +86,22 @@ struct DecodePolicy {
                                                                          : 20;
 };
 
-// The policy of dense decode. There is room for four stages of 576 values beside what is copied of e4m3 rows, and for
-// four of un-rotated rows, which hold what rotates them, too.
+// There is room for four stages of 576 values beside what is copied of e4m3 rows, and for four of un-rotated rows, which
+// hold what rotates them, too. Of narrow rows more stages keep as many bytes on their way: nine of five column blocks,
+// 15 of three, or eight raw ones.
+template <KvLoad LOAD, class Cluster, int HEAD_DIM_QK, bool ROTATES>
+MLA_DEVICE constexpr int decode_stages() {
+  if (ROTATES || (LOAD == KvLoad::fp8 && HEAD_DIM_QK == 576)) return 4;
+  if (LOAD == KvLoad::fp8 || HEAD_DIM_QK >= 512) return Cluster::STAGES;
+  return HEAD_DIM_QK > 192 ? 9 : 15;
+}
+
+// The policy of dense decode.
 template <KvLoad LOAD, class Cluster, int HEAD_DIM_QK, bool ROTATES = false>
-using DecodePolicyOf =
-    DecodePolicy<LOAD, Cluster, ROTATES || (LOAD == KvLoad::fp8 && HEAD_DIM_QK == 576) ? 4 : Cluster::STAGES,
-                 ROTATES>;
+using DecodePolicyOf = DecodePolicy<LOAD, Cluster, decode_stages<LOAD, Cluster, HEAD_DIM_QK, ROTATES>(), ROTATES,
+                                    (HEAD_DIM_QK >= 512) ? 2 : 8>;
+
+MLA_DEVICE constexpr int min_of(int a, int b) { return a < b ? a : b; }
 
 template <class Problem_, class Policy_>
 struct DecodeTraits {
@@ -101,6 +112,8 @@ struct DecodeTraits {
   using Params = typename Problem::Params;
   using Cluster = typename Policy::Cluster;
   static constexpr int HEAD_DIM_QK = Problem::HEAD_DIM_QK;
+  static constexpr int HEAD_DIM_V = Problem::HEAD_DIM_V;
+  static constexpr int WARPGROUP_COLUMNS = HEAD_DIM_V / 2;  // of O, that a PV warpgroup holds
   static constexpr KvLoad LOAD = Policy::LOAD;
   static constexpr int STAGES = Policy::STAGES;
   static constexpr bool CONVERTS_Q = Problem::CONVERTS_Q;
@@ -109,8 +122,9 @@ struct DecodeTraits {
   static_assert(!ROTATES || LOAD == KvLoad::tma || LOAD == KvLoad::cp_async, "keys of 16 bits are rotated");
 
   // A KV stage in swizzled blocks of 64 columns: [COLUMN_BLOCKS][BLOCK_N][128 B]; or, where eight keys must lie in one
-  // piece, [BLOCK_N / 8][COLUMN_BLOCKS][8][128 B].
-  static constexpr int COLUMN_BLOCKS = HEAD_DIM_QK / 64;
+  // piece, [BLOCK_N / 8][COLUMN_BLOCKS][8][128 B]. Of rows that end within a block, no step reads the rest of it.
+  static constexpr bool WHOLE_BLOCKS = HEAD_DIM_QK % 64 == 0;
+  static constexpr int COLUMN_BLOCKS = (HEAD_DIM_QK + 63) / 64;
   static constexpr int KEY_BYTES = COLUMN_BLOCKS * BLOCK_N * 128;
   // With ROTATES two blocks follow the keys: what rounding left of their rope parts, as one more column block, and the
   // rows of rope_cos_sin at their positions, [BLOCK_N][COS_SIN_BYTES].
@@ -124,8 +138,8 @@ struct DecodeTraits {
   // Ring of the peer's keys: only the columns of the output that this CTA has.
   static constexpr int PEER_STAGES = Cluster::PEER_STAGES;
   static constexpr int PEER_STAGE_BYTES = WARPGROUP_COLUMNS / 64 * BLOCK_BYTES;
-  // Column blocks that one TMA load brings.
-  static constexpr int BOX_BLOCKS = Cluster::EXCHANGES_P || ROTATES ? 1 : COLUMN_BLOCKS;
+  // Column blocks that one TMA load brings. Rows that end within a block come by the block, the rest of which TMA fills.
+  static constexpr int BOX_BLOCKS = Cluster::EXCHANGES_P || ROTATES || !WHOLE_BLOCKS ? 1 : COLUMN_BLOCKS;
   // A plan's split points are rounded down to multiples of this number of keys.
   static constexpr int SPLIT_ALIGNMENT = LOAD == KvLoad::tma || LOAD == KvLoad::fp8 ? BLOCK_N : 1;
   // With ROTATES 64 threads of the producer rotate what the others bring: one issues TMA, or COPIERS copy.
@@ -139,7 +153,7 @@ struct DecodeTraits {
   static constexpr int STORED_COLUMNS = BLOCK_COLUMNS / 2;
 
   static constexpr int Q_STEPS = HEAD_DIM_QK / 16;  // steps of Q K^T, 16 deep
-  static constexpr int Q_REGISTER_STEPS = Policy::Q_REGISTER_STEPS;
+  static constexpr int Q_REGISTER_STEPS = min_of(Policy::Q_REGISTER_STEPS, Q_STEPS - 2);  // narrow rows: all but a box
   static constexpr int Q_SHARED_STEPS = Q_STEPS - Q_REGISTER_STEPS;
   static_assert(Q_SHARED_STEPS % 2 == 0, "a box of queries is two steps deep");
   // With ROTATES the steps of the rope part's queries are taken again, with the residuals of the keys.
@@ -151,10 +165,12 @@ struct DecodeTraits {
   static constexpr int P_COMMIT_STEP = LOAD == KvLoad::dequant   ? 16
                                        : LOAD == KvLoad::gather ? Q_STEPS - 20
                                                                       : QK_STEPS - 8;
-  // A tile's queries come through two stages of the KV ring, half of every row in each, in the 64-byte swizzle:
+  // A tile's queries come through two stages of the KV ring, half of every row in each (of an odd number of boxes, the
+  // second half is one shorter), in the 64-byte swizzle:
   // [Q_BOXES][rows][64 B], with the rows that `q_box_bytes` says. Q_BOX_BYTES is the most that a box can have, and its
   // size where Q K^T reads it.
-  static constexpr int Q_BOXES = HEAD_DIM_QK / 64;
+  static constexpr int Q_BOXES = COLUMN_BLOCKS;
+  static constexpr int LAST_Q_BOXES = HEAD_DIM_QK / 32 - Q_BOXES;  // of the second half
   static constexpr int Q_BOX_BYTES = BLOCK_M * 64;
   static_assert(Q_BOXES * Q_BOX_BYTES == KEY_BYTES, "half of the queries take as much as a stage's keys");
   static_assert(Q_BOX_BYTES % 512 == 0 && STAGE_BYTES % 512 == 0, "the 64-byte swizzle repeats every 512 bytes");
@@ -165,14 +181,19 @@ struct DecodeTraits {
   static constexpr int ALL_P_STAGES = Cluster::EXCHANGES_P ? 2 * P_STAGES : P_STAGES;  // the peer's P follow the own
   static constexpr int TILE_STAGES = 4;
 
+  // The epilogue's buffers are in the stage that was read last, or, where that is too small, behind all else.
+  static constexpr int OUT_BUFFER_BYTES = 2 * 16 * 128;  // of a PV warp: one piece is written while another is read
+  static constexpr int OUT_BYTES = 8 * OUT_BUFFER_BYTES <= STAGE_BYTES ? 0 : 8 * OUT_BUFFER_BYTES;
+
   // For e4m3 rows: a stage's keys are copied as they are stored, RAW_STAGES stages ahead.
   static constexpr int PRODUCER_WARPS = 4;
-  static constexpr int RAW_STAGES = 2;
+  static constexpr int RAW_STAGES = Policy::RAW_STAGES;
   static constexpr int RAW_STAGE_BYTES = BLOCK_N * HEAD_DIM_QK;
 
   // Whether combine can run beside this kernel; ClusterReduceO and ROTATES leave the producer no idle warp to fill
-  // partials.
-  static constexpr bool STREAMABLE = LOAD == KvLoad::tma && !Cluster::REDUCES_O && !ROTATES;
+  // partials, and a streaming combine has no instances of narrower results.
+  static constexpr bool STREAMABLE =
+      LOAD == KvLoad::tma && !Cluster::REDUCES_O && !ROTATES && HEAD_DIM_V == WIDEST_HEAD_DIM_V;
 
   MLA_DEVICE static bool combine_streams(const Params& params) { return Problem::combine_streams(params); }
   // The host makes boxes of no more rows than there are, in whole periods of the swizzle.

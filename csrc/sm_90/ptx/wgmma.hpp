@@ -90,13 +90,20 @@ MLA_DEVICE void pin_accumulator(float (&acc)[N]) {
 // S = Q K^T of 64 rows and 32 keys.
 MLA_QK_MMA("32", 16, "16", "17", "18", "17", "18", "19", "20", "21")
 
-// O += P V of 64 rows and 128 value columns.
+// O += P V of 64 rows and 128 or 64 value columns.
 template <class T>
 MLA_DEVICE void pv_mma(float (&acc)[64], uint64_t a, uint64_t b, bool add) {
   if constexpr (T::is_bf16)
     MLA_WGMMA_SS("128", "bf16", MLA_LIST64, MLA_ACC64(acc, 0), "64", "65", "66", "1");
   else
     MLA_WGMMA_SS("128", "f16", MLA_LIST64, MLA_ACC64(acc, 0), "64", "65", "66", "1");
+}
+template <class T>
+MLA_DEVICE void pv_mma(float (&acc)[32], uint64_t a, uint64_t b, bool add) {
+  if constexpr (T::is_bf16)
+    MLA_WGMMA_SS("64", "bf16", MLA_LIST32, MLA_ACC32(acc, 0), "32", "33", "34", "1");
+  else
+    MLA_WGMMA_SS("64", "f16", MLA_LIST32, MLA_ACC32(acc, 0), "32", "33", "34", "1");
 }
 
 #undef MLA_QK_MMA

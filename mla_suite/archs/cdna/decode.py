@@ -33,7 +33,13 @@ from mla_suite.ops.plan.metadata import splits_of
 
 TILE = 16  # rows of a matrix instruction
 MAX_ROWS = 128
-WIDTHS = (576, 512)
+WIDTHS = {576: 512, 512: 512, 320: 256, 288: 256, 160: 128}
+"""Values of a cached row -> those of them that are V."""
+NARROW = tuple(width for width, head_dim_v in WIDTHS.items() if head_dim_v < 512)
+NARROW_ROWS = (16, 32, 64, 128)
+"""Tiles of query rows that NARROW rows of bf16 have instances for."""
+STAGES = {512: 3, 256: 5, 128: 8}
+"""Stages of keys that the waves share where the cache has 16 bits, by head_dim_v."""
 ELEMENTS = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -73,16 +79,26 @@ class CdnaConfig:
             self._raise(f"rows are {TILE} to {MAX_ROWS} in steps of {TILE}")
         if self.width not in WIDTHS:
             self._raise(f"width is one of {', '.join(map(str, WIDTHS))}")
-        if self.cache == "fp8" and self.width != WIDTHS[0]:
-            self._raise(f"fp8 rows have {WIDTHS[0]} values")
-        if self.rotate and (self.width != WIDTHS[0] or self.cache != "bf16"):
-            self._raise(f"only bf16 rows of {WIDTHS[0]} values have un-rotated instances")
+        if self.cache == "fp8" and self.width != 576:
+            self._raise("fp8 rows have 576 values")
+        if self.rotate and (self.width != 576 or self.cache != "bf16"):
+            self._raise("only bf16 rows of 576 values have un-rotated instances")
+        if self.narrow and (self.cache != "bf16" or self.rows not in NARROW_ROWS):
+            self._raise(f"narrow rows are bf16, with {', '.join(map(str, NARROW_ROWS))} query rows")
         if self.lds > self.arch.lds_bytes:
             self._raise(f"it needs {self.lds} bytes of LDS of {self.arch.lds_bytes}")
 
     def _raise(self, why: str) -> None:
         point = f"query={self.query} cache={self.cache} rows={self.rows} width={self.width} rotate={self.rotate}"
         raise ValueError(f"decode: no kernel at {point} on {self.arch.name}: {why}")
+
+    @property
+    def head_dim_v(self) -> int:
+        return WIDTHS[self.width]
+
+    @property
+    def narrow(self) -> bool:
+        return self.width in NARROW
 
     @property
     def threads(self) -> int:
@@ -92,19 +108,21 @@ class CdnaConfig:
     def lds(self) -> int:
         """Static LDS in bytes: one private latent tile per wave, or stages of 16 shared rows and their page numbers."""
         if self.rows == TILE:
-            return 4 * TILE * 1024
-        rope = TILE * 128 if self.width == 576 else 0
-        stage, pages = TILE * (1024 + 16) + rope, 4 * 512
+            return 4 * TILE * max(self.head_dim_v * 2, min(self.head_dim_v, 256) * 4)
+        rope = TILE * 2 * (self.width - self.head_dim_v)
+        stage, pages = TILE * (self.head_dim_v * 2 + 16) + rope, 4 * 512
         if self.cache == "fp8":
             return 2 * stage + 2 * 4 * (4 * 512 + 256) + pages  # as stored, per wave, and converted
         if self.rotate:
             return 2 * (stage + rope + TILE * 256) + pages  # with what rounding leaves, cosines and sines
-        return 3 * stage + pages
+        return STAGES[self.head_dim_v] * stage + pages
 
     @property
     def instance(self) -> str:
         if self.cache == "fp8":
             return f"decode_fp8_query-{self.query}_rows-{self.rows}"
+        if self.narrow:
+            return f"decode_narrow_dtype-{self.cache}_rows-{self.rows}_width-{self.width}_dv-{self.head_dim_v}"
         kernel = "decode_rotated" if self.rotate else "decode"
         return f"{kernel}_dtype-{self.cache}_rows-{self.rows}_width-{self.width}_rotate-{int(self.rotate)}"
 
@@ -155,10 +173,11 @@ class CdnaConfig:
         return call_of(launch, merge, shape, slots, args.head_dim_v, copies, temporaries, (note,))
 
 
-def tile_rows(rows: int, most: int = MAX_ROWS) -> int:
-    """Rows of a workgroup: ceil(rows / most) near-equal tiles."""
+def tile_rows(rows: int, most: int = MAX_ROWS, narrow: bool = False) -> int:
+    """Rows of a workgroup: ceil(rows / most) near-equal tiles; of `narrow` rows the least of NARROW_ROWS that fits."""
     tiles = -(-rows // most)
-    return -(-rows // (tiles * TILE)) * TILE
+    least = -(-rows // (tiles * TILE)) * TILE
+    return next(size for size in NARROW_ROWS if size >= least) if narrow else least
 
 
 Rule = Callable[[Problem, int], CdnaConfig]
@@ -197,8 +216,11 @@ def _unsupported(problem: Problem, arch: ArchSpec) -> str | None:
         return f"q is {problem.q_dtype}; it takes bfloat16, float16 or {str(fp8_query).removeprefix('torch.')}"
     if problem.kv_format not in possible:
         return f"kv_format {problem.kv_format} with {problem.q_dtype} queries; it takes {' or '.join(possible)}"
-    if problem.head_dim not in WIDTHS or problem.head_dim_v != 512:
-        return f"rows of {problem.head_dim} values with head_dim_v {problem.head_dim_v}; it takes 576 or 512 with 512"
+    if WIDTHS.get(problem.head_dim) != problem.head_dim_v:
+        widths = ", ".join(f"{width} with {head_dim_v}" for width, head_dim_v in WIDTHS.items())
+        return f"rows of {problem.head_dim} values with head_dim_v {problem.head_dim_v}; it takes {widths}"
+    if problem.head_dim in NARROW and problem.kv_format != "bf16":
+        return f"{problem.kv_format} rows of {problem.head_dim} values; it takes bf16"
     if problem.kv_format == fp8_kv_format and problem.head_dim != 576:
         return f"fp8 rows of {problem.head_dim} values; it takes 576"
     if problem.rope and (problem.rope != 64 or problem.head_dim != 576 or problem.kv_format != "bf16"):

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from mla_suite.archs.attention import RECORDS
 from mla_suite.archs.cdna import CdnaKernels
-from mla_suite.archs.cdna.decode import ELEMENTS, FP8_KV_FORMATS, CdnaConfig, tile_rows
+from mla_suite.archs.cdna.decode import ELEMENTS, FP8_KV_FORMATS, NARROW, CdnaConfig, tile_rows
 from mla_suite.archs.cdna.sparse_decode import CdnaSparseConfig
 from mla_suite.ops.decode import Problem as DecodeProblem
 
@@ -31,5 +31,5 @@ class Kernels(CdnaKernels):
     def decode_config(self, problem: DecodeProblem, most: int) -> CdnaConfig:
         """The instance for a problem, in tiles of at most `most` rows; it depends on the queries' shapes alone."""
         cache = "fp8" if problem.kv_format in FP8_KV_FORMATS.values() else problem.kv_format
-        rows = tile_rows(problem.heads * problem.q_len, most)
+        rows = tile_rows(problem.heads * problem.q_len, most, problem.head_dim in NARROW)
         return CdnaConfig(self.arch, ELEMENTS[problem.q_dtype], cache, rows, problem.head_dim, problem.rope > 0)

@@ -8,7 +8,7 @@ from math import isqrt
 from mla_suite.archs import ArchSpec
 from mla_suite.archs.attention import RECORDS
 from mla_suite.archs.cdna import CdnaKernels
-from mla_suite.archs.cdna.decode import ELEMENTS, FP8_KV_FORMATS, TILE, CdnaConfig, tile_rows
+from mla_suite.archs.cdna.decode import ELEMENTS, FP8_KV_FORMATS, NARROW, TILE, CdnaConfig, tile_rows
 from mla_suite.archs.cdna.sparse_decode import CdnaSparseConfig
 from mla_suite.ops.decode import Problem as DecodeProblem
 
@@ -16,7 +16,6 @@ WAVES = 4
 MAX_STAGES = 4
 MAX_BF16_P_ROWS = 96  # rows: 39 matrix clocks per token with bf16 probabilities, beside 44 for its bytes
 MAX_BF16_P_KEYS = 2048  # of a work tile: 52 matrix clocks each at 128 rows, and of memory, queries and results included
-OUTPUT_BYTES = 16 * 512 * 4  # rows of one wave, where those of four are combined
 
 
 @dataclass(frozen=True)
@@ -38,13 +37,14 @@ class Gfx950Config(CdnaConfig):
         """Keys of a tile that the waves share."""
         if self.cache == "fp8":
             return 128 if self.fp8_weights else 64
-        return 32
+        return 64 if self.narrow else 32
 
     @property
     def lds(self) -> int:
         """Static LDS in bytes: outputs and statistics to merge, or stages of shared keys and their page numbers."""
         if self.rows == TILE:
-            return WAVES * OUTPUT_BYTES + (3 if self.fp8_weights else 2) * WAVES * TILE * 4
+            output = TILE * self.head_dim_v * 4  # rows of one wave, where those of four are combined
+            return WAVES * output + (3 if self.fp8_weights else 2) * WAVES * TILE * 4
         value = 1 if self.cache == "fp8" else 2
         stage, pages = self.keys * self.width * value, WAVES * 512
         if self.rotate:
@@ -89,7 +89,7 @@ class Kernels(CdnaKernels):
         """
         query = ELEMENTS[problem.q_dtype]
         cache = "fp8" if problem.kv_format in FP8_KV_FORMATS.values() else problem.kv_format
-        rows = tile_rows(problem.heads * problem.q_len, most)
+        rows = tile_rows(problem.heads * problem.q_len, most, problem.head_dim in NARROW)
         short = problem.planned and 0 < _work_tile_keys(problem, self.arch, rows) <= MAX_BF16_P_KEYS
         fp8_weights = query == "fp8" and rows > MAX_BF16_P_ROWS and not short
         return Gfx950Config(self.arch, query, cache, rows, problem.head_dim, problem.rope > 0, fp8_weights)

@@ -25,7 +25,16 @@ from mla_suite.archs.attention import (
 from mla_suite.archs.combine import OUTPUTS, AnyCombineConfig
 from mla_suite.archs.sm_90 import combine, tensor_maps
 from mla_suite.archs.sm_90.costs import Estimate, best_splits, pairing_pays
-from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N, P_BYTES, REGISTER_STEPS, block_bytes, groups_of, swap_ab_bytes
+from mla_suite.archs.sm_90.tile import (
+    BLOCK_M,
+    BLOCK_N,
+    OUT_BYTES,
+    P_BYTES,
+    REGISTER_STEPS,
+    block_bytes,
+    groups_of,
+    swap_ab_bytes,
+)
 from mla_suite.build.params import reciprocal
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.launch import missing, tensor_map
@@ -39,12 +48,15 @@ REDUCE_BYTES = 5 * 4 * BLOCK_M + 8 * (4 + 4 * 4)  # cluster_mode reduce_o: the s
 SENTINEL_BYTES = 16 + 4096  # streaming combine: one mbarrier and the pattern that the sentinels are filled from
 EXCHANGE_STAGES = 4
 RAW_STAGES = 2  # stages of keys as they are stored, which the producer of e4m3 rows copies ahead
+NARROW_RAW_STAGES = 8
 # cluster_mode exchange_p: two stages of 256 columns of the other CTA's keys, two buffers of its P, the statistics of
 # both splits, barriers, and the sentinel pattern of one row's half.
 EXCHANGE_BYTES = 2 * BLOCK_N * 512 + 2 * P_BYTES + 5 * 4 * BLOCK_M + 8 * (2 + 2 * 2 + 2 * 2 + 2 * 4) + 16 + 1024
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
 CLUSTER_MODES = ("none", "reduce_o", "reduce_last", "exchange_p")
-WIDTHS = (576, 512)
+WIDTHS = {576: 512, 512: 512, 320: 256, 288: 256, 160: 128}
+"""Values of a cached row -> those of them that are V."""
+NARROW = tuple(width for width, head_dim_v in WIDTHS.items() if head_dim_v < 512)
 ROPE = 64
 ROTATED_KEY_BYTES = 2 * ROPE + 4 * ROPE  # beside an un-rotated key: what rounding its rope part leaves, and its angles
 
@@ -59,6 +71,7 @@ class KvLoad:
     costs_as       width -> the kv_load whose times the cost model has (`Estimate`)
     by_box         the copy engine brings keys, 32 of one page at a time
     rotates        keys are un-rotated in the cache: 'rotated' in REGISTER_STEPS, and ROTATED_KEY_BYTES
+    narrow         types of queries for rows of NARROW widths
     instance       its name, from the members of Sm90Config
     threads        of a CTA: four warpgroups of which one loads keys, one computes P and two hold the result; or three
                    of which one loads keys and two compute P and the result
@@ -69,31 +82,38 @@ class KvLoad:
     stages: Mapping[tuple[int, int], int]
     costs_as: Mapping[int, str]
     instance: str = "decode_dtype-{dtype}_dqk-{width}_kvsource-{kv_load}_clustermode-{cluster_mode}"
+    narrow: tuple[str, ...] = ()
     threads: int = 512
     by_box: bool = False
     rotates: bool = False
 
 
+_NARROW = "decode_narrow_dtype-{dtype}_dqk-{width}_kvsource-{kv_load}_clustermode-none_dv-{head_dim_v}"
 _ROTATED = "decode_rotated_dtype-{{dtype}}_dqk-{{width}}_kvsource-{}_clustermode-{{cluster_mode}}_rotate-1"
+_NARROW_STAGES = {(width, BLOCK_M): 9 if width > 192 else 15 for width in NARROW}
+_NARROW_COSTS = dict.fromkeys(NARROW, "cp_async")  # the loads of the cost model that have no clusters
 KV_LOADS = {
     "tma": KvLoad(
         dtypes=("bf16", "fp16"),
-        cluster_modes=dict.fromkeys(WIDTHS, CLUSTER_MODES),
-        stages={(576, BLOCK_M): 5, (512, BLOCK_M): 5},
-        costs_as={576: "tma", 512: "tma"},
+        cluster_modes={576: CLUSTER_MODES, 512: CLUSTER_MODES} | dict.fromkeys(NARROW, ("none",)),
+        stages={(576, BLOCK_M): 5, (512, BLOCK_M): 5} | _NARROW_STAGES,
+        costs_as={576: "tma", 512: "tma"} | _NARROW_COSTS,
+        narrow=("bf16",),
         by_box=True,
     ),
     "cp_async": KvLoad(
         dtypes=("bf16", "fp16"),
         cluster_modes=dict.fromkeys(WIDTHS, ("none",)),
-        stages={(576, BLOCK_M): 5, (512, BLOCK_M): 5},
-        costs_as={576: "cp_async", 512: "cp_async"},
+        stages={(576, BLOCK_M): 5, (512, BLOCK_M): 5} | _NARROW_STAGES,
+        costs_as=dict.fromkeys(WIDTHS, "cp_async"),
+        narrow=("bf16",),
     ),
     "fp8": KvLoad(  # beside five stages of 512 values there is no room for what a cluster needs
         dtypes=("bf16", "fp16", "fp8"),
-        cluster_modes={576: ("none", "reduce_o"), 512: ("none",)},
-        stages={(576, BLOCK_M): 4, (512, BLOCK_M): 5},
-        costs_as={576: "fp8", 512: "cp_async"},
+        cluster_modes={576: ("none", "reduce_o"), 512: ("none",)} | dict.fromkeys(NARROW, ("none",)),
+        stages={(576, BLOCK_M): 4, (512, BLOCK_M): 5} | {(width, BLOCK_M): 5 for width in NARROW},
+        costs_as={576: "fp8", 512: "cp_async"} | _NARROW_COSTS,
+        narrow=("bf16", "fp8"),
     ),
     "swap_ab": KvLoad(
         dtypes=("bf16", "fp16", "fp8"),
@@ -156,8 +176,8 @@ class Sm90Config:
         if self.arch.name != "sm_90":
             self._raise(f"{self.arch.name} is not sm_90")
         self._check("kv_load", tuple(KV_LOADS))
-        self._check("dtype", self.load.dtypes)
         self._check("width", tuple(self.load.cluster_modes))
+        self._check("dtype", self.load.narrow if self.narrow else self.load.dtypes)
         self._check("cluster_mode", self.load.cluster_modes[self.width])
         self._check("q_rows", tuple(rows for width, rows in self.load.stages if width == self.width))
         if self.lds > self.arch.lds_bytes:
@@ -170,6 +190,14 @@ class Sm90Config:
     def _raise(self, why: str) -> None:
         point = f"dtype={self.dtype} width={self.width} kv_load={self.kv_load}"
         raise ValueError(f"decode: no kernel at {point} on {self.arch.name}: {why}")
+
+    @property
+    def head_dim_v(self) -> int:
+        return WIDTHS[self.width]
+
+    @property
+    def narrow(self) -> bool:
+        return self.width in NARROW
 
     @property
     def load(self) -> KvLoad:
@@ -196,12 +224,18 @@ class Sm90Config:
         beside = {"none": SENTINEL_BYTES, "exchange_p": EXCHANGE_BYTES, **reduced}[self.cluster_mode]
         if self.kv_load == "fp8":
             cluster = 0 if self.cluster_mode == "none" else beside
-            raw = RAW_STAGES * (BLOCK_N * self.width + 2 * 8)
-            return -(-(alone + cluster) // 128) * 128 + raw
+            raw = (NARROW_RAW_STAGES if self.narrow else RAW_STAGES) * (BLOCK_N * self.width + 2 * 8)
+            alone = -(-(alone + cluster) // 128) * 128 + raw
+        if self.narrow:
+            return -(-alone // 128) * 128 + OUT_BYTES
+        if self.kv_load == "fp8":
+            return alone
         return alone + (beside if self.kv_load == "tma" else 0)
 
     @property
     def instance(self) -> str:
+        if self.narrow:
+            return _NARROW.format(**vars(self), head_dim_v=self.head_dim_v)
         return self.load.instance.format_map(vars(self))
 
     @property
@@ -212,7 +246,7 @@ class Sm90Config:
     @property
     def cluster_modes(self) -> tuple[str, ...]:
         """The modes that `clustered` takes."""
-        return KV_LOADS[self.costs_as].cluster_modes[self.width]
+        return ("none",) if self.narrow else KV_LOADS[self.costs_as].cluster_modes[self.width]
 
     def clustered(self, cluster_mode: str) -> Sm90Config:
         """The instance with a cluster mode. One without clusters gives way to the one that it costs as."""
@@ -223,7 +257,7 @@ class Sm90Config:
     @property
     def box_blocks(self) -> int:
         """Blocks of 64 values of 32 keys that the copy engine brings at a time."""
-        return 1 if self.cluster_mode == "exchange_p" or self.load.rotates else self.width // 64
+        return 1 if self.cluster_mode == "exchange_p" or self.load.rotates or self.width % 64 else self.width // 64
 
     def tiles(self, rows: int) -> int:
         """CTAs that share the keys of one work tile."""
@@ -271,8 +305,11 @@ def _unsupported(problem: Problem) -> str | None:
     if problem.kv_format not in ("fp8", ELEMENTS[problem.q_dtype]):
         known = " or ".join(dict.fromkeys((ELEMENTS[problem.q_dtype], "fp8")))
         return f"kv_format {problem.kv_format} with {problem.q_dtype} queries; it takes {known}"
-    if problem.head_dim not in WIDTHS or problem.head_dim_v != 512:
-        return f"rows of {problem.head_dim} values with head_dim_v {problem.head_dim_v}; it takes 576 or 512 with 512"
+    if WIDTHS.get(problem.head_dim) != problem.head_dim_v:
+        possible = ", ".join(f"{width} with {head_dim_v}" for width, head_dim_v in WIDTHS.items())
+        return f"rows of {problem.head_dim} values with head_dim_v {problem.head_dim_v}; it takes {possible}"
+    if problem.head_dim in NARROW and problem.q_dtype == torch.float16:
+        return f"float16 queries of {problem.head_dim} values; it takes bfloat16 or float8_e4m3fn"
     if problem.rope and (problem.rope != ROPE or problem.head_dim != 576 or problem.kv_format == "fp8"):
         given = f"rope_cos_sin of {problem.rope} values with {problem.kv_format} rows of {problem.head_dim}"
         return f"{given}; it rotates {ROPE} of bf16 or fp16 rows of 576"
@@ -315,7 +352,9 @@ def _split(
     partials, runs = (count, 2) if mode == "none" else (count // 2, 4)
     streaming = None
     if estimate.streams(count, mode):
-        streaming = combine.streaming(config.arch, 512, shape.rows, shape.batch, partials, estimate.busy(count), runs)
+        streaming = combine.streaming(
+            config.arch, args.head_dim_v, shape.rows, shape.batch, partials, estimate.busy(count), runs
+        )
     return config.clustered(mode), Splits(count, partials, size), streaming
 
 

@@ -15,15 +15,18 @@ MAX_OUT_SPAN = 2**35  # elements from a sequence's first result to its last: 32 
 def kv_map(
     address: Slot, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, box_blocks: int
 ) -> TensorMap:
-    """The cache in boxes of 32 keys of a page, [box_blocks of 64 values][key][64], as a stage holds them."""
+    """The cache in boxes of 32 keys of a page, [box_blocks of 64 values][key][64], as a stage holds them.
+
+    Rows that are not whole blocks of 64 values are one block of the map, in boxes of which the last is cut off.
+    """
     pages, page, width = shape
     # A stride along a dimension of one page means nothing.
     page_stride = strides[0] if pages > 1 else page * width
-    blocks = width // 64
+    values, blocks = (64, width // 64) if width % 64 == 0 else (width, 1)
     return TensorMap(
         address,
         dtype,
-        (64, page, blocks, max(pages, 1)),
+        (values, page, blocks, max(pages, 1)),
         (width * 2, 128, page_stride * 2),
         (64, BLOCK_N, box_blocks, 1),
     )
@@ -39,7 +42,7 @@ def q_map(address: Slot, shape: tuple[int, ...], strides: tuple[int, ...], dtype
         raise ValueError(f"decode: query rows of sizes {shape} and strides {strides} are no matrix; copy them first")
     heads, width = shape[-2:]
     rows, blocks = min(BLOCK_M, -(-heads * q_len // 8) * 8), width // 32
-    return TensorMap(address, dtype, (32, prod(shape[:-1]), blocks), (row_stride * 2, 64), (32, rows, blocks // 2))
+    return TensorMap(address, dtype, (32, prod(shape[:-1]), blocks), (row_stride * 2, 64), (32, rows, -(-blocks // 2)))
 
 
 def within_span(q_len: int, heads: int, strides: tuple[int, ...]) -> bool:

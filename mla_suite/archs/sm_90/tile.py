@@ -6,15 +6,19 @@ from mla_suite.archs import ArchSpec
 
 BLOCK_M = 64  # query rows of a CTA: 64 x 512 results in fp32 are half of an SM's registers
 BLOCK_N = 32  # keys of a stage: one copy, one Q K^T, one P V
+OUT_BYTES = 8 * 4096  # the epilogue's buffers, which narrow rows have no stage for
 P_BYTES = BLOCK_M * BLOCK_N * 2 + 3 * 4 * BLOCK_M + 128  # a buffer of P, with the statistics of its rows
 REGISTER_STEPS = {"tma": 28, "cp_async": 24, "selected": 22, "gathered": 28, "fp8": 20, "rotated": 26}
 """How keys come -> 16-value steps of Q K^T whose queries lie in registers."""
 
 
 def block_bytes(width: int, stages: int, register_steps: int, beside_key: int = 0) -> int:
-    """Shared memory of a CTA with a ring of `stages` for rows of `width` values and `beside_key` bytes more each."""
-    keys = stages * BLOCK_N * (width * 2 + beside_key)
-    queries = (width // 16 - register_steps) * 2048
+    """Shared memory of a CTA with a ring of `stages` for rows of `width` values and `beside_key` bytes more each.
+
+    Rows lie in whole blocks of 64 values; two steps of the queries at least lie in shared memory, too.
+    """
+    keys = stages * BLOCK_N * (-(-width // 64) * 128 + beside_key)
+    queries = max(width // 16 - register_steps, 2) * 2048
     return keys + queries + 2 * P_BYTES + 4 * 32 + 8 * (2 * stages + 2 * 2 + 2 * 4)
 
 

@@ -10,7 +10,10 @@
 #include "block.hpp"
 #include "common/plan_header.hpp"
 
-constexpr int VALUES = 512;
+#ifndef D_V
+#define D_V 512
+#endif
+constexpr int VALUES = D_V;
 
 // A plan of every sequence in `splits` tiles, shared out to twice as many SM parts as there are groups. `length` gives a
 // sequence's keys.

@@ -4,8 +4,6 @@
 //   what  as in dense_case.hpp
 // rope_cos_sin ends with the longest sequence, and a read behind it ends the program. In keys that no sequence owns lies NaN.
 // Prints the largest relative error of a row of results and the largest of an lse; fails above their bounds.
-#include <sys/mman.h>
-
 #include "block.hpp"
 #include "dense_case.hpp"
 #include "sm_90/decode/kernel.hpp"
@@ -26,16 +24,6 @@ constexpr int ROPE = 64, HALF = ROPE / 2;
 
 uint16_t rounded(float value) { return DTYPE::is_bf16 ? float_to_bf16(value) : float_to_fp16(value); }
 float value_of(uint16_t bits) { return DTYPE::is_bf16 ? bf16_to_float(bits) : fp16_to_float(bits); }
-
-// Memory that ends where none can be read.
-float* before_a_fence(size_t bytes) {
-  constexpr size_t PAGE = 4096;
-  const size_t used = (bytes + PAGE - 1) / PAGE * PAGE;
-  char* begin = static_cast<char*>(
-      mmap(nullptr, used + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-  mprotect(begin + used, PAGE, PROT_NONE);
-  return reinterpret_cast<float*>(begin + used - bytes);
-}
 
 struct Case : DenseCase {
   uint16_t* cache = nullptr;
@@ -58,7 +46,7 @@ struct Case : DenseCase {
 
   void fill_cos_sin() {
     const int positions = *std::max_element(lens.begin(), lens.end());
-    cos_sin = before_a_fence(static_cast<size_t>(positions) * ROPE * sizeof(float));
+    cos_sin = before_a_fence<float>(static_cast<size_t>(positions) * ROPE);
     for (int position = 0; position < positions; ++position)
       for (int i = 0; i < HALF; ++i) {
         const double angle = position * std::pow(10000.0, -i / static_cast<double>(HALF));

@@ -51,14 +51,14 @@ class KvRowAddresses {
   }
 
   MLA_DEVICE int key_of_group(int tile, const Lane& lane) const {
-    const int key = first_key_ + tile * KvStageTile::keys + lane.group;
+    const int key = first_key_ + tile * STAGE_KEYS + lane.group;
     return key < last_key_ ? key : last_key_;
   }
 
  private:
   MLA_DEVICE static int slot(int block) { return block % 2 * WAVE * 4; }
   MLA_DEVICE uint32_t key(int block, int lane) const {
-    const int key = first_key_ + (block * block_tiles + lane / 4) * KvStageTile::keys + lane % 4;
+    const int key = first_key_ + (block * block_tiles + lane / 4) * STAGE_KEYS + lane % 4;
     return static_cast<uint32_t>(key < last_key_ ? key : last_key_);
   }
 

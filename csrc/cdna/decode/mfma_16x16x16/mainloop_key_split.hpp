@@ -19,9 +19,19 @@ namespace cdna::mfma_16x16x16 {
 template <class Problem, class Policy>
 class KeySplitWave;
 
+// LDS of a wave: its keys, later the part of its output, of two blocks of columns at most, that is combined at a time.
+template <class Problem>
+struct KeySplitLds {
+  using Tile = LatentLdsTile<Problem::latent>;
+  using Output = AccumO<Problem::latent>;
+  static constexpr int part_blocks = Output::blocks > 1 ? 2 : 1;
+  static constexpr int part_bytes = part_blocks * BLOCK_TILES * WAVE * 16;
+  static constexpr int wave_bytes = Tile::bytes > part_bytes ? Tile::bytes : part_bytes;
+};
+
 template <class Problem, class Policy>
 struct KeySplitMainloop {
-  static constexpr int lds_bytes = Policy::waves * LatentLdsTile::bytes;
+  static constexpr int lds_bytes = Policy::waves * KeySplitLds<Problem>::wave_bytes;
   static constexpr bool sync_after_tile = true;
   static constexpr bool scalar_partial_row = false;
 
@@ -41,11 +51,13 @@ class KeySplitWave {
   static constexpr int waves = Policy::waves;
   static constexpr int tile_keys = 16;
   static constexpr int chunks = Problem::qk_dim / 32;
-  static constexpr int latent_chunks = mla::LATENT / 32;
+  static constexpr int latent_chunks = Problem::latent / 32;
   static constexpr int loads = KvRegisters<Problem>::loads;
   static constexpr int chunks_per_load = chunks / loads;  // 1, or 2 where the cache is fp8
   using Query = QueryTile<Problem, 8 * chunks_per_load>;
-  using KeyMap = typename ChunkLdsMapFor<chunks_per_load>::Map;
+  using Lds = KeySplitLds<Problem>;
+  using KeyMap = typename ChunkLdsMapFor<typename Lds::Tile, chunks_per_load>::Map;
+  using Output = typename Lds::Output;
 
  public:
   MLA_DEVICE KeySplitWave(const mla::DecodeParams& p, const mla::WorkTile& tile, const mla::SequenceRows& rows,
@@ -56,7 +68,7 @@ class KeySplitWave {
         lane_(Lane::current()),
         wave_(wave_id()),
         lds_(lds),
-        latent_(lds + wave_ * LatentLdsTile::bytes),
+        latent_(lds + wave_ * Lds::wave_bytes),
         key_map_(lane_),
         column_map_(lane_),
         scale_(score_scale<typename Problem::Format>(p)),
@@ -88,8 +100,8 @@ class KeySplitWave {
 
   MLA_DEVICE void finish() {}
 
-  // The four waves' rows become one and are stored: row statistics first, then the outputs in two halves of 256
-  // columns, of which each wave adds up a quarter.
+  // The four waves' rows become one and are stored: row statistics first, then the outputs in parts of 256 columns, or
+  // 128 if there are no more. Each wave adds up four of a part's tiles, as far as there are some.
   template <class Epilogue>
   MLA_DEVICE void store(const mla::DecodeParams& p) {
     constexpr int sums = waves * 16 * 4;
@@ -120,28 +132,29 @@ class KeySplitWave {
 #pragma unroll
     for (int w = 0; w < waves; ++w) scale[w] = roundable(scale[w] * (result.scale * Epilogue::value_scale(p)));
 
-    constexpr int half_tiles = OUTPUT_BLOCKS / 2 * BLOCK_TILES;
+    constexpr int part_tiles = Lds::part_blocks * BLOCK_TILES;
     constexpr int tile_bytes = WAVE * 16;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int part = 0; part < Output::blocks / Lds::part_blocks; ++part) {
       mla::block_sync();
 #pragma unroll
-      for (int n = 0; n < half_tiles; ++n) {
+      for (int n = 0; n < part_tiles; ++n) {
         lds_write_f32x4(latent_ + n * tile_bytes + lane_.index * 16,
-                        output_.tile[half * 2 + n / BLOCK_TILES][n % BLOCK_TILES]);
+                        output_.tile[part * Lds::part_blocks + n / BLOCK_TILES][n % BLOCK_TILES]);
       }
       mla::block_sync();
+      if (part_tiles < 4 * waves && wave_ >= part_tiles / 4) continue;
       f32x4 combined[4];
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         combined[n] = f32x4{0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
         for (int w = 0; w < waves; ++w) {
-          const LdsBytes tile = lds_ + w * LatentLdsTile::bytes + (wave_ * 4 + n) * tile_bytes;
+          const LdsBytes tile = lds_ + w * Lds::wave_bytes + (wave_ * 4 + n) * tile_bytes;
           combined[n] += scale[w] * lds_read_f32x4(tile + lane_.index * 16);
         }
       }
-      const int column = (half * 2 + wave_ / 2) * BLOCK_COLUMNS + lane_.group * 32 + wave_ % 2 * 4;
+      const int column = (part * Lds::part_blocks + wave_ / 2) * BLOCK_COLUMNS + lane_.group * 32 + wave_ % 2 * 4;
       target.template store<4, 4>([&](int r, mla::Vec<float, 4>& values) {
 #pragma unroll
         for (int n = 0; n < 4; ++n) values[n] = combined[n][r];
@@ -199,7 +212,7 @@ class KeySplitWave {
   MLA_DEVICE void multiply_values(u32x2 p) {
     wave_lds_fence();
 #pragma unroll
-    for (int b = 0; b < OUTPUT_BLOCKS; ++b) {
+    for (int b = 0; b < Output::blocks; ++b) {
       u32x4 keys[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) keys[j] = lds_read16(latent_ + column_map_.of(b, j));
@@ -225,14 +238,14 @@ class KeySplitWave {
   const LdsBytes lds_;     // the workgroup's
   const LdsBytes latent_;  // the wave's quarter
   const KeyMap key_map_;
-  const ColumnLdsMap column_map_;
+  const ColumnLdsMap<typename Lds::Tile> column_map_;
   const float scale_;
   int visible_;         // end of the keys that the lane's row may see
   int visible_to_all_;  // end of the keys that every row of the tile may see
   Query query_;
   KvRegisters<Problem> kv_;
   mla::RowSoftmax softmax_;
-  AccumO output_;
+  Output output_;
 };
 
 }  // namespace cdna::mfma_16x16x16

@@ -61,7 +61,8 @@ class RowSplitWave {
   using Softmax = TileSoftmax<Policy, Element>;
   using Partition = RowPartition<Problem, Policy>;
   static constexpr int chunks = Problem::qk_dim / 32;
-  static constexpr int tile_keys = KvStageTile::keys;
+  static constexpr int tile_keys = STAGE_KEYS;
+  using Output = AccumO<Problem::latent>;
   static constexpr int array = tiles > 0 ? tiles : 1;
   static constexpr int key_groups = Partition::key_groups;
   static constexpr int in_vgpr = 2;  // of the second tile's accumulators, which make room for two of scores
@@ -133,7 +134,7 @@ class RowSplitWave {
       const mla::RowResult<Policy> result = target.finish(softmax_[r].max, softmax_[r].sum);
       if (lane.group == 0) target.store_lse(result.lse);
       const float scale = roundable(result.scale * Epilogue::value_scale(p));
-      target.template store<BLOCK_TILES, OUTPUT_BLOCKS * 4>([&](int i, mla::Vec<float, BLOCK_TILES>& values) {
+      target.template store<BLOCK_TILES, Output::blocks * 4>([&](int i, mla::Vec<float, BLOCK_TILES>& values) {
         const int b = i / 4, e = i % 4;
         __builtin_amdgcn_sched_barrier(0);  // or all pieces are scaled before the first is stored
         if (e == 0) {
@@ -206,9 +207,10 @@ class RowSplitWave {
 
   // S^T = K Q^T. Keys are read a group ahead of the products that use them.
   MLA_DEVICE void scores(LdsBytes stage, f32x4 (&s)[array]) {
-    constexpr int rope_chunks = mla::ROPE / 32;
+    constexpr int rope_chunks = Problem::rope / 32;
     constexpr int products = chunks + (Problem::rotate ? rope_chunks : 0);  // with the residuals of rotated rope parts
-    constexpr int group = products % 3 == 0 ? 3 : 4;
+    constexpr int group = products % 3 == 0 ? 3 : products % 4 == 0 ? 4 : 5;
+    static_assert(products % group == 0, "row split: whole groups of products");
     constexpr int groups = products / group;
 #pragma unroll
     for (int r = 0; r < tiles; ++r) s[r] = f32x4{0.0f, 0.0f, 0.0f, 0.0f};
@@ -270,9 +272,9 @@ class RowSplitWave {
   MLA_DEVICE void multiply_values(LdsBytes stage, u32x4 (&values)[4], const u32x2 (&p)[array]) {
     u32x4 next[4];
 #pragma unroll
-    for (int b = 0; b < OUTPUT_BLOCKS; ++b) {
+    for (int b = 0; b < Output::blocks; ++b) {
       u32x4(&now)[4] = b % 2 ? next : values;
-      if (b + 1 < OUTPUT_BLOCKS) {
+      if (b + 1 < Output::blocks) {
         read_values(stage, b + 1, b % 2 ? values : next);
         wait_lgkmcnt<4>();
       } else {
@@ -287,7 +289,7 @@ class RowSplitWave {
           f32x4& second = output_[r].tile[b][2 * d + 1];
           first = Mfma16x16x16<Element>::multiply(columns.first, p[r], first);
           second = Mfma16x16x16<Element>::multiply(columns.second, p[r], second);
-          if (r == 1 && b * BLOCK_TILES + 2 * d >= OUTPUT_BLOCKS * BLOCK_TILES - in_vgpr) {
+          if (r == 1 && b * BLOCK_TILES + 2 * d >= Output::blocks * BLOCK_TILES - in_vgpr) {
             pin_to_vgpr(first);
             pin_to_vgpr(second);
           }
@@ -305,14 +307,14 @@ class RowSplitWave {
   const int wave_;
   const LdsBytes lds_;
   const int key_group_;
-  const KvStageReadMap read_map_;
+  const KvStageReadMap<Problem> read_map_;
   const float scale_;
   int visible_to_all_;  // end of the keys that every row of the first tile may see
   int first_row_[array];
   int visible_[array];  // end of the keys that the lane's row of each tile may see
   mla::RowSoftmax softmax_[array];
   QueryTile<Problem> query_[array];
-  AccumO output_[array];
+  Output output_[array];
 };
 
 }  // namespace cdna::mfma_16x16x16

@@ -20,9 +20,9 @@ struct KeyGroupExchange {
 // merged tile 0 and that of group 1 the merged tile 1, each with its `max` and `sum`. The outputs are exchanged a block
 // of columns at a time, so that 8 KiB of LDS per wave are enough. All waves of the workgroup call this, and they need
 // another barrier before any of them writes there again.
-template <class Policy, int tiles>
+template <class Policy, int tiles, class Output>
 MLA_DEVICE void merge_key_groups(LdsBytes lds, int wave, int group, int distance, const Lane& lane,
-                                 mla::RowSoftmax (&softmax)[tiles], AccumO (&output)[tiles]) {
+                                 mla::RowSoftmax (&softmax)[tiles], Output (&output)[tiles]) {
   using Lds = KeyGroupExchange<Policy>;
   constexpr int tile_bytes = Lds::tile_bytes, block_bytes = Lds::block_bytes;
   constexpr int statistics = Lds::statistics, row_bytes = Lds::row_bytes;
@@ -50,7 +50,7 @@ MLA_DEVICE void merge_key_groups(LdsBytes lds, int wave, int group, int distance
   const LdsBytes sent = lds + wave * block_bytes + lane.index * 16;
   const LdsBytes received = lds + (wave ^ distance) * block_bytes + lane.index * 16;
 #pragma unroll
-  for (int b = 0; b < OUTPUT_BLOCKS; ++b) {
+  for (int b = 0; b < Output::blocks; ++b) {
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
       if (group != r) {
@@ -75,7 +75,7 @@ MLA_DEVICE void merge_key_groups(LdsBytes lds, int wave, int group, int distance
         }
       }
     }
-    if (b + 1 < OUTPUT_BLOCKS) mla::block_sync();
+    if (b + 1 < Output::blocks) mla::block_sync();
   }
 }
 

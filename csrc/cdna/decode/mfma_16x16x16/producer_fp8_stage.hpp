@@ -16,6 +16,8 @@ namespace cdna::mfma_16x16x16 {
 template <class Problem, class Policy>
 class Fp8StageProducer {
   static_assert(Problem::row_bytes == mla::LATENT + mla::ROPE, "converted stages: rows of 576 fp8 values");
+  static constexpr int OUTPUT_BLOCKS = Problem::latent / BLOCK_COLUMNS;
+  using Stage = KvStageTile<Problem>;
   using Addresses = KvRowAddresses<FourShortRows::pitch>;
   static constexpr int raw_buffers = 2;
 
@@ -23,7 +25,7 @@ class Fp8StageProducer {
   static constexpr int stages = 2;
   static constexpr int prefetch = raw_buffers;
   static constexpr int waves = Policy::waves;
-  static constexpr int stage_bytes = KvStageTile::rope + KvStageTile::rope_bytes;
+  static constexpr int stage_bytes = Stage::rope + Stage::rope_bytes;
   static constexpr int raw = stages * stage_bytes;
   static constexpr int pages = raw + waves * raw_buffers * FourShortRows::bytes;
   static constexpr int lds_bytes = pages + waves * Addresses::bytes;
@@ -74,7 +76,7 @@ class Fp8StageProducer {
   // A lane converts key 4 * wave + group: eight columns of each 128, and four of the rope part.
   MLA_DEVICE void convert(LdsBytes from, LdsBytes stage) const {
     const LdsBytes row = from + lane_.group * FourShortRows::pitch + lane_.column * 8;
-    const LdsBytes to = stage + (4 * wave_ + lane_.group) * KvStageTile::pitch + lane_.column * 16;
+    const LdsBytes to = stage + (4 * wave_ + lane_.group) * Stage::pitch + lane_.column * 16;
     u32x2 eight[OUTPUT_BLOCKS];
 #pragma unroll
     for (int b = 0; b < OUTPUT_BLOCKS; ++b) eight[b] = lds_read8(row + b * BLOCK_COLUMNS);
@@ -82,7 +84,7 @@ class Fp8StageProducer {
 #pragma unroll
     for (int b = 0; b < OUTPUT_BLOCKS; ++b) lds_write16(to + b * BLOCK_COLUMNS * 2, fp8_to_bf16(eight[b]));
     const int slot = lane_.column % 8 / 2 ^ (4 * wave_ + lane_.group) / 2 % 4;
-    lds_write8(stage + KvStageTile::rope + wave_ * 512 + lane_.column / 8 * 256 + lane_.group * 64 + slot * 16 +
+    lds_write8(stage + Stage::rope + wave_ * 512 + lane_.column / 8 * 256 + lane_.group * 64 + slot * 16 +
                    lane_.column % 2 * 8,
                fp8_to_bf16(four));
   }

@@ -14,19 +14,23 @@ namespace cdna::mfma_16x16x16 {
 
 template <class Problem, class Policy>
 class KvStageProducer {
-  using Addresses = KvRowAddresses<KvStageTile::pitch>;
-  static constexpr bool has_rope = Problem::qk_dim > mla::LATENT;
-  static constexpr int cos_sin = KvStageTile::residual + KvStageTile::rope_bytes;
+  using Stage = KvStageTile<Problem>;
+  using Rows = FourRows<Problem::latent * 2>;
+  using Addresses = KvRowAddresses<Stage::pitch>;
+  static constexpr bool has_rope = Problem::rope > 0;
+  static constexpr int cos_sin = Stage::residual + Stage::rope_bytes;
 
  public:
-  static constexpr int stages = Problem::rotate ? 2 : 3;  // a third with cosines and sines would not fit
+  // A third with cosines and sines would not fit; of narrow rows more keep as many bytes on their way.
+  static constexpr int stages = Problem::rotate ? 2 : Problem::latent == 512 ? 3 : Problem::latent == 256 ? 5 : 8;
   static constexpr int prefetch = stages - 1;             // tiles in flight while one is multiplied
   static constexpr int waves = Policy::waves;
-  static constexpr int stage_bytes = KvStageTile::rope + (has_rope ? KvStageTile::rope_bytes : 0) +
-                                     (Problem::rotate ? KvStageTile::rope_bytes + KvStageTile::cos_sin_bytes : 0);
+  static constexpr int stage_bytes =
+      Stage::rope + Stage::rope_bytes + (Problem::rotate ? Stage::rope_bytes + Stage::cos_sin_bytes : 0);
   static constexpr int lds_bytes = stages * stage_bytes + waves * Addresses::bytes;
-  static constexpr int copies = FourRows::instructions + (has_rope ? TwoWords::instructions : 0) +
-                                (Problem::rotate ? FourWords::instructions : 0);  // of a wave per tile
+  static constexpr int copies =
+      Rows::instructions + Stage::rope_halves + (Problem::rotate ? FourWords::instructions : 0);  // of a wave per tile
+  static_assert(copies * prefetch < 63, "stages: more copies in flight than can be counted");
 
   MLA_DEVICE KvStageProducer(const mla::PagedKv& paged_kv, const mla::WorkTile& tile, const float* rope_cos_sin,
                              int tiles, LdsBytes lds, const Lane& lane, int wave)
@@ -37,9 +41,10 @@ class KvStageProducer {
         wave_(wave),
         tiles_(tiles),
         rope_cos_sin_(rope_cos_sin),
-        latent_at_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds)) + wave * 4 * KvStageTile::pitch),
-        rope_at_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds)) + KvStageTile::rope + wave * 512) {
-    rope_offset_ = lane.group * KvStageTile::pitch + mla::LATENT * 2 + rope_word() * 4;
+        latent_at_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds)) + wave * 4 * Stage::pitch),
+        rope_at_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds)) + Stage::rope +
+                 wave * Stage::wave_rope_bytes) {
+    rope_offset_ = lane.group * Stage::pitch + Problem::latent * 2 + rope_word() * 4;
     addresses_.fetch(0);
   }
 
@@ -50,8 +55,11 @@ class KvStageProducer {
     const char* const rows[4] = {addresses_.uniform(tile, 0), addresses_.uniform(tile, 1), addresses_.uniform(tile, 2),
                                  addresses_.uniform(tile, 3)};
     const char* rope = addresses_.of_group(tile, lane_) + rope_offset_;
-    FourRows::copy(rows, static_cast<uint32_t>(lane_.index * 4), latent_at_ + static_cast<uint32_t>(stage_offset));
-    if constexpr (has_rope) TwoWords::copy(rope, rope + 64, rope_at_ + static_cast<uint32_t>(stage_offset));
+    Rows::copy(rows, static_cast<uint32_t>(lane_.index * 4), latent_at_ + static_cast<uint32_t>(stage_offset));
+    if constexpr (Stage::rope_halves == 2)
+      TwoWords::copy(rope, rope + 64, rope_at_ + static_cast<uint32_t>(stage_offset));
+    else if constexpr (has_rope)
+      copy_words_to_lds(rope, rope_at_ + static_cast<uint32_t>(stage_offset));
     if constexpr (Problem::rotate) {
       const float* cos =
           rope_cos_sin_ + static_cast<int64_t>(addresses_.key_of_group(tile, lane_)) * COS_SIN_FLOATS + rope_word() * 2;
@@ -62,7 +70,7 @@ class KvStageProducer {
   // Returns when this wave's part of `tile` has landed in its stage and is rotated.
   MLA_DEVICE void wait(int tile, int stage_offset) const {
     wait_vmcnt<copies*(prefetch - 1)>();
-    if (prefetch > 1 && tile + 1 == tiles_) wait_vmcnt<0>();
+    if (prefetch == 2 ? tile + 1 == tiles_ : prefetch > 2 && tile + prefetch > tiles_) wait_vmcnt<0>();
     if constexpr (Problem::rotate) rotate(stage_offset);
   }
 
@@ -84,12 +92,12 @@ class KvStageProducer {
 
   // Each lane rotates the words it copied, in place.
   MLA_DEVICE void rotate(int stage_offset) const {
-    const LdsBytes rope = lds_ + KvStageTile::rope + stage_offset + wave_ * 512 + lane_.index * 4;
+    const LdsBytes rope = lds_ + Stage::rope + stage_offset + wave_ * Stage::wave_rope_bytes + lane_.index * 4;
     const LdsBytes cos_sin = (LdsBytes)(uintptr_t)cos_sin_at(stage_offset) + lane_.index * 4;
     const RotatedWords rotated = rotate_words<Policy, typename Problem::Element>(
         lds_read_word(rope), lds_read_word(rope + 256), lds_read_float(cos_sin), lds_read_float(cos_sin + 256),
         lds_read_float(cos_sin + 512), lds_read_float(cos_sin + 768));
-    constexpr int residual = KvStageTile::rope_bytes;
+    constexpr int residual = Stage::rope_bytes;
     lds_write_word(rope, rotated.first);
     lds_write_word(rope + 256, rotated.second);
     lds_write_word(rope + residual, rotated.first_residual);

@@ -18,8 +18,9 @@ namespace cdna::mfma_16x16x32 {
 // normalized by its rounded sum, the divisor][wave][16 rows].
 template <class Problem, class Policy, class Mma>
 struct KeySplitLds {
-  using Tile = SwizzledLdsTile<Problem::Format::bytes, mla::LATENT * Problem::Format::bytes, Mma::private_keys>;
-  static constexpr int output_bytes = AccumO::tiles * WAVE * 16;
+  using Tile = SwizzledLdsTile<Problem::Format::bytes, Problem::latent * Problem::Format::bytes, Mma::private_keys>;
+  using Output = AccumO<Problem::latent>;
+  static constexpr int output_bytes = Output::tiles * WAVE * 16;
   static constexpr int wave_bytes = Tile::bytes > output_bytes ? Tile::bytes : output_bytes;
   static constexpr int statistics = Policy::waves * wave_bytes;
   static constexpr int row_floats = Policy::waves * 16 * 4;  // bytes of a float of every row of every wave
@@ -57,9 +58,10 @@ class KeySplitWave {
   static constexpr int pieces = Registers::loads;
   static constexpr bool has_tail = pieces % 2 != 0;
   static constexpr int freed = has_tail && Qk::pads_tail ? pieces - 3 : pieces;  // before the tail's product
-  static constexpr int latent_pieces = mla::LATENT * Problem::Format::bytes / 64;
+  static constexpr int latent_pieces = Problem::latent * Problem::Format::bytes / 64;
   using Lds = KeySplitLds<Problem, Policy, Mma>;
   using Tile = typename Lds::Tile;
+  using Output = typename Lds::Output;
   using Softmax = TileSoftmax<Policy, Pv, score_tiles>;
   static constexpr int wave_bytes = Lds::wave_bytes, statistics = Lds::statistics, row_floats = Lds::row_floats;
 
@@ -120,7 +122,7 @@ class KeySplitWave {
       if (Pv::normalizes_by_rounded_sum) lds_write_float(lds_ + mine + 2 * row_floats, softmax_.divisor());
     }
 #pragma unroll
-    for (int t = 0; t < AccumO::tiles; ++t) {
+    for (int t = 0; t < Output::tiles; ++t) {
       lds_write_f32x4(lds_ + wave_ * wave_bytes + t * (WAVE * 16) + lane_.index * 16, output_.tile[t]);
     }
     mla::block_sync();
@@ -148,7 +150,7 @@ class KeySplitWave {
       scale[w] *= Softmax::output_scale(result.scale, total, total_divisor) * Epilogue::value_scale(p);
     }
 
-    constexpr int share = AccumO::tiles / waves;
+    constexpr int share = Output::tiles / waves;
     f32x4 combined[share];
 #pragma unroll
     for (int n = 0; n < share; ++n) {
@@ -224,7 +226,7 @@ class KeySplitWave {
 
   static constexpr int reads = Softmax::products * Pv::reads;  // per column tile
   static constexpr int column_group = 8 / reads;               // column tiles that are read at once
-  static constexpr int column_groups = AccumO::tiles / column_group;
+  static constexpr int column_groups = Output::tiles / column_group;
   static constexpr int pair = column_group > 1 ? 2 : 1;
 
   MLA_DEVICE void read_values(int g, u32x2 (&values)[column_group][reads]) const {
@@ -278,7 +280,7 @@ class KeySplitWave {
   Query query_;
   Registers kv_;
   typename Softmax::Row softmax_;
-  AccumO output_;
+  Output output_;
 };
 
 }  // namespace cdna::mfma_16x16x32

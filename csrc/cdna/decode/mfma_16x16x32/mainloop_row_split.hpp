@@ -26,9 +26,9 @@ struct RowPartition {
 
 // LDS of the merge of two key groups: the outputs of four waves, then row statistics [wave][row tile][max, sum][16
 // rows].
-template <class Policy>
+template <class Problem, class Policy>
 struct KeyGroupExchange {
-  static constexpr int output_bytes = AccumO::tiles * WAVE * 16;
+  static constexpr int output_bytes = AccumO<Problem::latent>::tiles * WAVE * 16;
   static constexpr int statistics = Policy::waves * output_bytes;
   static constexpr int lds_bytes = statistics + Policy::waves * 256;
 };
@@ -39,7 +39,7 @@ class RowSplitWave;
 template <class Problem, class Policy, class Mma>
 struct RowSplitMainloop {
   using Partition = RowPartition<Problem, Policy, Mma>;
-  static constexpr int lds_bytes = Partition::key_groups > 1 ? KeyGroupExchange<Policy>::lds_bytes : 0;
+  static constexpr int lds_bytes = Partition::key_groups > 1 ? KeyGroupExchange<Problem, Policy>::lds_bytes : 0;
   static constexpr bool sync_after_tile = true;
   static constexpr bool scalar_partial_row = true;
 
@@ -61,6 +61,7 @@ class RowSplitWave {
   using Qk = typename Mma::Qk;
   using Pv = typename Mma::SharedPv;
   using Query = typename Qk::Query;
+  using Output = AccumO<Problem::latent>;
   using Partition = RowPartition<Problem, Policy, Mma>;
   static constexpr int shared_keys = Mma::shared_keys;
   using Tile = SwizzledLdsTile<Problem::Format::bytes, Problem::row_bytes, shared_keys>;
@@ -151,7 +152,7 @@ class RowSplitWave {
       const mla::RowResult<Policy> result = target.finish(softmax_[r].max, sum);
       if (lane.group == 0) target.store_lse(result.lse);
       const float scale = Softmax::output_scale(result.scale, sum, divisor) * Epilogue::value_scale(p);
-      target.template store<4, AccumO::tiles>([&](int t, mla::Vec<float, 4>& values) {
+      target.template store<4, Output::tiles>([&](int t, mla::Vec<float, 4>& values) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) values[e] = output_[r].tile[t][e] * scale;
         return 16 * t + 4 * lane.group;
@@ -165,8 +166,8 @@ class RowSplitWave {
   MLA_DEVICE void merge_key_groups(const Lane& lane) {
     static_assert(key_groups == 2 && tiles <= 2, "merging: one row tile for each group");
     static_assert(!Pv::normalizes_by_rounded_sum, "merging: one sum for each row");
-    constexpr int output_bytes = KeyGroupExchange<Policy>::output_bytes;
-    constexpr int statistics = KeyGroupExchange<Policy>::statistics;
+    constexpr int output_bytes = KeyGroupExchange<Problem, Policy>::output_bytes;
+    constexpr int statistics = KeyGroupExchange<Problem, Policy>::statistics;
     const uint32_t mine = lds_ + statistics + wave_ * 256 + lane.column * 4;
     const uint32_t other = lds_ + statistics + (wave_ ^ row_waves) * 256 + lane.column * 4;
     mla::block_sync();
@@ -178,7 +179,7 @@ class RowSplitWave {
       }
       if (key_group_ != r) {
 #pragma unroll
-        for (int t = 0; t < AccumO::tiles; ++t) {
+        for (int t = 0; t < Output::tiles; ++t) {
           pin(r, t);
           lds_write_f32x4(lds_pointer(lds_ + wave_ * output_bytes + t * (WAVE * 16) + lane.index * 16),
                           output_[r].tile[t]);
@@ -197,7 +198,7 @@ class RowSplitWave {
       softmax_[r].max = max;
       softmax_[r].sum = softmax_[r].sum * scale + lds_read_float(lds_pointer(other + r * 128 + 64)) * other_scale;
 #pragma unroll
-      for (int t = 0; t < AccumO::tiles; ++t) {
+      for (int t = 0; t < Output::tiles; ++t) {
         const uint32_t at = lds_ + (wave_ ^ row_waves) * output_bytes + t * (WAVE * 16) + lane.index * 16;
         pin(r, t);
         output_[r].tile[t] = output_[r].tile[t] * scale + lds_read_f32x4(lds_pointer(at)) * other_scale;
@@ -208,7 +209,7 @@ class RowSplitWave {
   }
 
   MLA_DEVICE void pin(int r, int t) {
-    if (r == 0 || t < AccumO::tiles - in_vgpr) pin_to_agpr(output_[r].tile[t]);
+    if (r == 0 || t < Output::tiles - in_vgpr) pin_to_agpr(output_[r].tile[t]);
   }
 
   // QK^T, softmax and PV of the tile that begins at key `first` and at `stage` in LDS.
@@ -323,7 +324,7 @@ class RowSplitWave {
 
   static constexpr int reads = products * Pv::reads;  // per column tile
   static constexpr int column_group = 8 / reads;      // column tiles that are read at once
-  static constexpr int column_groups = AccumO::tiles / column_group;
+  static constexpr int column_groups = Output::tiles / column_group;
   static constexpr int pair = tiles == 1 && column_group > 1 ? 2 : 1;
 
   MLA_DEVICE void read_values(uint32_t stage, int g, u32x2 (&values)[column_group][reads]) const {
@@ -359,7 +360,7 @@ class RowSplitWave {
             const int column = g * column_group + c + i % pair;
             f32x4& sum = output_[r].tile[column];
             sum = Pv::multiply(columns[i % pair][i / pair], p[r][i / pair], sum);
-            if (r == 1 && column >= AccumO::tiles - in_vgpr) pin_to_vgpr(sum);
+            if (r == 1 && column >= Output::tiles - in_vgpr) pin_to_vgpr(sum);
           }
         }
       }
@@ -383,7 +384,7 @@ class RowSplitWave {
   int visible_[array];  // end of the keys that the lane's row of each tile may see
   typename Softmax::Row softmax_[array];
   Query query_[array];
-  AccumO output_[array];
+  Output output_[array];
 };
 
 }  // namespace cdna::mfma_16x16x32

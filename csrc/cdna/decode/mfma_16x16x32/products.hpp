@@ -26,9 +26,13 @@ struct QkSameType {
   };
 
   MLA_DEVICE static Keys keys(u32x4 low, u32x4 high) { return Keys{low, high}; }
+  MLA_DEVICE static u32x4 tail(u32x4 piece, u32x4 /*beside*/) { return piece; }
   MLA_DEVICE static f32x4 multiply(const Keys& keys, const Query& query, int n, f32x4 sum) {
     sum = Mfma16x16x32<Element>::multiply(keys.low, query.chunk[2 * n], sum);
     return Mfma16x16x32<Element>::multiply(keys.high, query.chunk[2 * n + 1], sum);
+  }
+  MLA_DEVICE static f32x4 multiply_tail(u32x4 keys, const Query& query, f32x4 sum) {
+    return Mfma16x16x32<Element>::multiply(keys, query.chunk[Query::chunks - 1], sum);
   }
 };
 

@@ -8,9 +8,11 @@
 
 namespace cdna::mfma_16x16x32 {
 
-// O^T of 16 rows. tile[t]: element r of a lane is column 16 t + 4 * lane.group + r of row lane.column.
+// O^T of 16 rows of `columns` values. tile[t]: element r of a lane is column 16 t + 4 * lane.group + r of row
+// lane.column.
+template <int columns>
 struct AccumO {
-  static constexpr int tiles = mla::VALUE_DIM / 16;
+  static constexpr int tiles = columns / 16;
   f32x4 tile[tiles];
 
   MLA_DEVICE void clear() {

@@ -14,11 +14,12 @@ namespace cdna::mfma_16x16x32 {
 // The types of both products and the keys of a tile: `shared_keys` where the waves share it, `private_keys` where each
 // wave has its own. `splits_keys` says that up to four row tiles are worth splitting the waves over keys as well.
 
-// 16-bit caches: every operand has the type of the cache.
+// 16-bit caches: every operand has the type of the cache. Narrow rows leave room for more keys, which their tails need:
+// a wave copies 16 keys' at once.
 template <class Problem, class Policy>
 struct SameTypeMma {
   static constexpr bool splits_keys = false;
-  static constexpr int shared_keys = 32;
+  static constexpr int shared_keys = Problem::latent == mla::LATENT ? 32 : 64;
   static constexpr int private_keys = 32;
   using Qk = QkSameType<Problem>;
   using SharedPv = PvSameType<Policy, typename Problem::Element>;

@@ -31,7 +31,7 @@ struct ClusterExchangeP : ClusterPair {
     uint64_t peer_kv_full[PEER_STAGES];    // the ring of the peer's keys
     uint64_t peer_kv_empty[PEER_STAGES];
     uint64_t swap_full[2][CHUNKS];  // a chunk that a PV warpgroup hands to the other is written
-    SentinelFillStorage<HEAD_DIM_V / 2 * 4> fill;
+    SentinelFillStorage<WIDEST_HEAD_DIM_V / 2 * 4> fill;
   };
   template <class Traits>
   using Storage = Mailbox;
@@ -149,7 +149,7 @@ class ExchangeP {
   }
 
   // `o` holds the columns that this warpgroup keeps, then those that it hands over.
-  MLA_DEVICE void merge(AccumulatorO& o, const OutputTarget& target) const {
+  MLA_DEVICE void merge(PairO& o, const OutputTarget& target) const {
     clear_no_contribution(o, target.factor);
     named_barrier_sync<128>(PV_GROUP_BARRIER + group_);  // the other warps read these keys, too
     publish_o(o, target, 0);
@@ -165,7 +165,7 @@ class ExchangeP {
            warpgroup_thread() * 16;
   }
 
-  MLA_DEVICE void publish_o(const AccumulatorO& o, const OutputTarget& target, int chunk) const {
+  MLA_DEVICE void publish_o(const PairO& o, const OutputTarget& target, int chunk) const {
 #pragma unroll
     for (int i = 0; i < CHUNK_TILES; ++i) {
       const int tile = chunk * CHUNK_TILES + i;
@@ -177,7 +177,7 @@ class ExchangeP {
   }
 
   // One tile that is kept, of both splits. Before the first tile of a chunk, the next chunk is handed over.
-  MLA_DEVICE void merged_tile(const AccumulatorO& o, int tile, const OutputTarget& target, float (&four)[4]) const {
+  MLA_DEVICE void merged_tile(const PairO& o, int tile, const OutputTarget& target, float (&four)[4]) const {
     if (tile % CHUNK_TILES == 0) {
       const int chunk = tile / CHUNK_TILES;
       if (chunk + 1 < CHUNKS) publish_o(o, target, chunk + 1);

@@ -16,8 +16,10 @@ MLA_DEVICE void load_merge_scales(uint32_t shared, int split, float (&scale)[2])
         ld_shared<float>(shared + PairOffsets<Traits>::SCALE + (split * BLOCK_M + quad_row() + half * 8) * 4);
 }
 
+using PairO = AccumulatorO<WIDEST_HEAD_DIM_V / 2>;
+
 // Zeros the rows of O that contribute nothing. They are rare.
-MLA_DEVICE void clear_no_contribution(AccumulatorO& o, const float (&scale)[2]) {
+MLA_DEVICE void clear_no_contribution(PairO& o, const float (&scale)[2]) {
   const bool none[2] = {is_no_contribution(scale[0]), is_no_contribution(scale[1])};
   if (__builtin_expect(!__any_sync(~0u, none[0] || none[1]), 1)) return;
 #pragma unroll

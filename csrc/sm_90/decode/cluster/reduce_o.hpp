@@ -16,7 +16,7 @@ class ReduceO;
 struct ClusterReduceO : ClusterPair {
   static constexpr bool REDUCES_O = true;
   static constexpr int CHUNKS = 4;  // of columns, in which half of O is sent
-  static constexpr int SENT_BYTES = BLOCK_M * WARPGROUP_COLUMNS * 4;
+  static constexpr int SENT_BYTES = BLOCK_M * (WIDEST_HEAD_DIM_V / 2) * 4;
   static constexpr int CHUNK_BYTES = SENT_BYTES / CHUNKS / 4;  // of one warp's rows
 
   struct Mailbox {
@@ -72,7 +72,7 @@ class ReduceO {
   static constexpr int CHUNK_BYTES = ClusterReduceO::CHUNK_BYTES;
   static constexpr int RECEIVED = SharedStorage<Traits>::KV, SENT = RECEIVED + ClusterReduceO::SENT_BYTES,
                        BUFFERS = SENT + ClusterReduceO::SENT_BYTES;
-  static constexpr int CHUNK_TILES = WARPGROUP_COLUMNS / 8 / CHUNKS;
+  static constexpr int CHUNK_TILES = Traits::WARPGROUP_COLUMNS / 8 / CHUNKS;
   static_assert(BUFFERS + 4 * Epilogue<Traits>::BUFFER_BYTES <= Traits::STAGES * Traits::STAGE_BYTES);
 
  public:
@@ -80,7 +80,7 @@ class ReduceO {
       : params_(params), barriers_(shared), shared_(shared), side_(side) {}
 
   // On return the CTA may end.
-  MLA_DEVICE void merge(AccumulatorO& o, const OutputTarget& target) const {
+  MLA_DEVICE void merge(PairO& o, const OutputTarget& target) const {
     // This warp is converged and done with the ring.
     peer_mbarrier_arrive(map_to_peer(ClusterReduceO::peer_ring_drained(barriers_)), warpgroup_thread() % 32 == 0);
     if (side_ != static_cast<int>(cluster_rank())) {
@@ -93,7 +93,7 @@ class ReduceO {
       float peer[2];
       scale(o, target, peer);
       if (has_rows(target))
-        Epilogue<Traits>(params_, side_ * WARPGROUP_COLUMNS)
+        Epilogue<Traits>(params_, side_ * Traits::WARPGROUP_COLUMNS)
             .store(shared_ + BUFFERS + warpgroup_thread() / 32 * Epilogue<Traits>::BUFFER_BYTES, target,
                    [&](int tile, float (&four)[4]) { merged_tile(o, tile, peer, four); });
       else
@@ -113,7 +113,7 @@ class ReduceO {
   MLA_DEVICE static uint32_t chunk_offset(int chunk) { return (chunk * 4 + warpgroup_thread() / 32) * CHUNK_BYTES; }
 
   // O goes through this CTA's shared memory and the copy engine, which takes a third less time than remote stores.
-  MLA_DEVICE void send(const AccumulatorO& o) const {
+  MLA_DEVICE void send(const PairO& o) const {
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; ++chunk) {
 #pragma unroll
@@ -141,7 +141,7 @@ class ReduceO {
   }
 
   // Scales this CTA's O and writes the rows' lse to memory; `peer` becomes the scales of the peer's O.
-  MLA_DEVICE void scale(AccumulatorO& o, const OutputTarget& target, float (&peer)[2]) const {
+  MLA_DEVICE void scale(PairO& o, const OutputTarget& target, float (&peer)[2]) const {
     float own[2];
     mbarrier_wait(ClusterPair::scales_ready(barriers_), 0);
     if (side_ == 0) Epilogue<Traits>(params_, 0).store_lse(target, shared_ + PairOffsets<Traits>::LSE);
@@ -156,7 +156,7 @@ class ReduceO {
   }
 
   // One tile of both splits.
-  MLA_DEVICE void merged_tile(const AccumulatorO& o, int tile, const float (&peer)[2], float (&four)[4]) const {
+  MLA_DEVICE void merged_tile(const PairO& o, int tile, const float (&peer)[2], float (&four)[4]) const {
     if (tile % CHUNK_TILES == 0) {
       mbarrier_wait(o_full(tile / CHUNK_TILES), 0);
       if (tile / CHUNK_TILES == CHUNKS - 1) report_copy_done();

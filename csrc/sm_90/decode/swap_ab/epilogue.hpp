@@ -45,7 +45,7 @@ class SwapAbEpilogue {
     if (row.valid) {
       float lse = lse_of_row(max, sum);
       if (partial) {
-        to = (first_partial + row.index) * HEAD_DIM_V;
+        to = (first_partial + row.index) * WIDEST_HEAD_DIM_V;
         params_.partial_lse[first_partial + row.index] = lse;
       } else {
         to = (queries.first_token + row.token) * params_.out_token_stride + row.head * params_.out_head_stride;

@@ -40,6 +40,7 @@ struct SwapAbTraits : Policy {
   static constexpr bool SELECTED = false;
   static constexpr bool STREAMABLE = false;
   static constexpr int HEAD_DIM_QK = Problem::HEAD_DIM_QK;
+  static constexpr bool WHOLE_BLOCKS = true;
   static constexpr int COLUMN_BLOCKS = HEAD_DIM_QK / 64;
   static constexpr int BOX_BLOCKS = COLUMN_BLOCKS;
   static constexpr int SPLIT_ALIGNMENT = BLOCK_N;

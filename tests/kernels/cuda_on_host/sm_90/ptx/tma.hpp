@@ -44,7 +44,7 @@ struct QueryMap {
   int64_t boxes;  // of one load
 };
 
-// Boxes of [box_rows][64 bytes] in the 64-byte swizzle; rows behind the last are zeros.
+// Boxes of [box_rows][64 bytes] in the 64-byte swizzle; rows behind the last are zeros, and so is what is right of them.
 inline void tma_load(uint32_t to, const void* map, int, int row, int box, uint32_t barrier) {
   const QueryMap& queries = *static_cast<const QueryMap*>(map);
   BulkCopy copy{{}, barrier, static_cast<int>(queries.boxes * queries.box_rows * 64)};
@@ -52,7 +52,7 @@ inline void tma_load(uint32_t to, const void* map, int, int row, int box, uint32
     for (int64_t r = 0; r < queries.box_rows; ++r)
       for (int piece = 0; piece < 4; ++piece) {
         const uint32_t at = to + (b * queries.box_rows + r) * 64 + piece * 16;
-        const bool there = row + r < queries.rows;
+        const bool there = row + r < queries.rows && (box + b) * 32 < queries.width;
         const uint16_t* from = queries.values + (row + r) * queries.width + (box + b) * 32 + piece * 8;
         copy.pieces.push_back({at ^ (at >> 7 & 3) << 4, there ? from : nullptr, 16});
       }
@@ -70,17 +70,18 @@ struct KeyMap {
   int64_t boxes;  // of one load
 };
 
-// Boxes of [box_rows][128 bytes] in the 128-byte swizzle; rows behind the page's last are zeros.
-inline void tma_load(uint32_t to, const void* map, int, int row, int box, int page, uint32_t barrier, uint64_t) {
+// Boxes of [box_rows][128 bytes] in the 128-byte swizzle; rows behind the page's last are zeros, and so is what is right
+// of them.
+inline void tma_load(uint32_t to, const void* map, int column, int row, int box, int page, uint32_t barrier, uint64_t) {
   const KeyMap& keys = *static_cast<const KeyMap*>(map);
   BulkCopy copy{{}, barrier, static_cast<int>(keys.boxes * keys.box_rows * 128)};
   for (int64_t b = 0; b < keys.boxes; ++b)
     for (int64_t r = 0; r < keys.box_rows; ++r)
       for (int piece = 0; piece < 8; ++piece) {
         const uint32_t at = to + (b * keys.box_rows + r) * 128 + piece * 16;
-        const uint16_t* from =
-            keys.values + page * keys.page_stride + (row + r) * keys.width + (box + b) * 64 + piece * 8;
-        copy.pieces.push_back({at ^ (at >> 7 & 7) << 4, row + r < keys.rows ? from : nullptr, 16});
+        const int64_t first = column + (box + b) * 64 + piece * 8;
+        const uint16_t* from = keys.values + page * keys.page_stride + (row + r) * keys.width + first;
+        copy.pieces.push_back({at ^ (at >> 7 & 7) << 4, row + r < keys.rows && first < keys.width ? from : nullptr, 16});
       }
   bulk_copies.push_back(copy);
 }

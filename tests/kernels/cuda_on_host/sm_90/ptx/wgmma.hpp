@@ -26,9 +26,9 @@ template <class T>
 void qk_mma(float (&acc)[16], const uint32_t* a, uint64_t b, bool add) {
   products[current].open.push_back({acc, a, {}, {b, false}, add, 32, TO_FLOAT<T>});
 }
-template <class T>
-void pv_mma(float (&acc)[64], uint64_t a, uint64_t b, bool add) {
-  products[current].open.push_back({acc, nullptr, {a, false}, {b, true}, add, 128, TO_FLOAT<T>});
+template <class T, int VALUES>
+void pv_mma(float (&acc)[VALUES], uint64_t a, uint64_t b, bool add) {
+  products[current].open.push_back({acc, nullptr, {a, false}, {b, true}, add, 2 * VALUES, TO_FLOAT<T>});
 }
 
 }  // namespace mla::sm_90
