@@ -17,6 +17,9 @@ MLA_DEVICE int first_key(int kv_len, int q_len, int window_left) {
 // so that blocks of keys keep their place in pages.
 MLA_DEVICE int window_origin(int first) { return first / 64 * 64; }
 
+// Which of 32 keys lie behind the first `hidden`, the lowest bit first.
+MLA_DEVICE uint32_t window_bits(int hidden) { return hidden <= 0 ? ~0u : hidden < 32 ? ~0u << hidden : 0; }
+
 // Which of 32 keys a query token of a tree sees, the lowest bit first. `word` has a bit for each draft, and the first
 // of the keys is draft number `draft`; the keys before draft 0 are seen by all.
 MLA_DEVICE uint32_t tree_bits(uint64_t word, int draft) {
