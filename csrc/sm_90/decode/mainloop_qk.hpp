@@ -182,7 +182,8 @@ class QkSoftmax {
 #pragma unroll
     for (int k = 0; k < BLOCK_N / 16; ++k)
       stmatrix_x4(to + k * 2048, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3]);
-    if constexpr (LAST_BLOCK && Traits::LOAD == KvLoad::tma) clear_values(tile_.end_key - first, BLOCK_N);
+    if constexpr (LAST_BLOCK && Traits::LOAD == KvLoad::tma)
+      clear_values(stage_multiplied_last(), tile_.end_key - first, BLOCK_N);
     if constexpr (LAST_BLOCK && Cluster::EXCHANGES_P)
       if (p_to_ == 0) st_shared(stage + Storage::P_KEYS_LEFT, tile_.end_key - first);
     write_command(command);
@@ -291,10 +292,11 @@ class QkSoftmax {
 
   MLA_DEVICE uint32_t p_stage() const { return shared_ + Storage::P + p_.stage * sizeof(PStage); }
 
-  // Zeros the values of keys first..end - 1 of the stage multiplied last, which are not the tile's: their P is 0, but
-  // what lies there may be NaN. Their scores are masked, so a warp that still reads them as keys does no harm.
-  MLA_DEVICE void clear_values(int first, int end) {
-    const int stage = (kv_.stage == 0 ? Traits::STAGES : kv_.stage) - 1;
+  MLA_DEVICE int stage_multiplied_last() const { return (kv_.stage == 0 ? Traits::STAGES : kv_.stage) - 1; }
+
+  // Zeros the values of keys first..end - 1 of a stage, which are not the tile's: their P is 0, but what lies there may
+  // be NaN. Their scores are masked, so a warp that reads them as keys before or after does no harm.
+  MLA_DEVICE void clear_values(int stage, int first, int end) {
     clear_keys<Traits, HEAD_DIM_V>(shared_ + Storage::KV + stage * Traits::STAGE_BYTES, first, end);
   }
 
@@ -343,11 +345,15 @@ class QkSoftmax {
       return;
     }
     load_q();
+    int first = tile_.template first_stage<Traits::SPLIT_ALIGNMENT>();
+    if constexpr (Traits::SPLIT_ALIGNMENT > 1)
+      if (first < tile_.first_key) {  // here, because scores take registers
+        mbarrier_wait(barriers_.kv_full(kv_.stage), kv_.parity);
+        clear_values(kv_.stage, 0, tile_.first_key - first);
+      }
     float s[SCORES];
     multiply(s, [](int) {});
-    int first = tile_.template first_stage<Traits::SPLIT_ALIGNMENT>();
     mask(s, first);
-    if (first < tile_.first_key) clear_values(0, tile_.first_key - first);
     float factor[2];
     raise_row_max(s, factor);  // there is no O yet that `factor` would apply to
     for (; first + BLOCK_N < tile_.end_key; first += BLOCK_N) {

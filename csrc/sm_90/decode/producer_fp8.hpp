@@ -95,9 +95,11 @@ class ProducerFp8 : ProducerBase<Traits> {
   // Copies a stage's keys to the raw stage that was converted longest ago, if it is this warp's turn.
   MLA_DEVICE void copy(Keys& keys) {
     if (copied_ % Traits::PRODUCER_WARPS == static_cast<uint32_t>(warp_)) copy_stage(keys);
-    keys.first = (keys.first & -BLOCK_N) + BLOCK_N;
+    keys.first = end_of_stage(keys.first);
     ++copied_;
   }
+
+  MLA_DEVICE static int end_of_stage(int key) { return (key | (BLOCK_N - 1)) + 1; }
 
   // The lanes share the keys in runs of one page. No entry of the page table behind the tile's last key is read, and
   // none before the window's first.
@@ -106,21 +108,19 @@ class ProducerFp8 : ProducerBase<Traits> {
     const uint32_t full = barriers_.raw_full(stage);
     const int run = min(params_.page & -params_.page, BLOCK_N);
     const int lane = warpgroup_thread() % 32;
-    const int first = keys.first & -BLOCK_N, skipped = keys.first - first & -run;  // whole runs
-    const int stage_keys = min(keys.end - first, BLOCK_N);
-    const int count = lane * run < skipped ? 0 : min(run, stage_keys - lane * run);
+    const int begin = keys.first & -run, end = min(keys.end, end_of_stage(keys.first));
+    const int key = begin + lane * run, count = min(run, end - key);
     const char* from = static_cast<const char*>(params_.kv_cache);
     if (count > 0) {
-      const int key = first + lane * run;
       const int in_table = this->page_of(key);
       from += __ldg(keys.pages + in_table) * params_.kv_page_stride + this->in_page(key, in_table) * ROW_BYTES;
     }
     mbarrier_wait(barriers_.raw_empty(stage), copied_ / Traits::RAW_STAGES % 2 ^ 1);
-    if (lane == 0) mbarrier_expect_tx(full, (stage_keys - skipped) * ROW_BYTES);
+    if (lane == 0) mbarrier_expect_tx(full, (end - begin) * ROW_BYTES);
     __syncwarp();
     if (count > 0) {
       const uint64_t hint = params_.partial_out != nullptr ? EVICT_FIRST : EVICT_NORMAL;
-      bulk_load(shared_ - Storage::KV + Storage::RAW + stage * Traits::RAW_STAGE_BYTES + lane * run * ROW_BYTES, from,
+      bulk_load(shared_ - Storage::KV + Storage::RAW + stage * Traits::RAW_STAGE_BYTES + (key & (BLOCK_N - 1)) * ROW_BYTES, from,
                 count * ROW_BYTES, full, hint);
     }
   }

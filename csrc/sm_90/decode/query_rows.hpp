@@ -82,7 +82,7 @@ MLA_DEVICE bool has_window_or_tree(const DecodeTmaParams& params) {
 
 // The first key that any query token of a sequence sees; none before it is read.
 MLA_DEVICE int first_read(const DecodeTmaParams& params, int sequence, int length) {
-  if (params.window_left < 0) return 0;
+  if (__builtin_expect(params.window_left < 0, 1)) return 0;
   return first_key(length, Queries(params, sequence).count, params.window_left);
 }
 
