@@ -61,6 +61,7 @@ class ProducerFp8 : ProducerBase<Traits> {
     scheduler.prefetch_pages();
     if (!Traits::CONVERTS_Q && scheduler.more()) this->load_q(scheduler.tile().sequence, kv, 0);
     scheduler.resolve_bounds();
+    scheduler.prefetch_window_pages();
     Keys keys = keys_of(scheduler);
     for (int info = Q_LOADED; scheduler.more(); info = 0) {
       const int sequence = scheduler.tile().sequence;

@@ -41,6 +41,7 @@ class ProducerTma : protected ProducerBase<Traits> {
     scheduler.prefetch_pages();
     const int32_t* pages = this->pages_of(scheduler);
     scheduler.resolve_bounds();
+    scheduler.prefetch_window_pages();
     if (!scheduler.more()) begun();
     const auto after_first_keys = [&] {
       begun();

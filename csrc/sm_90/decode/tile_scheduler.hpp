@@ -114,13 +114,21 @@ class TileSchedulerOf {
   }
 
   // Prefetches the first page numbers of the tile's sequence into L1, before it is known which are needed.
-  MLA_DEVICE void prefetch_pages() const {
-    const int line = thread_id() % 32 * 32;
+  MLA_DEVICE void prefetch_pages() const { prefetch_pages_from(0); }
+
+  // The same from a window's first page on, once the tile's keys are known.
+  MLA_DEVICE void prefetch_window_pages() const {
+    if (params_.window_left < 0) return;
+    prefetch_pages_from(divided(tile_.first_key, params_.page_reciprocal, params_.page_shift));
+  }
+
+ private:
+  MLA_DEVICE void prefetch_pages_from(int entry) const {
+    const int line = entry + thread_id() % 32 * 32;
     if (more_ && line < params_.page_ids_width)
       prefetch_l1(params_.page_ids + tile_.sequence * params_.page_ids_stride + line);
   }
 
- private:
   MLA_DEVICE int aligned(int key) const { return key / split_alignment_ * split_alignment_; }
 
   MLA_DEVICE bool advance() {

@@ -28,6 +28,7 @@ class SwapAbProducer : ProducerBase<Traits> {
     scheduler.prefetch_pages();
     if (scheduler.more()) load_q(scheduler.tile().sequence);
     scheduler.resolve_bounds();
+    scheduler.prefetch_window_pages();
     for (int info = Q_LOADED; scheduler.more(); info = 0) {
       const WorkTile tile = scheduler.tile();
       if (warp_ == TILE_WARP) this->publish(tile, info, tiles, TILE_WARP * 32);
