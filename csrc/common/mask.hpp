@@ -4,6 +4,7 @@
 #include "common/device.hpp"
 #include "common/params/decode.hpp"
 #include "common/rank_keys.hpp"
+#include "common/visibility.hpp"
 
 namespace mla {
 
@@ -34,9 +35,22 @@ struct SequenceRows {
     return static_cast<int>(static_cast<uint32_t>(row) / static_cast<uint32_t>(p.heads));
   }
 
-  // Keys below this are visible to the token: the last q_len keys of the sequence belong to the queries themselves.
+  // No key of the sequence below this is read; work tiles count keys from its window_origin.
+  MLA_DEVICE int first_read(const DecodeParams& p) const { return first_key(kv_len, q_len, p.window_left); }
+
+  // Keys below this are not visible to the token.
+  MLA_DEVICE int first_visible(const DecodeParams& p, int token) const {
+    return first_key(kv_len, q_len - token, p.window_left);
+  }
+
+  // Which drafts the token sees, by bits; the first is key kv_len - q_len. See tree_bits.
+  MLA_DEVICE uint64_t tree_of(const DecodeParams& p, int token) const {
+    return p.tree_mask ? static_cast<uint64_t>(p.tree_mask[first_token + token]) : ~uint64_t{0};
+  }
+
+  // Keys below this may be visible to the token: the last q_len keys of the sequence belong to the queries themselves.
   MLA_DEVICE int visible_keys(const DecodeParams& p, int token) const {
-    if (!p.causal) return kv_len;
+    if (!p.causal || p.tree_mask) return kv_len;
     const int later = q_len - 1 - token;
     return p.cp_tot_seq_lens ? keys_of_rank(p, p.cp_tot_seq_lens[sequence] - later) : kv_len - later;
   }

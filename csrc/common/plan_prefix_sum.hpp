@@ -4,6 +4,7 @@
 #include "common/block_scan.hpp"
 #include "common/params/plan.hpp"
 #include "common/plan_header.hpp"
+#include "common/visibility.hpp"
 
 namespace mla {
 
@@ -73,9 +74,14 @@ struct PlanPrefixSum {
     uint32_t inverse_;
   };
 
+  // Returns the keys of a sequence from its window's origin on; none where no query token reads them.
   MLA_DEVICE static int64_t kv_len(const PlanParams& p, int b) {
-    if (p.cu_seqlens_q != nullptr && p.cu_seqlens_q[b + 1] <= p.cu_seqlens_q[b]) return 0;
-    return p.seq_lens[b];
+    int q_len = p.q_len;
+    if (p.cu_seqlens_q != nullptr) {
+      q_len = p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b];
+      if (q_len <= 0) return 0;
+    }
+    return p.seq_lens[b] - window_origin(first_key(p.seq_lens[b], q_len, p.window_left));
   }
 
   // Computes the prefix sum of sequences that cost `cost(keys)` each, and the longest sequence if asked for.

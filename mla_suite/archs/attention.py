@@ -20,6 +20,7 @@ from mla_suite.launch.spec import CallSpec, Copy, Input, LaunchSpec, Scratch, Sl
 from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.decode import DecodeArgs
 from mla_suite.ops.plan.metadata import HEADER_WORDS, most_work_tiles
+from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT
 from mla_suite.ops.sparse_decode import Problem as SparseDecodeProblem
 from mla_suite.ops.sparse_decode import SparseDecodeArgs, splits_by_size
 
@@ -27,8 +28,7 @@ MAX_ROW_TILES = 65535  # of a grid's second dimension
 MIN_SCALE = 1e-30  # stands for 0, where a masked score of -inf times the scale would be NaN
 NO_MASK = "window_left or tree_mask; its kernels mask nothing but the causal limit"
 MIN_SPLIT = 256  # keys: below this, combining costs more than another compute unit saves
-# No kernel here takes a tree_mask.
-DECODE_INPUTS = {name: slot for name, slot in inputs(DecodeArgs).items() if name != "tree_mask"}
+DECODE_INPUTS = inputs(DecodeArgs)
 SPARSE_INPUTS = inputs(SparseDecodeArgs)
 PARTIALS: Mapping[str, Slot] = {"partial_out": Scratch("partial_out"), "partial_lse": Scratch("partial_lse")}
 NO_PARTIALS: Mapping[str, Slot] = dict.fromkeys(PARTIALS)
@@ -70,7 +70,7 @@ class Shape(NamedTuple):
     q_len: int  # query tokens of the longest sequence
     ragged: bool  # sequences differ in their query tokens
     page_size: int
-    keys: int  # that a sequence has at most; of sparse_decode in the mean
+    keys: int  # of a sequence at most, from its window's origin on; of sparse_decode in the mean
     plan_words: int  # 0 without a plan
 
     @property
@@ -174,15 +174,19 @@ def decode_shape(args: DecodeArgs, out: torch.Tensor) -> Shape:
     ragged, page_size = args.cu_seqlens_q is not None, args.kv_cache.shape[1]
     pages = 0 if args.kv_indices is None else args.kv_indices.shape[0]
     pages = args.block_table.shape[1] if args.block_table is not None else pages
+    q_len = args.max_seqlen_q if ragged else args.q.shape[1]
+    keys = args.max_seqlen_kv or pages * page_size
+    if args.window_left >= 0:
+        keys = min(keys, args.window_left + q_len + SPLIT_ALIGNMENT)  # the origin is rounded down
     return Shape(
         Rows.of(args.q),
         Rows.of(out),
         args.seq_lens.shape[0],
         args.q.shape[-2],
-        args.max_seqlen_q if ragged else args.q.shape[1],
+        q_len,
         ragged,
         page_size,
-        args.max_seqlen_kv or pages * page_size,
+        keys,
         0 if args.plan is None else args.plan.shape[0],
     )
 
@@ -206,6 +210,7 @@ def decode_numbers(args: DecodeArgs, shape: Shape, out: Rows, splits: Splits) ->
         num_splits=splits.number,
         split_size=splits.size if splits.number > 1 and not args.num_splits else 0,
         causal=int(args.causal),
+        window_left=args.window_left,
         cp_interleave=args.cp_interleave,
         cp_period=cp_period,
         cp_period_reciprocal=cp_period_reciprocal,
@@ -218,6 +223,12 @@ def decode_numbers(args: DecodeArgs, shape: Shape, out: Rows, splits: Splits) ->
 def decode_pointers(args: DecodeArgs, partials: bool) -> dict[str, Slot]:
     """All arguments, the results, and partials where there are some."""
     return {**present(args, DECODE_INPUTS), **OUTPUTS, **(PARTIALS if partials else NO_PARTIALS)}
+
+
+def decode_mask_copies(args: DecodeArgs) -> list[Copy]:
+    """The tree mask where the kernels, which take its words side by side, need a copy of it."""
+    mask = args.tree_mask
+    return [] if mask is None or mask.is_contiguous() else [Copy(DECODE_INPUTS["tree_mask"])]
 
 
 def decode_out_is_apart(shape: Shape) -> bool:

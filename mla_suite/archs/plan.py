@@ -52,6 +52,8 @@ class PlanConfig:
             args.max_seqlen_kv,
             args.num_splits,
             args.split_size,
+            args.max_seqlen_q,
+            args.window_left,
         )
         batch, pointers = args.seq_lens.shape[0], dict[str, Slot](seq_lens=SEQ_LENS, cu_seqlens_q=None, plan=PLAN)
         if args.cu_seqlens_q is not None:
@@ -71,8 +73,6 @@ def steps(num_splits: int, split_size: int) -> tuple[str, ...]:
 
 
 def supports(problem: Problem, config: PlanConfig) -> Supported | Unsupported:
-    if problem.window:
-        return Unsupported("window_left; its kernels plan all keys of a sequence")
     if problem.batch < 1 or problem.batch > MAX_SEQUENCES:
         return Unsupported(f"{problem.batch} sequences; it takes 1 to {MAX_SEQUENCES}")
     names = steps(problem.num_splits, problem.split_size)
@@ -89,6 +89,8 @@ def numbers_and_groups(
     max_seqlen_kv: int,
     num_splits: int,
     split_size: int,
+    q_len: int,
+    window_left: int,
 ) -> tuple[dict[str, int | float], dict[str, int]]:
     """(the numbers among the parameters, workgroups of each step); nothing is to be changed in them."""
     sizes = dict(max_seqlen_kv=max_seqlen_kv, num_splits=num_splits, split_size=split_size)
@@ -103,6 +105,8 @@ def numbers_and_groups(
         work_tile_cost=costs.tile,
         partial_cost=costs.partial_rows,
         shared_cost=costs.partial,
+        q_len=q_len,
+        window_left=window_left,
         splits=splits,
         workgroups=workgroups,
         dealt=dealt,

@@ -327,7 +327,7 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         args.rope_cos_sin,
         args.plan,
         args.cp_tot_seq_lens,
-        args.tree_mask,
+        None if args.tree_mask is None else args.tree_mask.contiguous(),
         flat_out,
         lse,
         partial_out,

@@ -46,7 +46,6 @@ class Problem(NamedTuple):
     num_sm_parts: int
     num_splits: int
     split_size: int
-    window: bool  # window_left is given
 
 
 def plan(
@@ -187,7 +186,7 @@ def check_window(op: str, window_left: int) -> None:
 
 def describe(args: PlanArgs) -> Problem:
     sizes = args.num_heads, args.max_seqlen_q, args.num_sm_parts
-    return Problem(args.seq_lens.shape[0], *sizes, args.num_splits, args.split_size, args.window_left >= 0)
+    return Problem(args.seq_lens.shape[0], *sizes, args.num_splits, args.split_size)
 
 
 def validate(args: PlanArgs) -> None:

@@ -22,7 +22,7 @@ def first_key(seq_lens: torch.Tensor, q_lens: torch.Tensor | int, window_left: i
     """
     if window_left < 0:
         return torch.zeros_like(seq_lens)
-    return (seq_lens - q_lens - window_left).clamp(min=0)
+    return ((seq_lens - q_lens).clamp(min=0) - window_left).clamp(min=0)  # no sum leaves 32 bits
 
 
 def origin(first: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,8 @@ class Problem(NamedTuple):
     max_seqlen_kv: int = 0
     num_splits: int = 0
     split_size: int = 0
+    max_seqlen_q: int = 1
+    window_left: int = -1
 
 
 class Found(NamedTuple):
@@ -71,8 +73,8 @@ def definition(problem: Problem) -> np.ndarray:
     """The words of ops/plan/reference.py, for the arch that it takes for the current one."""
     lens = torch.tensor(problem.lens, dtype=torch.int32)
     queries = None if problem.cu_seqlens_q is None else torch.tensor(problem.cu_seqlens_q, dtype=torch.int32)
-    sizes = dict(num_heads=problem.rows, max_seqlen_q=1, num_sm_parts=problem.num_sm_parts)
-    sizes |= dict(max_seqlen_kv=problem.max_seqlen_kv, num_splits=problem.num_splits, split_size=problem.split_size)
+    own = ("max_seqlen_q", "num_sm_parts", "max_seqlen_kv", "num_splits", "split_size", "window_left")
+    sizes = dict(num_heads=problem.rows // problem.max_seqlen_q, **{name: getattr(problem, name) for name in own})
     made = [torch.empty(output.shape, dtype=output.dtype) for output in PLAN.specify(lens, queries, **sizes)]
     reference.run(None, tuple(made), PLAN.Args(lens, queries, **sizes))
     return made[0].numpy()
@@ -99,8 +101,8 @@ def words_of_kernels(
 
 def _packed(problem: Problem, words: int) -> bytes:
     split = problem.max_seqlen_kv, problem.num_splits, problem.split_size
-    batch = len(problem.lens)
-    numbers, groups = native.numbers_and_groups(CONFIG, batch, problem.rows, problem.num_sm_parts, *split)
+    batch, window = len(problem.lens), (problem.max_seqlen_q, problem.window_left)
+    numbers, groups = native.numbers_and_groups(CONFIG, batch, problem.rows, problem.num_sm_parts, *split, *window)
     params = load("plan").pack(**numbers, seq_lens=0, cu_seqlens_q=0, plan=0)
     queries, steps = problem.cu_seqlens_q or (), native.steps(problem.num_splits, problem.split_size)
     head = batch, bool(queries), words, len(steps), len(params) // 4
@@ -136,9 +138,10 @@ def drawn(draw: random.Random, max_batch: int) -> Problem:
     if draw.random() < 0.25:
         counts = [draw.choice((0, 1, 1, 4)) for _ in lens]
         queries = tuple(np.cumsum([0, *counts]).tolist())
+    window = {} if draw.random() < 0.6 else dict(max_seqlen_q=1, window_left=draw.choice((0, 63, 500, 4096)))
     rows = draw.choice((1, 16, 24, 128, draw.randint(1, 512)))
     split = draw.choice(({}, {}, {}, {}, {}, {}, {"num_splits": draw.randint(1, 40)}, {"split_size": 1}))
     if "split_size" in split:
         most = min(max(lens), 10**5)
         split = {"split_size": 64 * draw.randint(1, 20), "max_seqlen_kv": max(1, draw.choice((most, most // 2)))}
-    return Problem(tuple(lens), rows, draw.choice(SM_PARTS), queries, **split)
+    return Problem(tuple(lens), rows, draw.choice(SM_PARTS), queries, **split, **window)

@@ -63,10 +63,7 @@ def arguments(**given):
     return dict(num_heads=16, max_seqlen_q=1, num_sm_parts=132, max_seqlen_kv=0, num_splits=0, split_size=0) | given
 
 
-WITHOUT_WINDOW = [sample for sample in samples.samples() if "window_left" not in sample.make(torch.device("cpu"))[1]]
-
-
-@pytest.mark.parametrize("sample", WITHOUT_WINDOW, ids=lambda sample: sample.name)
+@pytest.mark.parametrize("sample", samples.samples(), ids=lambda sample: sample.name)
 def test_samples(sample):
     args, kwargs = sample.make(torch.device("cpu"))
     check(args, kwargs)

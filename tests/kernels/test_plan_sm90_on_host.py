@@ -103,7 +103,28 @@ def test_sequences_without_a_query_token(program):
         check(program, [Problem(lens, 16, parts, queries, **split) for parts in SM_PARTS])
 
 
+def test_windows(program):
+    """Work tiles count keys from the origin of each sequence's window."""
+    lens, queries = (4000, 9000, 70, 0, 5000, 3), (0, 1, 1, 8, 9, 12, 30)
+    for split in ({}, {"num_splits": 3}, {"split_size": 256, "max_seqlen_kv": 9000}):
+        for window in (0, 61, 1000, 2**31 - 1):
+            check(program, [Problem(lens, 128, 33, **split, max_seqlen_q=q, window_left=window) for q in (1, 4)])
+            check(program, [Problem(lens, 128, 33, queries, **split, window_left=window)])
+
+
 FAULTS = {
+    "keys counted from the window's first": (
+        "plan_prefix_sum.hpp",
+        "window_origin(first_key(",
+        "(first_key(",
+        "words differ",
+    ),
+    "a window without its query tokens": (
+        "visibility.hpp",
+        "const int earlier = kv_len - q_len;",
+        "const int earlier = kv_len;",
+        "words differ",
+    ),
     "no barrier after prices": (
         "plan.hpp",
         "if (lane == 0) prices[wave] = own;\n    block_sync();",

@@ -30,6 +30,9 @@ PROBLEMS = {
         "100 1 64 2 1 all_keys 300 65",
         "16 1 64 2 1 descaled 200 33",
         "16 1 64 1 1 descaled_nan 100 33",
+        "16 1 64 2 1 window40 128 300 1 0 33 64",
+        "8 2 32 3 2 ragged+planned+window31 100 330 200",
+        "4 16 64 1 2 tree 300 65 17",
     ],
     "cp_async": [
         "16 1 1 1 1 plain 128 300 1 0 33 64",
@@ -38,6 +41,8 @@ PROBLEMS = {
         "8 2 48 1 3 ragged 100 30 200",
         "16 1 16 3 2 planned 100 330 200",
         "16 1 16 2 1 descaled 200 33",
+        "2 40 7 2 2 window20 200 47",
+        "2 32 16 1 2 ragged+tree 200 33",
     ],
 }
 
@@ -80,6 +85,13 @@ FAULTS = {
         "      cp_async_mbarrier_arrive(barriers_.rope_full(kv.stage));\n",
         "",
     ),
+    "NaN before the window": (
+        "tma",
+        "mainloop_qk.hpp",
+        "        clear_values(kv_.stage, 0, tile_.first_key - first);\n",
+        "",
+    ),
+    "siblings seen": ("tma", "query_rows.hpp", "return tree_bits(", "return ~0u; tree_bits("),
     "other positions": ("cp_async", "producer.hpp", "static_cast<int64_t>(first) * Traits", "0 * Traits"),
 }
 
@@ -88,5 +100,7 @@ FAULTS = {
 def test_a_fault_is_found(tmp_path, name):
     source, header, right, broken = FAULTS[name]
     own = with_a_fault(tmp_path / "csrc", f"sm_90/decode/{header}", right, broken)
-    found = ran(compiled(tmp_path, "bf16", source, own), "16 1 64 1 1 plain 300 33 90")
+    masked = {"NaN before the window": "window40", "siblings seen": "tree"}.get(name)
+    problem = "16 1 64 1 1 plain 300 33 90" if masked is None else f"4 4 64 1 1 {masked} 300 33 90"
+    found = ran(compiled(tmp_path, "bf16", source, own), problem)
     assert found.returncode != 0, found.stdout

@@ -31,6 +31,9 @@ PROBLEMS = {
         "16 1 64 1 1 wide 200 33",
         "16 1 64 2 1 descaled 200 33",
         "16 1 64 1 1 descaled_nan 100 33",
+        "16 1 64 2 1 window40 128 300 1 0 33 64",
+        "8 2 1 3 2 ragged+planned+window200 700 100 201",
+        "4 4 16 3 2 planned+tree 300 65 4",
     ],
     32: ["8 4 48 2 3 plain 400 31 257 4", "24 1 16 1 1 sink 300 65", "8 4 5 1 2 ragged 100 30 200"],
 }
@@ -55,13 +58,37 @@ def broken_mainloop(folder: Path, right: str, broken: str) -> Path:
 
 FAULTS = {
     "keys overwritten early": ("if (group >= 2) wgmma_wait<1>();", "if (group >= 2) wgmma_wait<2>();"),
-    "NaN behind the end": ("if (used == 0) return;", "return;"),
+    "NaN behind the end": ("clear_absent(stages - 1, used", "if (false) clear_absent(stages - 1, used"),
     "scores read early": ("    wgmma_wait<0>();\n    pin_accumulator(s);", "    pin_accumulator(s);"),
     "a stage kept": (
         "      release();\n    }\n    wgmma_wait<0>();",
         "      kv_.next();\n    }\n    wgmma_wait<0>();",
     ),
 }
+
+
+WINDOW_FAULTS = {
+    "NaN before the window": ("swap_ab/mainloop.hpp", "      clear_absent(0, 0, given.first_key - first);\n", ""),
+    "pages before the window": ("swap_ab/producer.hpp", "max(skipped, 0) & -run", "0"),
+    "a window too wide": ("query_rows.hpp", "queries.count - token, params", "queries.count, params"),
+    "a mask that ends early": (
+        "query_rows.hpp",
+        "first < first_key(tile.length, 1,",
+        "first < first_key(tile.length, 40,",
+    ),
+    "splits of the whole sequence": (
+        "tile_scheduler.hpp",
+        "keys = length - origin;\n    int size",
+        "keys = length;\n    int size",
+    ),
+}
+
+
+@each_of(WINDOW_FAULTS, "NaN before the window")
+def test_a_broken_window_is_found(tmp_path, name):
+    header, right, broken = WINDOW_FAULTS[name]
+    own = with_a_fault(tmp_path / "csrc", f"{DECODE}/{header}", right, broken)
+    assert ran(compiled(tmp_path, "fp16", 16, own), "5 3 1 3 2 window100 270 1 0 161 500").returncode != 0
 
 
 @each_of(FAULTS, "keys overwritten early")

@@ -21,6 +21,7 @@ struct DecodeParams {
   const float* rope_cos_sin;     // [max_len, 64], or null
   const int32_t* plan;           // [words], or null: equal splits by num_splits
   const int32_t* cp_tot_seq_lens;  // [batch], or null: keys on all ranks; seq_lens has this one's
+  const int64_t* tree_mask;      // [tokens], or null: bit j says that query token j of the sequence is seen
   void* out;                     // [tokens, heads, D_V]
   float* lse;                    // [tokens, heads]
   float* partial_out;            // [splits, rows, D_V], or null when nothing is split
@@ -44,6 +45,7 @@ struct DecodeParams {
   int32_t split_size;            // keys per split in the batch-invariant mode, else 0
   int32_t grid_stride;           // workgroups that walk the work list
   int32_t causal;                // 1: query i of n sees keys up to seq_len - n + i
+  int32_t window_left;           // keys left of a query token, without its own, that it sees; negative: all
   int32_t cp_interleave;         // keys in a row on one rank
   int32_t cp_period;             // cp_interleave * ranks
   uint32_t cp_period_reciprocal;  // divides by cp_period, as page_reciprocal by page

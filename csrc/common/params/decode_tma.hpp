@@ -23,6 +23,7 @@ struct alignas(64) DecodeTmaParams {
   const float* attn_sink;        // [heads], or null
   const int32_t* plan;           // [words], or null: equal splits by num_splits
   const int32_t* cp_tot_seq_lens;  // [batch], or null: keys on all ranks; seq_lens has this one's
+  const int64_t* tree_mask;      // [tokens], or null: bit j says that query token j of the sequence is seen
   void* out;                     // [tokens, heads, D_V]
   float* lse;                    // [tokens, heads], anywhere: see lse_rows.hpp
   float* partial_out;            // [splits, q_len * heads, D_V], or null when nothing is split
@@ -52,6 +53,7 @@ struct alignas(64) DecodeTmaParams {
   int32_t grid_stride;           // rows of the grid, each of which walks the work list
   int32_t streaming;             // 1: streaming combine waits for the words of each block's one partial (sm_90/combine)
   int32_t causal;                // 1: query i of n sees keys up to seq_len - n + i
+  int32_t window_left;           // keys left of a query token, without its own, that it sees; negative: all
   int32_t cp_interleave;         // keys in a row on one rank
   int32_t cp_period;             // cp_interleave * ranks
   uint32_t cp_period_reciprocal;

@@ -5,11 +5,13 @@
 namespace mla {
 struct PlanParams {
   const int32_t* seq_lens;       // [batch] keys
-  const int32_t* cu_seqlens_q;   // [batch + 1], or null: every sequence has a query token
+  const int32_t* cu_seqlens_q;   // [batch + 1], or null: every sequence has q_len query tokens
   int32_t* plan;                 // [words]: header, split_indptr, work_indptr, counters, work tiles
   int32_t work_tile_cost;        // fixed cost of a work tile, in keys
   int32_t partial_cost;          // cost of a partial to the one CTA that writes or reads it, in keys
   int32_t shared_cost;           // cost of a partial to the whole device, in keys
+  int32_t q_len;                 // query tokens of each sequence without cu_seqlens_q
+  int32_t window_left;           // keys left of a query token, without its own, that it sees; negative: all
   int32_t splits;                // of each sequence with num_splits, the most of one with split_size, else 0
   int32_t workgroups;            // of the launch
   // The header's words in order, but for work tiles used and partial rows, which the kernel counts.

@@ -110,6 +110,8 @@ class PvMma {
   // waited for.
   template <class Meanwhile>
   MLA_DEVICE void multiply(int command, const Meanwhile& meanwhile) {
+    if constexpr (Cluster::EXCHANGES_P)
+      if (of_peer() && params_.window_left >= 0) clear_peer_before_window();
     begin_product(command & ~RESCALE);
     meanwhile();
     while (!(command & LAST)) {
@@ -178,7 +180,16 @@ class PvMma {
   // Zeros the values of the peer's keys past its tile's end, as the QK warpgroup does for this CTA's.
   MLA_DEVICE void clear_peer_rest() {
     const int used = ld_shared<int>(p_stage() + Storage::P_KEYS_LEFT);
-    if (used < BLOCK_N) clear_keys<Traits, COLUMNS>(values_at(), used);
+    if (used < BLOCK_N) clear_keys<Traits, COLUMNS>(values_at(), used, BLOCK_N);
+    named_barrier_sync<128>(PV_GROUP_BARRIER + group_);
+  }
+
+  // Zeros the values of what lies before the window in the first stage of the peer's keys.
+  MLA_DEVICE void clear_peer_before_window() {
+    const int skipped = Cluster::peer_skipped(params_);
+    if (skipped == 0) return;
+    mbarrier_wait(kv_full(), kv_.parity);
+    clear_keys<Traits, COLUMNS>(values_at(), 0, skipped);
     named_barrier_sync<128>(PV_GROUP_BARRIER + group_);
   }
 

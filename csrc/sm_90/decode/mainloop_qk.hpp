@@ -106,7 +106,8 @@ class QkSoftmax {
       // Data in rows without a query may not raise the running max of the warp's other rows.
       if (!row.valid) row_max_[half] = INFINITE;
     }
-    if constexpr (!SELECTED) common_limit_ = QueryRow(heads, queries, 0).key_limit(params_, queries, tile_);
+    if constexpr (!SELECTED)
+      common_limit_ = common_limit(params_, heads, queries, tile_, tile_.template first_stage<Traits::SPLIT_ALIGNMENT>());
   }
 
   // Releases a Q stage. kv_empty expects the arrivals of the PV warpgroups, which never read Q: these 128 threads
@@ -181,7 +182,8 @@ class QkSoftmax {
 #pragma unroll
     for (int k = 0; k < BLOCK_N / 16; ++k)
       stmatrix_x4(to + k * 2048, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3]);
-    if constexpr (LAST_BLOCK && Traits::LOAD == KvLoad::tma) clear_values_from(tile_.end_key - first);
+    if constexpr (LAST_BLOCK && Traits::LOAD == KvLoad::tma)
+      clear_values(stage_multiplied_last(), tile_.end_key - first, BLOCK_N);
     if constexpr (LAST_BLOCK && Cluster::EXCHANGES_P)
       if (p_to_ == 0) st_shared(stage + Storage::P_KEYS_LEFT, tile_.end_key - first);
     write_command(command);
@@ -213,11 +215,25 @@ class QkSoftmax {
   }
 
   // Scores of keys that a row does not see become -inf.
-  MLA_DEVICE void mask(float (&s)[SCORES], int first) const {
-    if constexpr (SELECTED)
+  MLA_DEVICE void mask(float (&s)[SCORES], int first) {
+    if constexpr (SELECTED) {
       mask_absent(s, present_);
-    else if (__builtin_expect(first + BLOCK_N > common_limit_, 0))
+    } else if (__builtin_expect(first + BLOCK_N > common_limit_, 0)) {
       mask_unseen(s, first, key_limit_);
+      if (has_window_or_tree(params_)) mask_window_or_tree(s, first);
+    }
+  }
+
+  // The same for a window or a tree. Behind the last row's first key a window masks no more.
+  MLA_DEVICE void mask_window_or_tree(float (&s)[SCORES], int first) {
+    const Queries queries(params_, tile_.sequence);
+    const Heads heads(params_);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const QueryRow row(heads, queries, first_row() + quad_row() + half * 8);
+      mask_absent(s, row.seen_bits(params_, queries, tile_.length, first), half);
+    }
+    common_limit_ = common_limit(params_, heads, queries, tile_, first + BLOCK_N);
   }
 
   // Raises the running max of this warp's rows to their largest scores so far; `factor` rescales O and the row sums.
@@ -276,11 +292,12 @@ class QkSoftmax {
 
   MLA_DEVICE uint32_t p_stage() const { return shared_ + Storage::P + p_.stage * sizeof(PStage); }
 
-  // Zeros the values of keys past the tile's end in the last stage: their P is 0, but what TMA loaded there may be NaN.
-  // Their scores are masked, so a warp that still reads them as keys does no harm.
-  MLA_DEVICE void clear_values_from(int used) {
-    const int stage = (kv_.stage == 0 ? Traits::STAGES : kv_.stage) - 1;
-    clear_keys<Traits, Traits::HEAD_DIM_V>(shared_ + Storage::KV + stage * Traits::STAGE_BYTES, used);
+  MLA_DEVICE int stage_multiplied_last() const { return (kv_.stage == 0 ? Traits::STAGES : kv_.stage) - 1; }
+
+  // Zeros the values of keys first..end - 1 of a stage, which are not the tile's: their P is 0, but what lies there may
+  // be NaN. Their scores are masked, so a warp that reads them as keys before or after does no harm.
+  MLA_DEVICE void clear_values(int stage, int first, int end) {
+    clear_keys<Traits, Traits::HEAD_DIM_V>(shared_ + Storage::KV + stage * Traits::STAGE_BYTES, first, end);
   }
 
   // Multiplies the scale by the factors that there are, without a load where there is none.
@@ -328,9 +345,14 @@ class QkSoftmax {
       return;
     }
     load_q();
+    int first = tile_.template first_stage<Traits::SPLIT_ALIGNMENT>();
+    if constexpr (Traits::SPLIT_ALIGNMENT > 1)
+      if (first < tile_.first_key) {  // here, because scores take registers
+        mbarrier_wait(barriers_.kv_full(kv_.stage), kv_.parity);
+        clear_values(kv_.stage, 0, tile_.first_key - first);
+      }
     float s[SCORES];
     multiply(s, [](int) {});
-    int first = tile_.first_key;
     mask(s, first);
     float factor[2];
     raise_row_max(s, factor);  // there is no O yet that `factor` would apply to

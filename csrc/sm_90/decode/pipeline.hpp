@@ -15,6 +15,12 @@ struct WorkTile {
   int end_key;      // exclusive, clipped at `length`; <= first_key when there is nothing to do
   int partial_row;  // row of partial_out, or -1: the result is final
   MLA_DEVICE int keys() const { return end_key > first_key ? end_key - first_key : 0; }
+  // Where stages of keys begin, if these do at multiples of ALIGNMENT keys: a window may begin between them, and what
+  // lies before it is in memory that may hold anything. `end_key` of a tile without keys.
+  template <int ALIGNMENT>
+  MLA_DEVICE int first_stage() const {
+    return first_key < end_key ? first_key & -ALIGNMENT : end_key;
+  }
 };
 
 // Position in a ring of STAGES buffers: the stage, and the parity of the mbarrier phase that it is in.

@@ -36,6 +36,7 @@ class ProducerCpAsync : ProducerBase<Traits> {
     TileState tiles;
     scheduler.prefetch_pages();
     scheduler.resolve_bounds();
+    scheduler.prefetch_window_pages();
     while (scheduler.more()) {
       const WorkTile tile = scheduler.tile();
       this->publish(tile, 0, tiles, 0);

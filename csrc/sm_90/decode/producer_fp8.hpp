@@ -45,7 +45,7 @@ class ProducerFp8 : ProducerBase<Traits> {
   }
 
  private:
-  // The keys of a work tile that are still to be copied, by the stage.
+  // The keys of a work tile that are still to be copied, by the stage: those up to a multiple of BLOCK_N.
   struct Keys {
     const int32_t* pages;
     int first;
@@ -61,10 +61,11 @@ class ProducerFp8 : ProducerBase<Traits> {
     scheduler.prefetch_pages();
     if (!Traits::CONVERTS_Q && scheduler.more()) this->load_q(scheduler.tile().sequence, kv, 0);
     scheduler.resolve_bounds();
+    scheduler.prefetch_window_pages();
     Keys keys = keys_of(scheduler);
     for (int info = Q_LOADED; scheduler.more(); info = 0) {
       const int sequence = scheduler.tile().sequence;
-      int count = scheduler.tile().keys();
+      int count = scheduler.tile().end_key - scheduler.tile().template first_stage<BLOCK_N>();
       this->publish(scheduler.tile(), info, tiles, 0);
       while (copied_ - converted_ < Traits::RAW_STAGES && keys.more()) copy(keys);
       if (Traits::CONVERTS_Q) {
@@ -95,30 +96,32 @@ class ProducerFp8 : ProducerBase<Traits> {
   // Copies a stage's keys to the raw stage that was converted longest ago, if it is this warp's turn.
   MLA_DEVICE void copy(Keys& keys) {
     if (copied_ % Traits::PRODUCER_WARPS == static_cast<uint32_t>(warp_)) copy_stage(keys);
-    keys.first += BLOCK_N;
+    keys.first = end_of_stage(keys.first);
     ++copied_;
   }
 
-  // The lanes share the keys in runs of one page. No entry of the page table behind the tile's last key is read.
+  MLA_DEVICE static int end_of_stage(int key) { return (key | (BLOCK_N - 1)) + 1; }
+
+  // The lanes share the keys in runs of one page. No entry of the page table behind the tile's last key is read, and
+  // none before the window's first.
   MLA_DEVICE void copy_stage(const Keys& keys) const {
     const uint32_t stage = copied_ % Traits::RAW_STAGES;
     const uint32_t full = barriers_.raw_full(stage);
     const int run = min(params_.page & -params_.page, BLOCK_N);
     const int lane = warpgroup_thread() % 32;
-    const int stage_keys = min(keys.end - keys.first, BLOCK_N);
-    const int count = min(run, stage_keys - lane * run);
+    const int begin = keys.first & -run, end = min(keys.end, end_of_stage(keys.first));
+    const int key = begin + lane * run, count = min(run, end - key);
     const char* from = static_cast<const char*>(params_.kv_cache);
     if (count > 0) {
-      const int key = keys.first + lane * run;
       const int in_table = this->page_of(key);
       from += __ldg(keys.pages + in_table) * params_.kv_page_stride + this->in_page(key, in_table) * ROW_BYTES;
     }
     mbarrier_wait(barriers_.raw_empty(stage), copied_ / Traits::RAW_STAGES % 2 ^ 1);
-    if (lane == 0) mbarrier_expect_tx(full, stage_keys * ROW_BYTES);
+    if (lane == 0) mbarrier_expect_tx(full, (end - begin) * ROW_BYTES);
     __syncwarp();
     if (count > 0) {
       const uint64_t hint = params_.partial_out != nullptr ? EVICT_FIRST : EVICT_NORMAL;
-      bulk_load(shared_ - Storage::KV + Storage::RAW + stage * Traits::RAW_STAGE_BYTES + lane * run * ROW_BYTES, from,
+      bulk_load(shared_ - Storage::KV + Storage::RAW + stage * Traits::RAW_STAGE_BYTES + (key & (BLOCK_N - 1)) * ROW_BYTES, from,
                 count * ROW_BYTES, full, hint);
     }
   }
@@ -126,8 +129,9 @@ class ProducerFp8 : ProducerBase<Traits> {
   // Converts this warp's keys of a stage, the first of the `count` that the tile still has. A lane has 16 values of
   // each column block of one key, so that eight lanes write all banks, two keys to even and odd positions by the
   // swizzle. They read all banks, too, but of 512-byte rows, which begin at the same bank, half of them twice. Keys
-  // past the tile's end become zeros: their scores are masked, but their values are multiplied. Of rows that end within
-  // a block, two lanes convert what follows the row, which nothing reads.
+  // past the tile's end become zeros: their scores are masked, but their values are multiplied. The QK warpgroup clears
+  // keys before the window. Of rows that end within a block, two lanes convert what follows the row, which nothing
+  // reads.
   MLA_DEVICE void convert(int count, KvState& kv) {
     const uint32_t raw = converted_ % Traits::RAW_STAGES;
     const uint32_t to = to_ + kv.stage * Traits::STAGE_BYTES;

@@ -41,6 +41,7 @@ class ProducerTma : protected ProducerBase<Traits> {
     scheduler.prefetch_pages();
     const int32_t* pages = this->pages_of(scheduler);
     scheduler.resolve_bounds();
+    scheduler.prefetch_window_pages();
     if (!scheduler.more()) begun();
     const auto after_first_keys = [&] {
       begun();
@@ -53,10 +54,11 @@ class ProducerTma : protected ProducerBase<Traits> {
         kv.next();
         kv.next();
       }
-      for (int first = tile.first_key; first < tile.end_key; first += BLOCK_N) {
+      const int begin = tile.template first_stage<BLOCK_N>();
+      for (int first = begin; first < tile.end_key; first += BLOCK_N) {
         load(pages, first, tile.end_key, kv);
         kv.next();
-        if (first == tile.first_key) after_first_keys();
+        if (first == begin) after_first_keys();
       }
       if (tile.keys() == 0) after_first_keys();
       pages = this->pages_of(scheduler);
@@ -75,7 +77,8 @@ class ProducerTma : protected ProducerBase<Traits> {
     this->load_q(scheduler.tile().sequence, kv, Q_WARP * 32);
     scheduler.resolve_bounds();
     for (;;) {
-      for (int first = scheduler.tile().first_key; first < scheduler.tile().end_key; first += BLOCK_N) kv.next();
+      const WorkTile& tile = scheduler.tile();
+      for (int first = tile.template first_stage<BLOCK_N>(); first < tile.end_key; first += BLOCK_N) kv.next();
       scheduler.next();
       if (!scheduler.more()) return;
       meet();

@@ -39,10 +39,10 @@ class ProducerTmaExchange : ProducerTmaStreaming<Traits, Scheduler> {
     this->load_q(sequence, kv, Base::Q_WARP * 32);
     const int32_t* pages = this->pages_of(scheduler);
     scheduler.resolve_bounds();
-    const int number = (static_cast<int>(blockIdx.y) - sequence * params_.num_splits) ^ 1;
-    const EvenSplit split(params_, number, scheduler.tile().length, BLOCK_N);
+    const EvenSplit split = Cluster::peer_split(params_, sequence, scheduler.tile().length);
     PipelineState<Traits::PEER_STAGES> peer;
-    for (int first = split.first; first < split.end; first += BLOCK_N) {
+    if (split.first >= split.end) return;
+    for (int first = split.first & -BLOCK_N; first < split.end; first += BLOCK_N) {
       const int block = static_cast<int>(cluster_rank()) * (Traits::WARPGROUP_COLUMNS / 64);
       const Stage to{shared_ + Storage::PEER_KV + peer.stage * Traits::PEER_STAGE_BYTES,
                      Cluster::peer_kv_full(barriers_, peer.stage), Cluster::peer_kv_empty(barriers_, peer.stage),

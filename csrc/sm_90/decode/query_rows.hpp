@@ -6,6 +6,7 @@
 #include "common/params/decode_tma.hpp"
 #include "common/params/sparse_decode_tma.hpp"
 #include "common/rank_keys.hpp"
+#include "common/visibility.hpp"
 #include "sm_90/decode/pipeline.hpp"
 #include "sm_90/ptx/memory.hpp"
 
@@ -52,18 +53,47 @@ struct QueryRow {
   MLA_DEVICE QueryRow(const Heads& heads, const Queries& queries, int index_)
       : index(index_), token(heads.token(index_)), head(heads.head(index_, token)), valid(token < queries.count) {}
 
-  // One past the last key of the work tile that the row sees: with a causal mask, the last query sees all keys of the
-  // sequence, and each query before it one key fewer.
+  // One past the last key of the work tile that the row may see: with a causal mask, the last query sees all keys of
+  // the sequence, and each query before it one key fewer.
   MLA_DEVICE int key_limit(const DecodeTmaParams& params, const Queries& queries, const WorkTile& tile) const {
     int seen = tile.length;
-    if (params.causal) {
+    if (params.causal && params.tree_mask == nullptr) {
       const int later = queries.count - 1 - token;
       const int32_t* totals = params.cp_tot_seq_lens;
       seen = totals ? keys_of_rank(params, ld_global(totals + tile.sequence) - later) : seen - later;
     }
     return seen < tile.end_key ? seen : tile.end_key;
   }
+
+  // Which of the 32 keys from `first` on a window or a tree lets the row see, the lowest bit first.
+  MLA_DEVICE uint32_t seen_bits(const DecodeTmaParams& params, const Queries& queries, int length, int first) const {
+    if (params.tree_mask != nullptr) {
+      const int last = queries.count - 1;  // rows without a query read its word
+      const int64_t word = ld_global(params.tree_mask + queries.first_token + min(token, last));
+      return tree_bits(static_cast<uint64_t>(word), first - (length - queries.count));
+    }
+    return window_bits(first_key(length, queries.count - token, params.window_left) - first);
+  }
 };
+
+MLA_DEVICE bool has_window_or_tree(const DecodeTmaParams& params) {
+  return params.window_left >= 0 || params.tree_mask != nullptr;
+}
+
+// The first key that any query token of a sequence sees; none before it is read.
+MLA_DEVICE int first_read(const DecodeTmaParams& params, int sequence, int length) {
+  if (__builtin_expect(params.window_left < 0, 1)) return 0;
+  return first_key(length, Queries(params, sequence).count, params.window_left);
+}
+
+// One past the last of the work tile's keys from `first` on that every row of the sequence sees; 0 where the window of
+// some row begins behind `first`.
+MLA_DEVICE int common_limit(const DecodeTmaParams& params, const Heads& heads, const Queries& queries,
+                            const WorkTile& tile, int first) {
+  if (first < first_key(tile.length, 1, params.window_left)) return 0;
+  const int limit = QueryRow(heads, queries, 0).key_limit(params, queries, tile);
+  return params.tree_mask == nullptr ? limit : min(limit, tile.length - queries.count);
+}
 
 // Elements from the lse of the sequence's first token to that of a row; in sparse decode all rows are of one token.
 MLA_DEVICE int64_t lse_of_row_at(const DecodeTmaParams& params, int row) {

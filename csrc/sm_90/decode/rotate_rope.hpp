@@ -66,7 +66,7 @@ class RopeRotator {
       pass_on([](int) {});
       pass_on([](int) {});
     }
-    for (int first = tile.first_key; first < tile.end_key; first += BLOCK_N)
+    for (int first = tile.template first_stage<Traits::SPLIT_ALIGNMENT>(); first < tile.end_key; first += BLOCK_N)
       pass_on([&](int stage) { rotate(stage); });
   }
 

@@ -56,13 +56,19 @@ MLA_DEVICE void mask_unseen(float (&s)[SCORES], int first, const int (&key_limit
   }
 }
 
-// Scores of selected keys that are absent become -inf; `present` has a bit for each key of the stage.
-MLA_DEVICE void mask_absent(float (&s)[SCORES], uint32_t present) {
-  if (present == ~0u) return;
+// Scores of this thread's first or second row become -inf where the key's bit is not set.
+MLA_DEVICE void mask_absent(float (&s)[SCORES], uint32_t present, int half) {
   const uint32_t mine = present >> (warpgroup_thread() % 4 * 2);
 #pragma unroll
   for (int i = 0; i < SCORES; ++i)
-    if ((mine >> (i / 4 * 8 + i % 2) & 1) == 0) s[i] = -INFINITE;
+    if (i / 2 % 2 == half && (mine >> (i / 4 * 8 + i % 2) & 1) == 0) s[i] = -INFINITE;
+}
+
+// Scores of selected keys that are absent become -inf; `present` has a bit for each key of the stage.
+MLA_DEVICE void mask_absent(float (&s)[SCORES], uint32_t present) {
+  if (present == ~0u) return;
+  mask_absent(s, present, 0);
+  mask_absent(s, present, 1);
 }
 
 // P = 2^(S * scale - running max), packed, and its sum over this thread's keys for each of its rows.

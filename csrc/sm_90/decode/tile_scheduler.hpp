@@ -23,22 +23,22 @@ MLA_DEVICE bool walks_backwards(const DecodeTmaParams& params, int part, int pla
 }
 
 // Split `number` of a sequence, without a plan. Splits are multiples of `block` keys, so that only the last one has
-// unused keys in a stage.
+// unused keys in a stage. They count from the origin of a window that begins at key `begin`.
 struct EvenSplit {
   int first;
   int end;
-  MLA_DEVICE EvenSplit(const DecodeTmaParams& params, int number, int length, int block) {
-    const int splits = params.num_splits;
+  MLA_DEVICE EvenSplit(const DecodeTmaParams& params, int number, int length, int begin, int block) {
+    const int splits = params.num_splits, origin = window_origin(begin), keys = length - origin;
     int size = params.split_size;
     if (size == 0) {
-      const uint32_t blocks = (length + block - 1) / block;
+      const uint32_t blocks = (keys + block - 1) / block;
       size = divided(blocks + splits - 1, params.splits_reciprocal, params.splits_shift) * block;
     }
-    const int64_t begin = static_cast<int64_t>(number) * size;
-    first = begin < length ? static_cast<int>(begin) : length;
+    const int64_t before = static_cast<int64_t>(number) * size;
+    const int left = before < keys ? keys - static_cast<int>(before) : 0;
     // The last split is open: with split_size, a sequence longer than num_splits * split_size is still whole.
-    const bool open = number + 1 == splits || first + static_cast<int64_t>(size) > length;
-    end = open ? length : first + size;
+    end = number + 1 == splits || size > left ? length : length - left + size;
+    first = max(length - left, begin);
   }
 };
 
@@ -93,14 +93,16 @@ class TileSchedulerOf {
   MLA_DEVICE void resolve_bounds() {
     if (!more_) return;
     tile_.length = warp_uniform(ld_global(params_.seq_lens + tile_.sequence));
+    const int begin = first_read(params_, tile_.sequence, tile_.length);
     if (params_.plan != nullptr) {
-      tile_.first_key = tile_.first_key / split_alignment_ * split_alignment_;
+      const int origin = window_origin(begin), keys = tile_.length - origin;
       const bool open = tile_.end_key == PlanHeader::open_end;
-      const int end = open ? tile_.end_key : tile_.end_key / split_alignment_ * split_alignment_;
-      tile_.end_key = end < tile_.length ? end : tile_.length;
+      const int end = open ? tile_.end_key : aligned(tile_.end_key);
+      tile_.first_key = max(origin + min(aligned(tile_.first_key), keys), begin);
+      tile_.end_key = origin + min(end, keys);
       return;
     }
-    const EvenSplit split(params_, tile_.first_key, tile_.length, block_);
+    const EvenSplit split(params_, tile_.first_key, tile_.length, begin, block_);
     tile_.first_key = split.first;
     tile_.end_key = split.end;
   }
@@ -112,13 +114,23 @@ class TileSchedulerOf {
   }
 
   // Prefetches the first page numbers of the tile's sequence into L1, before it is known which are needed.
-  MLA_DEVICE void prefetch_pages() const {
-    const int line = thread_id() % 32 * 32;
+  MLA_DEVICE void prefetch_pages() const { prefetch_pages_from(0); }
+
+  // The same from a window's first page on, once the tile's keys are known.
+  MLA_DEVICE void prefetch_window_pages() const {
+    if (params_.window_left < 0) return;
+    prefetch_pages_from(divided(tile_.first_key, params_.page_reciprocal, params_.page_shift));
+  }
+
+ private:
+  MLA_DEVICE void prefetch_pages_from(int entry) const {
+    const int line = entry + thread_id() % 32 * 32;
     if (more_ && line < params_.page_ids_width)
       prefetch_l1(params_.page_ids + tile_.sequence * params_.page_ids_stride + line);
   }
 
- private:
+  MLA_DEVICE int aligned(int key) const { return key / split_alignment_ * split_alignment_; }
+
   MLA_DEVICE bool advance() {
     if (params_.plan != nullptr) {
       while (cursor_ >= limit_ || part_ >= plan_parts_) {

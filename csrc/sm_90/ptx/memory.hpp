@@ -64,6 +64,12 @@ MLA_DEVICE int ld_global(const int32_t* address) {
   return value;
 }
 
+MLA_DEVICE int64_t ld_global(const int64_t* address) {
+  int64_t value;
+  asm volatile("ld.global.b64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
 MLA_DEVICE float ld_global(const float* address) {
   float value;
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(address) : "memory");

@@ -11,11 +11,11 @@ from mla_suite.archs import ArchSpec, decode_table
 from mla_suite.archs import combine as combine_kernels
 from mla_suite.archs.attention import (
     DECODE_INPUTS,
-    NO_MASK,
     Shape,
     Splits,
     call_of,
     combined,
+    decode_mask_copies,
     decode_numbers,
     decode_out_is_apart,
     decode_pointers,
@@ -298,8 +298,6 @@ def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
 
 def _unsupported(problem: Problem) -> str | None:
     """Why the kernels cannot take a problem; None when they can."""
-    if problem.window or problem.tree:
-        return NO_MASK
     if problem.q_dtype not in ELEMENTS:
         return f"q is {problem.q_dtype}; it takes bfloat16, float16 or float8_e4m3fn"
     if problem.kv_format not in ("fp8", ELEMENTS[problem.q_dtype]):
@@ -392,7 +390,7 @@ def _spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArg
     config, splits, streaming = _split(config, args, shape)
     slots, tiles = splits.slots(shape), config.tiles(shape.rows)
     groups = groups_of(config.arch, splits.tiles(shape), tiles)
-    queries, results, copies, temporaries = shape.q, shape.out, list[Copy](), list[Temporary]()
+    queries, results, copies, temporaries = shape.q, shape.out, decode_mask_copies(args), list[Temporary]()
     reached = queries.in_whole_vectors and tensor_maps.pitch(queries.shape, queries.strides) is not None
     if args.softmax_scale < 0 or not reached:
         queries = queries.copied()

@@ -1,8 +1,9 @@
 // A problem of dense decode for programs that run a kernel on a CPU, in all that does not depend on how keys are stored:
 // pages, a plan, the launch parameters, the results by fp64, and how the kernel's are compared with them.
-//   what  plain; all_keys (not causal); sharp (large scores); sink; ragged (of query tokens); planned (two SM parts of a
-//         plan for each group); descaled (by a q_descale times which fp16 queries are infinite), descaled_nan (by NaN,
-//         which all results are). A program may know others.
+//   what  plain; or some of these, joined by +: all_keys (not causal); sharp (large scores); sink; ragged (of query
+//         tokens); planned (two SM parts of a plan for each group); descaled (by a q_descale times which fp16 queries are
+//         infinite), descaled_nan (by NaN, which all results are); windowN (keys left of each query token; before the
+//         window lie NaN and page numbers of nothing); tree (of drafts). A program may know others.
 #pragma once
 
 #include <sys/mman.h>
@@ -11,6 +12,7 @@
 
 #include "arguments.hpp"
 #include "common/params/decode_tma.hpp"
+#include "common/visibility.hpp"
 #include "decode_case.hpp"
 
 #ifndef D_QK
@@ -47,10 +49,16 @@ struct DenseCase {
   std::vector<uint16_t> out;
   std::vector<float> lse, partial_out, partial_lse;
   std::vector<int32_t> plan;
+  std::vector<int64_t> tree;
+  int window = -1;
   mla::DecodeTmaParams params{};
+
+  bool has(const std::string& name) const { return ("+" + what).find("+" + name) != std::string::npos; }
 
   // Pages in any order; the number of all of them.
   size_t fill_table() {
+    fill_counts();
+    if (has("window")) window = std::atoi(what.c_str() + what.find("window") + 6);
     for (int length : lens) width = max(width, (length + page - 1) / page);
     table.resize(batch * width);
     for (size_t i = 0; i < table.size(); ++i) table[i] = static_cast<int>(i);
@@ -62,9 +70,15 @@ struct DenseCase {
     return static_cast<size_t>(table[sequence * width + k / page]) * page + k % page;
   }
 
+  // No key before this is read.
+  int first_read(int sequence) const {
+    return window < 0 ? 0 : max(0, lens[sequence] - counts[sequence] - window);
+  }
+  bool absent(int sequence, int k) const { return k < first_read(sequence) || k >= lens[sequence]; }
+
   void fill_counts() {
     for (int length : lens) {
-      counts.push_back(what == "ragged" ? min(length, static_cast<int>(random() % (q_len + 1))) : q_len);
+      counts.push_back(has("ragged") ? min(length, static_cast<int>(random() % (q_len + 1))) : q_len);
       first_tokens.push_back(first_tokens.back() + counts.back());
     }
   }
@@ -79,10 +93,24 @@ struct DenseCase {
     params.kv_cache = cache;
     params.seq_lens = lens.data();
     params.page_ids = table.data();
-    params.cu_seqlens_q = what == "ragged" ? first_tokens.data() : nullptr;
-    params.attn_sink = what == "sink" ? sink.data() : nullptr;
-    if (what == "planned") {
-      plan = plan_of(batch, splits, groups, [&](int sequence) { return lens[sequence]; });
+    params.cu_seqlens_q = has("ragged") ? first_tokens.data() : nullptr;
+    params.attn_sink = has("sink") ? sink.data() : nullptr;
+    params.window_left = window;
+    for (int sequence = 0; sequence < batch; ++sequence)
+      for (int entry = 0; entry < first_read(sequence) / page; ++entry) table[sequence * width + entry] = 0x3FFFFFFF;
+    if (has("tree")) {
+      // A draft hangs on an earlier one, or on the cached keys.
+      for (int sequence = 0; sequence < batch; ++sequence)
+        for (int i = 0; i < counts[sequence]; ++i) {
+          const int parent = static_cast<int>(random() % (i + 1)) - 1;
+          tree.push_back((parent < 0 ? 0 : tree[first_tokens[sequence] + parent]) | int64_t{1} << i);
+        }
+      params.tree_mask = tree.data();
+    }
+    if (has("planned")) {
+      plan = plan_of(batch, splits, groups, [&](int sequence) {
+        return lens[sequence] - mla::window_origin(first_read(sequence));
+      });
       params.plan = plan.data();
       params.plan_words = static_cast<int>(plan.size());
     }
@@ -107,28 +135,34 @@ struct DenseCase {
     params.num_splits = splits;
     reciprocal(splits, params.splits_reciprocal, params.splits_shift);
     params.grid_stride = groups;
-    params.causal = what != "all_keys";
+    params.causal = !has("all_keys");
     reciprocal(1, params.lse_tokens_reciprocal, params.lse_tokens_shift);
     params.empty_lse = -INFINITY;
-    params.softmax_scale = what == "sharp" ? 0.5f : 0.02f;
-    if (what == "descaled" || what == "descaled_nan") {
+    params.softmax_scale = has("sharp") ? 0.5f : 0.02f;
+    if (has("descaled")) {
       q_descale = 3e5f;
       params.softmax_scale /= q_descale;
-      if (what == "descaled_nan") q_descale = NAN;
+      if (has("descaled_nan")) q_descale = NAN;
       params.q_descale = &q_descale;
     }
   }
 
   ExactRow exact(int sequence, int row, size_t query) const {
-    const int later = counts[sequence] - 1 - row / heads;
-    const int seen = max(0, params.causal ? lens[sequence] - later : lens[sequence]);
+    const int token = row / heads, earlier = lens[sequence] - counts[sequence], own = earlier + token;
     const double scale = params.softmax_scale * score_scale * (params.q_descale ? *params.q_descale : 1.0f);
-    std::vector<double> scores(seen, 0.0);
-    for (int k = 0; k < seen; ++k) {
+    std::vector<double> scores;
+    std::vector<size_t> seen;
+    for (int k = 0; k < lens[sequence]; ++k) {
+      if (window >= 0 && k < own - window) continue;
+      if (tree.empty() ? params.causal && k > own
+                       : k >= earlier && (tree[first_tokens[sequence] + token] >> (k - earlier) & 1) == 0)
+        continue;
       const double* key = &keys[sequence][static_cast<size_t>(k) * WIDTH];
-      for (int c = 0; c < WIDTH; ++c) scores[k] += q_values[query * WIDTH + c] * key[c] * scale;
+      double& score = scores.emplace_back(0.0);
+      for (int c = 0; c < WIDTH; ++c) score += q_values[query * WIDTH + c] * key[c] * scale;
+      seen.push_back(k);
     }
-    return {scores, [&](size_t k, int c) { return keys[sequence][k * WIDTH + c] * value_scale; }};
+    return {scores, [&](size_t k, int c) { return keys[sequence][seen[k] * WIDTH + c] * value_scale; }};
   }
 
   const float* sink_of(int row) const { return params.attn_sink ? &sink[row % heads] : nullptr; }

@@ -63,8 +63,9 @@ struct Case : DenseCase {
       std::vector<double>& own = keys.emplace_back();
       for (int k = 0; k < width * page; ++k) {
         uint16_t* key = cache + slot(sequence, k) * WIDTH;
-        if (k >= lens[sequence]) {
+        if (absent(sequence, k)) {
           std::memset(key, 0xFF, WIDTH * 2);  // NaN
+          own.insert(own.end(), WIDTH, NAN);
           continue;
         }
         for (int c = 0; c < VALUES; ++c) own.push_back(value_of(key[c]));
@@ -79,7 +80,6 @@ struct Case : DenseCase {
   }
 
   void fill_queries() {
-    fill_counts();
     const size_t count = static_cast<size_t>(batch) * rows * WIDTH;
     q = aligned<uint16_t>(count);
     for (size_t i = 0; i < count; ++i) {

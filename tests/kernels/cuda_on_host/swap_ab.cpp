@@ -42,14 +42,13 @@ struct Case : DenseCase {
       std::vector<double>& own = keys.emplace_back();
       for (int k = 0; k < width * page; ++k) {
         uint8_t* key = cache + slot(sequence, k) * WIDTH;
-        if (k >= lens[sequence]) std::memset(key, 0x7F, WIDTH);  // NaN
+        if (absent(sequence, k)) std::memset(key, 0x7F, WIDTH);  // NaN
         for (int c = 0; c < WIDTH; ++c) own.push_back(e4m3_to_float(key[c]));
       }
     }
   }
 
   void fill_queries() {
-    fill_counts();
     const size_t count = static_cast<size_t>(batch) * rows * WIDTH;
     q = aligned<uint8_t>(count * 2);
     for (size_t i = 0; i < count; ++i) {

@@ -9,6 +9,7 @@
 #include "sm_90/decode/cluster/pair_output.hpp"
 #include "sm_90/decode/named_barriers.hpp"
 #include "sm_90/decode/sentinel_fill.hpp"
+#include "sm_90/decode/tile_scheduler.hpp"
 
 namespace mla::sm_90 {
 
@@ -70,6 +71,17 @@ struct ClusterExchangeP : ClusterPair {
       mbarrier_init(peer_kv_empty(barriers, stage), 128);  // the PV warpgroup of the peer's P
     }
     for (int chunk = 0; chunk < 2 * CHUNKS; ++chunk) mbarrier_init(swap_full(barriers, 0, chunk), 128);
+  }
+
+  // The peer's split of the sequence.
+  MLA_DEVICE static EvenSplit peer_split(const DecodeTmaParams& params, int sequence, int length) {
+    const int number = (static_cast<int>(blockIdx.y) - sequence * params.num_splits) ^ 1;
+    return {params, number, length, first_read(params, sequence, length), BLOCK_N};
+  }
+  // How many keys of its first stage lie before the window.
+  MLA_DEVICE static int peer_skipped(const DecodeTmaParams& params) {
+    const int sequence = divided(blockIdx.y, params.splits_reciprocal, params.splits_shift);
+    return peer_split(params, sequence, ld_global(params.seq_lens + sequence)).first % BLOCK_N;
   }
 
   // A producer warp: sends every P stage that the QK warpgroup writes to the peer's stage of the same number. QK writes

@@ -70,11 +70,11 @@ MLA_DEVICE void consumer_release(uint32_t barrier) {
   mbarrier_arrive(barrier);
 }
 
-// Zeros the first COLUMNS values of a stage's keys from the `used`-th key on; called by a whole warpgroup.
+// Zeros the first COLUMNS values of keys first..end - 1 of a stage; called by a whole warpgroup.
 template <class Traits, int COLUMNS>
-MLA_DEVICE void clear_keys(uint32_t stage, int used) {
+MLA_DEVICE void clear_keys(uint32_t stage, int first, int end) {
   constexpr int PIECES = COLUMNS / 8;  // of 16 bytes
-  for (int i = used * PIECES + warpgroup_thread(); i < BLOCK_N * PIECES; i += 128) {
+  for (int i = first * PIECES + warpgroup_thread(); i < end * PIECES; i += 128) {
     const uint32_t to = stage + i % PIECES / 8 * Traits::BLOCK_BYTES + i / PIECES * 128 + i % 8 * 16;
     st_shared_v4(to, 0, 0, 0, 0);
   }

@@ -72,11 +72,13 @@ class SwapAbMainloop {
   MLA_DEVICE WorkTile tile() const { return published_tile(tile_at()); }
 
   MLA_DEVICE void one_tile() {
-    int first = tile().first_key;
-    end_ = tile().end_key;
+    const WorkTile given = tile();
+    int first = given.template first_stage<BLOCK_N>();
+    end_ = given.end_key;
     const bool any = first < end_;
     if (any) {
       take_queries(tile());
+      clear_absent(0, 0, given.first_key - first);
     } else if (info_ == Q_LOADED) {
       for (int i = 0; i < Traits::Q_STAGES; ++i) {
         mbarrier_wait(barriers_.kv_full(kv_.stage), kv_.parity);
@@ -123,7 +125,7 @@ class SwapAbMainloop {
       if (warpgroup_thread() % 8 == 0)
         st_shared(shared_ + Storage::KEY_LIMIT + row * 4, query.key_limit(params_, queries, tile));
     }
-    common_limit_ = QueryRow(heads, queries, 0).key_limit(params_, queries, tile);
+    common_limit_ = common_limit(params_, heads, queries, tile, tile.template first_stage<BLOCK_N>());
     fence_proxy_async();
     sync();
     for (int i = 0; i < Traits::Q_STAGES; ++i) release();
@@ -132,7 +134,10 @@ class SwapAbMainloop {
   // 128 keys from `first` on, or what the tile has of them.
   MLA_DEVICE void step(int first) {
     const int stages = min((end_ - first + BLOCK_N - 1) / BLOCK_N, Traits::STEP_STAGES);
-    if (__builtin_expect(first + Traits::BLOCK_KEYS > end_, 0)) clear_absent(stages, (end_ - first) % BLOCK_N);
+    if (__builtin_expect(first + Traits::BLOCK_KEYS > end_, 0)) {
+      const int used = (end_ - first) % BLOCK_N;
+      clear_absent(stages - 1, used == 0 ? BLOCK_N : used, BLOCK_N);
+    }
     float s[S_REGS];
     multiply_keys(s, stages);
     if (__builtin_expect(first + Traits::BLOCK_KEYS > common_limit_, 0)) mask(s, first);
@@ -162,16 +167,15 @@ class SwapAbMainloop {
     return kv;
   }
 
-  // Zeros what the tile's last stage has behind its `used` keys, if these are not all: their P is 0, but what lies
-  // there may be NaN. K Q^T may read them before or after, because their scores are masked; P V reads them behind the
-  // barrier.
-  MLA_DEVICE void clear_absent(int stages, int used) {
-    if (used == 0) return;
-    const KvState kv = ahead(stages - 1);
+  // Zeros keys from..to - 1 of this step's stage `number`, which are not the tile's: their P is 0, but what lies there
+  // may be NaN. K Q^T may read them before or after, because their scores are masked; P V reads them behind the barrier.
+  MLA_DEVICE void clear_absent(int number, int from, int to) {
+    if (from >= to) return;
+    const KvState kv = ahead(number);
     mbarrier_wait(barriers_.kv_full(kv.stage), kv.parity);
     constexpr int PIECES = ROW_BYTES / 16;
-    for (int i = consumer_thread(); i < (BLOCK_N - used) * PIECES; i += Traits::CONSUMERS)
-      st_shared_v4(stage_at(kv) + Layout::key_offset(used + i / PIECES) + i % PIECES * 16, 0, 0, 0, 0);
+    for (int i = consumer_thread(); i < (to - from) * PIECES; i += Traits::CONSUMERS)
+      st_shared_v4(stage_at(kv) + Layout::key_offset(from + i / PIECES) + i % PIECES * 16, 0, 0, 0, 0);
   }
 
   // S^T of this warpgroup's 64 keys: of each warp 16, of one stage. A warp whose stage the tile does not have
@@ -212,7 +216,7 @@ class SwapAbMainloop {
   }
 
   // Scores of keys that a row does not see become -inf.
-  MLA_DEVICE void mask(float (&s)[S_REGS], int first) const {
+  MLA_DEVICE void mask(float (&s)[S_REGS], int first) {
     const int key = first + (group_ * 2 + warp_ / 2) * BLOCK_N + key_of_row(warp_ % 2, warpgroup_thread() % 32 / 4);
 #pragma unroll
     for (int i = 0; i < LANE_ROWS; ++i) {
@@ -220,6 +224,18 @@ class SwapAbMainloop {
       if (key >= limit) s[i / 2 * 4 + i % 2] = -INFINITE;
       if (key + 4 >= limit) s[i / 2 * 4 + i % 2 + 2] = -INFINITE;
     }
+    if (!has_window_or_tree(params_)) return;
+    const WorkTile tile = this->tile();
+    const Queries queries(params_, tile.sequence);
+    const Heads heads(params_);
+#pragma unroll
+    for (int i = 0; i < LANE_ROWS; ++i) {
+      const QueryRow row(heads, queries, first_row() + Layout::row(i));
+      const uint32_t seen = row.seen_bits(params_, queries, tile.length, key);
+      if ((seen & 1) == 0) s[i / 2 * 4 + i % 2] = -INFINITE;
+      if ((seen & 1 << 4) == 0) s[i / 2 * 4 + i % 2 + 2] = -INFINITE;
+    }
+    common_limit_ = common_limit(params_, heads, queries, tile, first + Traits::BLOCK_KEYS);
   }
 
   // P to shared memory, and its sums for the rows whose sums this lane keeps.

@@ -28,13 +28,14 @@ class SwapAbProducer : ProducerBase<Traits> {
     scheduler.prefetch_pages();
     if (scheduler.more()) load_q(scheduler.tile().sequence);
     scheduler.resolve_bounds();
+    scheduler.prefetch_window_pages();
     for (int info = Q_LOADED; scheduler.more(); info = 0) {
       const WorkTile tile = scheduler.tile();
       if (warp_ == TILE_WARP) this->publish(tile, info, tiles, TILE_WARP * 32);
       if (info != Q_LOADED && tile.keys() != 0) load_q(tile.sequence);
       const int32_t* pages = this->pages_of(scheduler);
-      for (int first = tile.first_key; first < tile.end_key; first += BLOCK_N) {
-        if (takes_turn()) copy_stage(pages, first, min(tile.end_key - first, BLOCK_N));
+      for (int first = tile.template first_stage<BLOCK_N>(); first < tile.end_key; first += BLOCK_N) {
+        if (takes_turn()) copy_stage(pages, first, min(tile.end_key - first, BLOCK_N), tile.first_key - first);
         next_stage();
       }
       scheduler.next();
@@ -73,13 +74,14 @@ class SwapAbProducer : ProducerBase<Traits> {
     }
   }
 
-  // Copies `count` keys from `first` on. The lanes share them in runs of one page and one group. No entry of the page
-  // table behind the tile's last key is read.
-  MLA_DEVICE void copy_stage(const int32_t* pages, int first, int count) const {
+  // Copies `count` keys from `first` on, but no run of the first `skipped`. The lanes share them in runs of one page and
+  // one group. No entry of the page table behind the tile's last key is read, and none before the window's first.
+  MLA_DEVICE void copy_stage(const int32_t* pages, int first, int count, int skipped) const {
     const int run = min(params_.page & -params_.page, GROUP);
     const int lane = warpgroup_thread() % 32;
     const int begin = lane * run;
-    const int mine = min(run, count - begin);
+    const int absent = max(skipped, 0) & -run;
+    const int mine = begin < absent ? 0 : min(run, count - begin);
     const char* from = static_cast<const char*>(params_.kv_cache);
     if (mine > 0) {
       const int key = first + begin;
@@ -88,7 +90,7 @@ class SwapAbProducer : ProducerBase<Traits> {
     }
     const auto to = this->kv_stage(kv_);
     this->wait_for_tma_stage(to);
-    if (lane == 0) mbarrier_expect_tx(to.full, count * ROW_BYTES);
+    if (lane == 0) mbarrier_expect_tx(to.full, (count - absent) * ROW_BYTES);
     __syncwarp();
     if (mine > 0) {
       const uint64_t hint = params_.partial_out != nullptr ? EVICT_FIRST : EVICT_NORMAL;
