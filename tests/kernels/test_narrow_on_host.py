@@ -47,7 +47,7 @@ FAULTS = {
         "WHOLE_BLOCKS ? 0 : 0",
     ),
     "columns of the other warpgroup": ("tma", "mainloop_pv.hpp", ": group * COLUMNS)", ": group * 2 * COLUMNS)"),
-    "queries of half a row": ("tma", "traits.hpp", "Q_BOXES = COLUMN_BLOCKS;", "Q_BOXES = HEAD_DIM_QK / 64;"),
+    "queries of half a row": ("tma", "q_operand.hpp", "HALF = 2 * Traits::Q_BOXES;", "HALF = Traits::Q_STEPS / 2;"),
     "values behind the last key stay": (
         "tma",
         "mainloop_qk.hpp",
