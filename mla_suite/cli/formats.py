@@ -27,6 +27,7 @@ from mla_suite.kv_formats import KV_FORMATS, Field, KVFormat, get_kv_format
 NOTES = {
     "e4m3fn": "OCP fp8: largest 448; 0x7f and 0xff are NaN",
     "e4m3fnuz": "FNUZ fp8: a byte is half its OCP value, largest 240; 0x80 is NaN",
+    "e2m1": "OCP fp4: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign; the first of two values is in the low half of their byte",
     "e8m0": "2^(byte - 127): byte 0 is 2^-127, 255 is NaN",
 }
 

@@ -218,8 +218,10 @@ def _decoded(kv_format: KVFormat, cache: torch.Tensor, field: Field) -> torch.Te
 
 
 def _sized_to(kv_format: KVFormat, width: int) -> KVFormat:
-    """A dense `format` for rows of `width` values as one field: its bytes do not depend on where a row is divided."""
-    return kv_format.sized(width, 0) if kv_format.dense else kv_format
+    """A seamless format for rows of `width` values as one field: its bytes do not depend on where a row is divided."""
+    if kv_format.dense:
+        return kv_format.sized(width, 0)
+    return kv_format.sized(kv_format.head_dim, 0) if kv_format.seamless else kv_format
 
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)

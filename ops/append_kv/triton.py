@@ -210,10 +210,13 @@ def constants(kv_format: str, latent: int, rope: int) -> dict[str, Any]:
 
 
 def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
-    unknown = get_kv_format(problem.kv_format).encodings - ENCODINGS
+    kind = get_kv_format(problem.kv_format)
+    unknown = kind.encodings - ENCODINGS
     if unknown:
         given = f"kv_format {problem.kv_format} holds {', '.join(sorted(unknown))}"
         return Unsupported(f"{given}; it takes {', '.join(sorted(ENCODINGS))}")
+    if kind.scaled > kind.latent:
+        return Unsupported(f"kv_format {problem.kv_format} scales its rope values too; it stores them as they are")
     return Supported(None, "Triton, one program per token")
 
 

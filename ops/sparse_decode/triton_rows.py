@@ -19,7 +19,7 @@ ENCODINGS = frozenset({"bf16", "fp16", "fp32", "e4m3fn", "e4m3fnuz", "e8m0", "pa
 class Record(NamedTuple):
     """Where a format keeps a token's values, as constants of the kernel; see `Field` in core/formats for the rule.
 
-    Columns 0 .. latent_count of a row are the latent field, those after it the rope field. A dense row is one field.
+    Columns 0 .. latent_count of a row are the latent field, those after it the rope field. A seamless row is one field.
     """
 
     latent_count: Any
@@ -41,9 +41,9 @@ class Record(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def record(kv_format: str, head_dim: int) -> Record:
-    """The kv_format's fields as constants of the kernel; a dense row as one field of head_dim values."""
+    """The kv_format's fields as constants of the kernel; a seamless row as one field of head_dim values."""
     kind = get_kv_format(kv_format)
-    kind = kind.sized(head_dim, 0) if kind.dense else kind
+    kind = kind.sized(head_dim, 0) if kind.seamless else kind
     constants = kind.constants()
     encodings = {field.name: field.encoding for field in kind.fields}
 
