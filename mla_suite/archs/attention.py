@@ -253,8 +253,16 @@ RECORDS = {
     ("bf16", 512): "bf16x512",
     ("bf16", 576): "bf16x576",
 }
-"""(kv_format, values of a row) -> a kernel's name of the record; all pools of a launch have the same. An arch may have
-more."""
+"""(kv_format, values of a row) -> a kernel's name of the record; all pools of a launch have the same, but for `record_of`.
+An arch may have more."""
+V41_RECORDS = {
+    ("v41", 512): "v41",
+    ("v41_interleaved", 512): "v41",
+    ("v41_vllm", 512): "v41",
+    ("v41_fp4", 512): "v41fp4",
+    ("v41_fp4_interleaved", 512): "v41fp4",
+}
+"""The same for V4.1's records."""
 _POOL_POINTERS = {"cache": "kv_caches", "indices": "indices", "indptr": "indptrs", "lengths": "topk_lengths"}
 _POOL_NUMBERS = (
     *("page_bytes", "index_stride", "slots", "page", "page_reciprocal", "page_shift", "topk", "tokens_per_length"),
@@ -267,7 +275,12 @@ def record_of(kv_formats: Sequence[str], width: int, records: Mapping[tuple[str,
     """A kernel's name of the record of pools in these kv_formats; None when no kernel reads them together."""
     names = {records.get((kv_format, width)) for kv_format in kv_formats}
     # A power of two is a number: the kernel for any scale reads both.
-    return "v32" if names == {"v32", "v32pow2"} else names.pop() if len(names) == 1 else None
+    if names == {"v32", "v32pow2"}:
+        return "v32"
+    # One kernel reads V4.1's pools of 288 bytes, and those of 528 beside them.
+    if "v41fp4" in names and names <= {"v41", "v41fp4"}:
+        return "v41any"
+    return names.pop() if len(names) == 1 else None
 
 
 def _sparse_unsupported(problem: SparseDecodeProblem, records: Mapping[tuple[str, int], str]) -> Unsupported | None:

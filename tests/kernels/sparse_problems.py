@@ -36,7 +36,8 @@ def kind_of(name, width):
 def problem(pools, tokens, heads, seed=0, invalid=0.2, padded=True, spread=2):
     """Queries, poisoned caches and dense indices, some repeated, some absurd. pools: (kv_format, pages, page, topk)."""
     generator = torch.Generator().manual_seed(1000 + seed)
-    width = 512 if any(name.startswith("dsv4") for name, *_ in pools) or len(pools) > 2 else 576
+    widths = {get_kv_format(name).head_dim for name, *_ in pools if not get_kv_format(name).dense}
+    width = widths.pop() if widths else 512 if len(pools) > 2 else 576
     q = torch.randn(tokens, heads, width, generator=generator).bfloat16()
     kv_caches, indices = [], []
     for i, (name, pages, page, topk) in enumerate(pools):

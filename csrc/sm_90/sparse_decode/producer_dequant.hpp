@@ -299,7 +299,6 @@ class ProducerDequant : ProducerBase<Traits> {
                                          uint32_t part) {
     const uint32_t to = raw_stage + layout.copied;
     const uint32_t tail = raw_stage + Traits::TAILS + layout.copied / 1024 * (2 * KvFormat::TAIL) + part;
-    const bool in_tail = part < KvFormat::TAIL_PIECES * 16;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const bool present = tokens.rows[i] != 0;
@@ -307,7 +306,7 @@ class ProducerDequant : ProducerBase<Traits> {
       cp_async_zfill_if<16>(active, to + i * 512, from, present);
       cp_async_zfill_if<16>(active, to + i * 512 + 256, from + 256, present);
       if constexpr (KvFormat::TAIL_PIECES != 0)
-        cp_async_zfill_if<16>(active && in_tail, tail + i * KvFormat::TAIL, from + 512, present);
+        cp_async_zfill_if<16>(active && part < KvFormat::TAIL_PIECES * 16, tail + i * KvFormat::TAIL, from + 512, present);
       if constexpr (KvFormat::SCALES_APART)
         cp_async_zfill_if<KvFormat::SCALE_BYTES>(
             active && part == 0, tail + i * KvFormat::TAIL + KvFormat::TAIL_SCALES,
