@@ -6,6 +6,7 @@ sparse_decode is described as decode of sequences of one query token each, whose
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple, Protocol
 
@@ -15,6 +16,7 @@ from mla_suite.archs import ArchSpec, combine, decode_table
 from mla_suite.archs.combine import OUTPUTS, AnyCombineConfig
 from mla_suite.build.params import reciprocal
 from mla_suite.core.dispatch import Supported, Unsupported
+from mla_suite.kv_formats import get_kv_format
 from mla_suite.launch import missing
 from mla_suite.launch.spec import CallSpec, Copy, Input, LaunchSpec, Scratch, Slot, Temporary, inputs, present
 from mla_suite.ops.combine.reference import LseLayout
@@ -253,16 +255,10 @@ RECORDS = {
     ("bf16", 512): "bf16x512",
     ("bf16", 576): "bf16x576",
 }
-"""(kv_format, values of a row) -> a kernel's name of the record; all pools of a launch have the same, but for `record_of`.
-An arch may have more."""
-V41_RECORDS = {
-    ("v41", 512): "v41",
-    ("v41_interleaved", 512): "v41",
-    ("v41_vllm", 512): "v41",
-    ("v41_fp4", 512): "v41fp4",
-    ("v41_fp4_interleaved", 512): "v41fp4",
-}
-"""The same for V4.1's records."""
+"""(kv_format, values of a row) -> a kernel's name of the record; all pools of a launch have the same, or those that
+`record_of` names together. An arch may have more."""
+SPLIT_V41_RECORDS = {("v41", 512): "v41any", ("v41_fp4", 512): "v41any", ("v32_nope", 512): "v32nope"}
+"""The same for V4.1's records with scales at the end of a page, of both sizes, and for V3.2's without rope values."""
 _POOL_POINTERS = {"cache": "kv_caches", "indices": "indices", "indptr": "indptrs", "lengths": "topk_lengths"}
 _POOL_NUMBERS = (
     *("page_bytes", "index_stride", "slots", "page", "page_reciprocal", "page_shift", "topk", "tokens_per_length"),
@@ -364,6 +360,12 @@ def sparse_numbers(args: SparseDecodeArgs, shape: Shape, splits: Splits) -> dict
         split_size=splits.size if splits.number > 1 and not args.num_splits else 0,
         softmax_scale=max(abs(args.softmax_scale), MIN_SCALE),
     )
+
+
+@lru_cache(maxsize=256)
+def fp4_pools(kv_formats: tuple[str, ...]) -> int:
+    """A bit for each pool whose values have 4 bits."""
+    return sum(("e2m1" in get_kv_format(kv_format).encodings) << i for i, kv_format in enumerate(kv_formats))
 
 
 def _pool_numbers(

@@ -1,4 +1,4 @@
-"""The source of sparse decode over quantised records on sm_90, run on a CPU and compared with fp64 (kernels_on_host.py)."""
+"""The source of sparse decode over quantised records on sm_90, run on a CPU against fp64 (kernels_on_host.py)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ def test_results_are_those_of_fp64(tmp_path, record):
 
 
 FAULTS = {
-    "pools share a stage": ("staged_lists.hpp", "int stages = (keys + BLOCK_N - 1) / BLOCK_N;", "int stages = keys / BLOCK_N;"),
+    "pools share a stage": (
+        "staged_lists.hpp",
+        "int stages = (keys + BLOCK_N - 1) / BLOCK_N;",
+        "int stages = keys / BLOCK_N;",
+    ),
     "another pool's list": ("staged_lists.hpp", "(begin - start));", "(begin));"),
     "absent keys seen": ("staged_lists.hpp", "start + keys);", "stages * BLOCK_N);"),
     "scales of the page before": ("kv_format.hpp", "(values - scales)) / SCALE_BYTES", "values) / SCALE_BYTES"),
@@ -45,7 +49,11 @@ FAULTS = {
     "signs lost": ("convert_fp4.hpp", "<< 1 & 0x80808080u", "<< 1 & 0u"),
     "4-bit values not swizzled": ("gather_layout.hpp", "(half * 4 ^ key) * 16", "half * 4 * 16"),
     "the other scale": ("gather_layout.hpp", "scales[part / 2] >> part % 2 * 8", "scales[part / 2]"),
-    "raw tokens overwritten": ("producer_dequant.hpp", "cp_async_wait<RAW_STAGES - 2>();", "cp_async_wait<RAW_STAGES>();"),
+    "raw tokens overwritten": (
+        "producer_dequant.hpp",
+        "cp_async_wait<RAW_STAGES - 2>();",
+        "cp_async_wait<RAW_STAGES>();",
+    ),
 }
 
 

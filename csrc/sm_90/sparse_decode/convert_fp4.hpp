@@ -3,6 +3,7 @@
 #pragma once
 
 #include "sm_90/decode/convert_fp8.hpp"
+#include "sm_90/ptx/select_bytes.hpp"
 
 namespace mla::sm_90 {
 

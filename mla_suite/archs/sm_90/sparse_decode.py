@@ -15,6 +15,7 @@ from mla_suite.archs.attention import (
     Splits,
     call_of,
     combined,
+    fp4_pools,
     record_of,
     sparse_copies,
     sparse_numbers,
@@ -31,7 +32,15 @@ from mla_suite.launch.spec import CallSpec, Copy, LaunchSpec, Output, Temporary
 from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs
 
-RECORDS = attention.RECORDS | attention.V41_RECORDS | {("v32_nope", 512): "v32nope"}
+RECORDS = attention.RECORDS | {
+    ("v41", 512): "v41",
+    ("v41_interleaved", 512): "v41",
+    ("v41_vllm", 512): "v41",
+    ("v41_fp4", 512): "v41fp4",
+    ("v41_fp4_interleaved", 512): "v41fp4",
+    ("v32_nope", 512): "v32nope",
+}
+"""As `archs.attention.RECORDS`."""
 WIDTHS = {"dsv4": 512, "v32": 576, "v32nope": 512, "v41": 512, "v41any": 512, "bf16x512": 512, "bf16x576": 576}
 """Record -> values of a row."""
 SLOTS = {"dsv4": (4, 2368), "v32": (4, 2624), "v32nope": (4, 2112), "v41": (4, 2112), "v41any": (4, 2112)}
@@ -184,14 +193,14 @@ def _for_splits(config: Sm90SparseConfig, args: SparseDecodeArgs, shape: Shape, 
 
 
 @lru_cache(maxsize=256)
-def _v41_pools(kv_formats: tuple[str, ...]) -> dict[str, int | float]:
-    """Which pools have each token's scales behind it, and which hold V4.1's 288 bytes a token, as bits."""
-    interleaved = fp4 = 0
-    for i, kind in enumerate(map(get_kv_format, kv_formats)):
-        if attention.V41_RECORDS.get((kind.name, kind.head_dim)) is not None:
-            interleaved |= (kind.by_name["scale"].per_block == 0) << i
-            fp4 |= ("e2m1" in kind.encodings) << i
-    return {"interleaved": interleaved, "fp4": fp4}
+def _interleaved_pools(kv_formats: tuple[str, ...]) -> int:
+    """A bit for each pool of V4.1's records that has each token's scales behind it."""
+    kinds = [get_kv_format(kv_format) for kv_format in kv_formats]
+    of_v41 = [RECORDS.get((kind.name, 512), "").startswith("v41") for kind in kinds]
+    return sum(
+        (v41 and kind.by_name["scale"].per_block == 0) << i
+        for i, (v41, kind) in enumerate(zip(of_v41, kinds, strict=True))
+    )
 
 
 def _spec(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: SparseDecodeArgs) -> CallSpec:
@@ -212,7 +221,8 @@ def _spec(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: Spa
     slots, tiles, wanted = splits.slots(shape), config.tiles(shape.heads), (LseLayout.of(lse), args.plus_inf_lse)
     groups = groups_of(config.arch, splits.tiles(shape), tiles)
     numbers = sparse_numbers(args, shape, splits) | {"grid_stride": groups} | combine_kernels.lse_numbers(*wanted)
-    numbers |= _v41_pools(tuple(args.kv_formats))
+    kv_formats = tuple(args.kv_formats)
+    numbers |= {"interleaved": _interleaved_pools(kv_formats), "fp4": fp4_pools(kv_formats)}
     pointers = sparse_pointers(args, slots > 0) | {"max_logits": Output(2) if len(outputs) > 2 else None}
     maps = {"q_map": tensor_maps.q_map(SPARSE_INPUTS["q"], shape.q.shape, shape.q.strides, shape.q.dtype, 1)}
     launch = LaunchSpec(

@@ -43,14 +43,4 @@ inline void e4m3_to_fp16(uint32_t stored, uint32_t& first, uint32_t& last) {
   last = two(stored >> 16);
 }
 
-inline uint32_t select_bytes(uint32_t low, uint32_t high, uint32_t selector) {
-  uint32_t bytes = __byte_perm(low, high, selector);
-  for (int i = 0; i < 4; ++i) {
-    if ((selector >> 4 * i & 8) == 0) continue;
-    const uint32_t spread = bytes >> (8 * i + 7) & 1 ? 0xFFu : 0u;
-    bytes = (bytes & ~(0xFFu << 8 * i)) | spread << 8 * i;
-  }
-  return bytes;
-}
-
 }  // namespace mla::sm_90
