@@ -111,12 +111,12 @@ POOLS = {
     "four pools": [("bf16", 3, 16, 20), ("bf16", 3, 1, 3), ("bf16", 2, 64, 50), ("bf16", 1, 7, 9)],
 }
 SPLIT_V41_POOLS = {
-    "v4.1": [("v41", 2, 64, 70), ("v41", 20, 5, 45)],
     "v4.1 of both sizes": [("v41", 2, 64, 70), ("v41_fp4", 9, 16, 97)],
-    "v4.1 of 288 bytes": [("v41_fp4", 3, 61, 130)],
     "v32 without rope": [("v32_nope", 3, 64, 130)],
 }
 V41_POOLS = SPLIT_V41_POOLS | {
+    "v4.1": [("v41", 2, 64, 70), ("v41", 20, 5, 45)],
+    "v4.1 of 288 bytes": [("v41_fp4", 3, 61, 130)],
     "v4.1 interleaved": [("v41_vllm", 2, 32, 37), ("v41_fp4_interleaved", 9, 7, 45)],
     "v4.1 of every kind": [
         *(("v41_fp4", 1, 256, 40), ("v41", 9, 1, 7), ("v41_fp4_interleaved", 3, 16, 65), ("v41_interleaved", 2, 16, 3)),
@@ -129,7 +129,7 @@ FNUZ_POOLS = {
 
 def pools_of(arch):
     """Pools that the kernels of an arch read."""
-    found = POOLS | SPLIT_V41_POOLS
+    found = POOLS | (SPLIT_V41_POOLS if ("v41", 512) in CONFIGS[arch].records else {})
     return found | FNUZ_POOLS if ("dsv4_fnuz", 512) in CONFIGS[arch].records else found
 
 
