@@ -257,8 +257,6 @@ RECORDS = {
 }
 """(kv_format, values of a row) -> a kernel's name of the record; all pools of a launch have the same, or those that
 `record_of` names together. An arch may have more."""
-SPLIT_V41_RECORDS = {("v41", 512): "v41any", ("v41_fp4", 512): "v41any", ("v32_nope", 512): "v32nope"}
-"""The same for V4.1's records with scales at the end of a page, of both sizes, and for V3.2's without rope values."""
 _POOL_POINTERS = {"cache": "kv_caches", "indices": "indices", "indptr": "indptrs", "lengths": "topk_lengths"}
 _POOL_NUMBERS = (
     *("page_bytes", "index_stride", "slots", "page", "page_reciprocal", "page_shift", "topk", "tokens_per_length"),
