@@ -29,7 +29,9 @@ def compiled(folder: Path, record: str, *first: Path) -> Path:
     return compiled_program("sparse_records.cpp", folder / "dequant", constants, *first)
 
 
-@pytest.mark.parametrize("record", PROBLEMS)
+@pytest.mark.parametrize(
+    "record", ["v41any", pytest.param("v41", marks=pytest.mark.full), pytest.param("v32nope", marks=pytest.mark.full)]
+)
 def test_results_are_those_of_fp64(tmp_path, record):
     program = compiled(tmp_path, record)
     for problem in PROBLEMS[record]:
