@@ -6,6 +6,7 @@ sparse_decode is described as decode of sequences of one query token each, whose
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple, Protocol
 
@@ -15,6 +16,7 @@ from mla_suite.archs import ArchSpec, combine, decode_table
 from mla_suite.archs.combine import OUTPUTS, AnyCombineConfig
 from mla_suite.build.params import reciprocal
 from mla_suite.core.dispatch import Supported, Unsupported
+from mla_suite.kv_formats import get_kv_format
 from mla_suite.launch import missing
 from mla_suite.launch.spec import CallSpec, Copy, Input, LaunchSpec, Scratch, Slot, Temporary, inputs, present
 from mla_suite.ops.combine.reference import LseLayout
@@ -264,8 +266,8 @@ RECORDS = {
     ("bf16", 512): "bf16x512",
     ("bf16", 576): "bf16x576",
 }
-"""(kv_format, values of a row) -> a kernel's name of the record; all pools of a launch have the same. An arch may have
-more."""
+"""(kv_format, values of a row) -> a kernel's name of the record; all pools of a launch have the same, or those that
+`record_of` names together. An arch may have more."""
 _POOL_POINTERS = {"cache": "kv_caches", "indices": "indices", "indptr": "indptrs", "lengths": "topk_lengths"}
 _POOL_NUMBERS = (
     *("page_bytes", "index_stride", "slots", "page", "page_reciprocal", "page_shift", "topk", "tokens_per_length"),
@@ -278,7 +280,12 @@ def record_of(kv_formats: Sequence[str], width: int, records: Mapping[tuple[str,
     """A kernel's name of the record of pools in these kv_formats; None when no kernel reads them together."""
     names = {records.get((kv_format, width)) for kv_format in kv_formats}
     # A power of two is a number: the kernel for any scale reads both.
-    return "v32" if names == {"v32", "v32pow2"} else names.pop() if len(names) == 1 else None
+    if names == {"v32", "v32pow2"}:
+        return "v32"
+    # One kernel reads V4.1's pools of 288 bytes, and those of 528 beside them.
+    if "v41fp4" in names and names <= {"v41", "v41fp4"}:
+        return "v41any"
+    return names.pop() if len(names) == 1 else None
 
 
 def _sparse_unsupported(problem: SparseDecodeProblem, records: Mapping[tuple[str, int], str]) -> Unsupported | None:
@@ -362,6 +369,12 @@ def sparse_numbers(args: SparseDecodeArgs, shape: Shape, splits: Splits) -> dict
         split_size=splits.size if splits.number > 1 and not args.num_splits else 0,
         softmax_scale=max(abs(args.softmax_scale), MIN_SCALE),
     )
+
+
+@lru_cache(maxsize=256)
+def fp4_pools(kv_formats: tuple[str, ...]) -> int:
+    """A bit for each pool whose values have 4 bits."""
+    return sum(("e2m1" in get_kv_format(kv_format).encodings) << i for i, kv_format in enumerate(kv_formats))
 
 
 def _pool_numbers(

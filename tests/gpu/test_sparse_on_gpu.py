@@ -10,7 +10,7 @@ import pytest
 import sparse_runs
 import torch
 from gpu_problems import Recorded, moved
-from sparse_problems import MODES, POOLS, in_mode, problem
+from sparse_problems import MODES, POOLS, V41_POOLS, in_mode, problem
 
 import mla_suite
 from mla_suite.archs.sm_90.sparse_decode import FAST_MEMORY, LEAST_KEYS, SLOTS, SWAP_AB, WIDTHS
@@ -98,11 +98,29 @@ def test_one_key_is_returned_as_it_is(name, heads):
     assert torch.equal(lse, torch.zeros_like(lse))
 
 
+@pytest.mark.parametrize("name", ["v41", "v41_interleaved", "v41_fp4", "v41_fp4_interleaved"])
+def test_any_bytes_of_a_v41_record(name):
+    """One key each of random bytes, values and scales: its row to the last bit, NaN where it has one."""
+    cache = caches.empty(get_kv_format(name), 9, 64)
+    whole = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
+    random_bytes = torch.randint(0, 256, whole.shape, generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
+    whole.copy_(torch.where((random_bytes & 127 == 127) & (torch.arange(len(whole)) % 9 != 0), 0, random_bytes))
+    slots = torch.arange(576, dtype=torch.int32)
+    args = [torch.zeros(576, 16, 512, dtype=torch.bfloat16), [cache], [slots[:, None]], [None], [None], None, None]
+    out, _ = attend(args, {"kv_formats": [name], "softmax_scale": 0.1, "num_splits": 1})
+    expected = caches.gather(get_kv_format(name), cache, slots.long()).bfloat16()
+    nan = expected.isnan().any(-1)
+    assert 0 < int(nan.sum()) < 576
+    assert bool(out[nan].isnan().all())
+    finite = expected.isfinite().all(-1)
+    assert torch.equal(out[finite], expected[finite][:, None].expand(-1, 16, -1))
+
+
 @pytest.mark.usefixtures("few_heads")
 @pytest.mark.parametrize("heads", HEADS)
 def test_within_the_rounding_bound(heads):
     """Any two of heads, pools and mode meet at least once."""
-    for j, pools in enumerate(POOLS.values()):
+    for j, pools in enumerate((POOLS | V41_POOLS).values()):
         mode = MODES[(HEADS.index(heads) + j) % len(MODES)]
         args, kwargs = problem(pools, 6, heads, seed=heads + j)
         in_mode(mode, args, kwargs, seed=heads)
@@ -113,15 +131,21 @@ def test_within_the_rounding_bound(heads):
 
 
 def test_random_problems(few_heads, request):
-    """100 draws over everything that the kernels take; every instance is reached."""
+    """130 draws over everything that the kernels take; every instance is reached."""
     draw = random.Random(7)
     met: dict[str, int] = {}
-    for number in range(100):
-        kind = draw.choice(("v32", "v32", "mixed", "dsv4", "dsv4", "dsv4", "bf16"))
-        names = {"mixed": ("v32", "v32_pow2")}.get(kind, (kind,))
+    names_of = {
+        "mixed": ("v32", "v32_pow2"),
+        "v41": ("v41", "v41_interleaved", "v41_vllm"),
+        "v41 of both sizes": ("v41", "v41_interleaved", "v41_fp4", "v41_fp4_interleaved"),
+    }
+    kinds = ("v32", "v32", "mixed", "dsv4", "dsv4", "dsv4", "bf16", "v41", "v41 of both sizes", "v32_nope")
+    for number in range(130):
+        kind = draw.choice(kinds)
+        names = names_of.get(kind, (kind,))
         mode = draw.choice(MODES)
         fewest = 1 if mode == "mtp" else 0  # a view of no elements has no size to infer
-        count = draw.choice((1, 1, 2, 3, 4)) if kind in ("dsv4", "bf16") else draw.choice((1, 1, 2))
+        count = draw.choice((1, 1, 2, 3, 4)) if kind not in ("v32", "mixed") else draw.choice((1, 1, 2))
         pools = [
             (
                 draw.choice(names),
@@ -215,7 +239,7 @@ def test_one_nan_among_the_values_is_seen(heads, column, code):
 
 
 @pytest.mark.usefixtures("few_heads")
-@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("name", [*RECORDS, "v41", "v41_fp4", "v41_fp4_interleaved", "v32_nope"])
 @pytest.mark.parametrize("splits", [1, 2])
 def test_nan_that_is_selected_is_seen(name, splits):
     sparse_runs.selected_nan(ON_GPU, name, splits)
@@ -250,13 +274,15 @@ def test_same_bits_every_time(pools, heads):
             assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-@pytest.mark.parametrize("pools", ["v4", "both scales"])
+@pytest.mark.parametrize("pools", ["v4", "both scales", "v4.1 of every kind"])
 @pytest.mark.parametrize("splits", [1, 3])
 def test_pairs_of_blocks_give_the_bits_of_blocks_alone(pools, splits):
     """400 tokens, many of few keys or none: each 64 of 128 or 256 heads by themselves are brought keys by one block."""
     if current_arch(torch.empty(1, device=CUDA)).name != "sm_90":
         pytest.skip("only sm_90 has clusters of two thread blocks")
-    args, kwargs = problem([(name, pages, page, topk * 3) for name, pages, page, topk in POOLS[pools]], 400, 256)
+    args, kwargs = problem(
+        [(name, pages, page, topk * 3) for name, pages, page, topk in (POOLS | V41_POOLS)[pools]], 400, 256
+    )
     draw = torch.Generator().manual_seed(splits)
     args[4] = [(torch.rand(400, generator=draw) * index.shape[1] * 1.5 - index.shape[1] / 2).clamp(0).int()
                for index in args[2]]  # fmt: skip

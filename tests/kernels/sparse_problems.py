@@ -36,7 +36,8 @@ def kind_of(name, width):
 def problem(pools, tokens, heads, seed=0, invalid=0.2, padded=True, spread=2):
     """Queries, poisoned caches and dense indices, some repeated, some absurd. pools: (kv_format, pages, page, topk)."""
     generator = torch.Generator().manual_seed(1000 + seed)
-    width = 512 if any(name.startswith("dsv4") for name, *_ in pools) or len(pools) > 2 else 576
+    widths = {get_kv_format(name).head_dim for name, *_ in pools if not get_kv_format(name).dense}
+    width = widths.pop() if widths else 512 if len(pools) > 2 else 576
     q = torch.randn(tokens, heads, width, generator=generator).bfloat16()
     kv_caches, indices = [], []
     for i, (name, pages, page, topk) in enumerate(pools):
@@ -109,6 +110,18 @@ POOLS = {
     "three pools": [("dsv4", 1, 256, 40), ("dsv4", 9, 1, 7), ("dsv4", 3, 16, 65)],
     "four pools": [("bf16", 3, 16, 20), ("bf16", 3, 1, 3), ("bf16", 2, 64, 50), ("bf16", 1, 7, 9)],
 }
+SPLIT_V41_POOLS = {
+    "v4.1 of both sizes": [("v41", 2, 64, 70), ("v41_fp4", 9, 16, 97)],
+    "v32 without rope": [("v32_nope", 3, 64, 130)],
+}
+V41_POOLS = SPLIT_V41_POOLS | {
+    "v4.1": [("v41", 2, 64, 70), ("v41", 20, 5, 45)],
+    "v4.1 of 288 bytes": [("v41_fp4", 3, 61, 130)],
+    "v4.1 interleaved": [("v41_vllm", 2, 32, 37), ("v41_fp4_interleaved", 9, 7, 45)],
+    "v4.1 of every kind": [
+        *(("v41_fp4", 1, 256, 40), ("v41", 9, 1, 7), ("v41_fp4_interleaved", 3, 16, 65), ("v41_interleaved", 2, 16, 3)),
+    ],
+}
 FNUZ_POOLS = {
     "v4 in fnuz": [("dsv4_fnuz", 2, 64, 70), ("dsv4_fnuz", 40, 2, 45)],
 }
@@ -116,7 +129,8 @@ FNUZ_POOLS = {
 
 def pools_of(arch):
     """Pools that the kernels of an arch read."""
-    return POOLS | FNUZ_POOLS if ("dsv4_fnuz", 512) in CONFIGS[arch].records else POOLS
+    found = POOLS | (SPLIT_V41_POOLS if ("v41", 512) in CONFIGS[arch].records else {})
+    return found | FNUZ_POOLS if ("dsv4_fnuz", 512) in CONFIGS[arch].records else found
 
 
 MODES = ("one split", "splits and sink", "planned", "invariant", "ragged", "lengths and sink", "mtp")

@@ -7,7 +7,7 @@ import torch
 from backend_calls import BackendCalls
 from built import require_built
 from launch_records import mapped_to, record
-from sparse_problems import POOLS, in_mode, problem
+from sparse_problems import POOLS, V41_POOLS, in_mode, problem
 from static_asserts import assert_compiles
 
 import mla_suite
@@ -99,11 +99,15 @@ def answer_of(monkeypatch, pools, heads=16, built=True, **changes):
 
 @pytest.mark.parametrize(
     ("pools", "record"),
-    [("v4", "dsv4"), ("v32", "v32"), ("v32 pow2", "v32"), ("both scales", "v32"), ("bf16", "bf16x576")],
+    [
+        *(("v4", "dsv4"), ("v32", "v32"), ("v32 pow2", "v32"), ("both scales", "v32"), ("bf16", "bf16x576")),
+        *(("v4.1", "v41"), ("v4.1 of both sizes", "v41any"), ("v4.1 of 288 bytes", "v41any")),
+        *(("v4.1 interleaved", "v41any"), ("v32 without rope", "v32nope")),
+    ],
 )
 @pytest.mark.parametrize("heads", [1, 64, 100, 300])
 def test_which_kernel(monkeypatch, pools, record, heads):
-    answer = answer_of(monkeypatch, POOLS[pools], heads)
+    answer = answer_of(monkeypatch, (POOLS | V41_POOLS)[pools], heads)
     assert isinstance(answer, Supported)
     cluster = 2 if heads == 100 and record in SLOTS else 1
     assert answer.config.instance == f"sparse_decode_kvformat-{record}_cluster-{cluster}"
@@ -195,13 +199,14 @@ def test_a_planned_batch_has_keys_as_the_first_operand_where_its_parts_are_long(
         assert any("qrows-16" in note for note in notes) == first, notes
 
 
-@pytest.mark.parametrize("pools", ["v4", "both scales", "four pools"])
+@pytest.mark.parametrize("pools", ["v4", "both scales", "four pools", "v4.1 of every kind"])
 @pytest.mark.parametrize("mode", ["one split", "splits and sink", "planned", "invariant", "ragged", "mtp"])
 def test_a_launch(monkeypatch, pools, mode):
     """Every parameter of a call, as the kernel would read it."""
     seen = record(monkeypatch)
     mapped_to(monkeypatch, lambda *given: tuple(range(tensor_map.WORDS)))
-    args, kwargs = problem(POOLS[pools], 6, 100)
+    shape = (POOLS | V41_POOLS)[pools]
+    args, kwargs = problem(shape, 6, 100)
     in_mode(mode, args, kwargs, 3)
     facts = SPARSE_DECODE.problem(*args, **kwargs)
     config = sm_90.config_for(facts, H200)
@@ -214,7 +219,8 @@ def test_a_launch(monkeypatch, pools, mode):
     assert grid == (2, read["grid_stride"], 1)
     assert grid[0] * grid[1] <= H200.compute_units
     assert [read[f"q_map_{word}"] for word in range(16)] == list(range(16))
-    assert (read["tokens"], read["heads"], read["pools"]) == (6, 100, len(POOLS[pools]))
+    assert (read["tokens"], read["heads"], read["pools"]) == (6, 100, len(shape))
+    assert (read["interleaved"], read["fp4"]) == ((0b1100, 0b0101) if pools == "v4.1 of every kind" else (0, 0))
     assert read["out"] == outputs[0].data_ptr()
     assert (read["plan"] != 0) == (mode == "planned")
     assert read["split_size"] == (64 if mode == "invariant" else 0)

@@ -33,7 +33,7 @@ FAULT_PROBLEMS = ["5 4 1 1 absent 7 40 270", "5 2 1 1 sharp 1 400 400", "5 1 1 1
 def compiled(folder: Path, rows: int, *first: Path) -> Path:
     """The program of an instance."""
     constants = {"KV_FORMAT": "v32", "Q_ROWS": rows, "HOST_BLOCK_THREADS": {16: 512, 32: 384}[rows]}
-    return compiled_program("sparse_swap_ab.cpp", folder / "sparse_swap_ab", constants, *first)
+    return compiled_program("sparse_records.cpp", folder / "sparse_swap_ab", constants, *first)
 
 
 @pytest.mark.parametrize("rows", PROBLEMS)

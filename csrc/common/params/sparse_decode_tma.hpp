@@ -33,6 +33,8 @@ struct alignas(64) SparseDecodeTmaParams {
   float empty_lse;               // of a row without keys: -inf or +inf
   float softmax_scale;           // positive
   float* max_logits;             // [tokens, heads] of -inf, raised to the largest scaled scores; or null. bf16 rows only
+  uint32_t interleaved;          // bit i: in pool i a token's scales lie behind it, not behind all of its page; V4.1 only
+  uint32_t fp4;                  // bit i: pool i holds V4.1's tokens of 288 bytes
 };
 
 }  // namespace mla

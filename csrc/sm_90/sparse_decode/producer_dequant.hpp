@@ -14,8 +14,8 @@
 #include "sm_90/ptx/cp_async.hpp"
 #include "sm_90/ptx/dsmem.hpp"
 #include "sm_90/sparse_decode/gather_layout.hpp"
+#include "sm_90/sparse_decode/staged_lists.hpp"
 #include "sm_90/sparse_decode/tile_scheduler.hpp"
-#include "sm_90/sparse_decode/topk_lists.hpp"
 
 namespace mla::sm_90 {
 
@@ -24,8 +24,9 @@ class ProducerDequant : ProducerBase<Traits> {
   using KvFormat = typename Traits::KvFormat;
   using Params = typename Traits::Params;
   using Base = ProducerBase<Traits>;
-  using Layout = GatherLayout<Traits>;
-  using Chunk = QuantChunk<Traits>;
+  using Copying = CopyLayout<Traits>;
+  static constexpr bool ANY_V41 = KvFormat::ANY_V41;
+  using Lists = typename KvFormat::Lists;
   static constexpr bool PAIRED = Traits::Cluster::SHARES_KV;
   static constexpr uint32_t BATCH_STAGES = 32 / Traits::OWN_KEYS;  // whose tokens are looked up together, one by a lane
   static constexpr uint32_t STAGE_ROUNDS = Traits::OWN_KEYS / 4;
@@ -41,14 +42,15 @@ class ProducerDequant : ProducerBase<Traits> {
         to_peer_(PAIRED ? warp_uniform(map_to_peer(shared) - shared) : 0) {}
 
   MLA_DEVICE void run() {
-    Scheduler scheduler(this->params_, scratch() + TopkLists::BYTES);
+    Scheduler scheduler(this->params_, scratch() + Lists::BYTES);
     while (scheduler.more()) {
       const int token = scheduler.token();
       const int keys = lists().open(this->params_, token);
-      const WorkTile tile = scheduler.take(token, keys);
+      WorkTile tile = scheduler.take(token, keys);
+      if constexpr (ANY_V41) tile.end_key = tile.first_key + lists().set_tile(tile.first_key, tile.end_key) * BLOCK_N;
       publish(tile, 0, scheduler.taken() - 1);
       if (tile.keys() == 0) continue;
-      lists().set_tile(tile.first_key, tile.end_key);
+      if constexpr (!ANY_V41) lists().set_tile(tile.first_key, tile.end_key);
       fetch_indices(0);
       cp_async_commit();
       cp_async_wait<0>();
@@ -68,7 +70,7 @@ class ProducerDequant : ProducerBase<Traits> {
   MLA_DEVICE uint32_t scratch() const {
     return this->shared_ - Base::Storage::KV + Traits::SCRATCH + warp_ * Traits::SCRATCH_BYTES;
   }
-  MLA_DEVICE TopkLists lists() const { return TopkLists(scratch()); }
+  MLA_DEVICE Lists lists() const { return Lists(scratch()); }
 
   // Returns the lane, opaque to the compiler, so that values derived from it are computed anew instead of kept in
   // registers.
@@ -130,14 +132,10 @@ class ProducerDequant : ProducerBase<Traits> {
     const uint32_t bits = which % (1u << Traits::OWN_KEYS) << first_key();
     st_shared(present_at(batch * BATCH_STAGES + stage), bits);
     uint64_t row = 0;
-    if (token.present)
-      row = reinterpret_cast<uint64_t>(token.page) + token.in_page * static_cast<uint64_t>(KvFormat::TOKEN_BYTES);
+    if (token.present) row = reinterpret_cast<uint64_t>(token.page) + KvFormat::row_at(this->params_, token);
     st_shared(scratch() + Traits::SCRATCH_ROWS + lane * 8, row);
-    if constexpr (KvFormat::SCALES_APART) {
-      const uint32_t to_scales =  // never negative: a token lies before its page's scales
-          token.page_size * (KvFormat::TOKEN_BYTES / 8) - token.in_page * (KvFormat::TOKEN_BYTES / 8 - 1);
-      st_shared(scratch() + Traits::SCRATCH_SCALES + lane * 4, to_scales);
-    }
+    if constexpr (KvFormat::SCALES_APART)
+      st_shared(scratch() + Traits::SCRATCH_SCALES + lane * 4, KvFormat::to_scales(this->params_, token));
     fetch_indices(batch + 1);
     __syncwarp();
   }
@@ -178,55 +176,86 @@ class ProducerDequant : ProducerBase<Traits> {
     peer_copy(from + to_peer_, from, Traits::GROUP_BYTES, peer_full);
   }
 
-  // Quantised tokens, four keys a round, copied as many rounds ahead of their use as there are raw stages. What is read
-  // from shared memory is read long before it is needed: while wgmma reads at full rate, loads answer late.
+  // Quantised tokens, four keys a round, copied as many rounds ahead of their use as there are raw stages.
   MLA_DEVICE void load_quantised(int token, uint32_t stages) {
-    constexpr uint32_t RAW_STAGES = Traits::RAW_STAGES;
     const uint32_t rounds = stages * STAGE_ROUNDS;
     look_up(0);
 #pragma unroll 1
-    for (uint32_t i = 0; i < RAW_STAGES; ++i)
-      copy_round(i < rounds, tokens_of(i, make_layout()), raw_ + i * Traits::RAW_STAGE_BYTES, make_layout());
+    for (uint32_t i = 0; i < Traits::RAW_STAGES; ++i) {
+      const Copying copying(opaque_lane(), scratch());
+      copy_round(i < rounds, tokens_of(i, copying), raw_ + i * Traits::RAW_STAGE_BYTES, copying);
+    }
     load_q(token);
-    Layout layout = make_layout();
+    Position at{0, raw_, false};
+    if constexpr (ANY_V41) {
+#pragma unroll 1
+      for (int pool = 0; pool < MAX_POOLS; ++pool) {
+        const uint32_t end = lists().stages_up_to(pool) * STAGE_ROUNDS;
+        if (end == at.round) continue;
+        if (KvFormat::is_fp4(this->params_, pool))
+          dequantise<Fp4Round<Traits>>(at, end, rounds);
+        else
+          dequantise<E4m3Round<Traits>>(at, end, rounds);
+      }
+    } else {
+      dequantise<E4m3Round<Traits>>(at, rounds, rounds);
+    }
+  }
+
+  // The next round of a tile, where its raw tokens lie, and whether its KV stage was seen to be empty.
+  struct Position {
+    uint32_t round;
+    uint32_t raw_stage;
+    bool empty;
+  };
+
+  // Dequantises the rounds up to `end` of a tile's `rounds`, and copies ahead. What is read from shared memory is read
+  // long before it is needed: while wgmma reads at full rate, loads answer late.
+  template <class Round>
+  MLA_DEVICE void dequantise(Position& at, uint32_t end, uint32_t rounds) {
+    using Layout = typename Round::Layout;
+    constexpr uint32_t RAW_STAGES = Traits::RAW_STAGES;
+    Layout layout(opaque_lane(), first_key(), scratch());
     layout.keep();
     cp_async_wait<RAW_STAGES - 1>();
     __syncwarp();
-    Chunk first, second;  // loaded a round ahead
-    first.load(0, raw_, layout);
-    second.load(1, raw_, layout);
-    uint32_t raw_stage = raw_;
-    bool empty = false;  // the KV stage was seen to be empty
+    Round now;
+    now.load(0, at.raw_stage, layout);  // a round ahead, as the next part
+    now.load(1, at.raw_stage, layout);
+    uint32_t raw_stage = at.raw_stage;
+    bool empty = at.empty;
 #pragma unroll 1
-    for (uint32_t round = 0; round < rounds; ++round) {
+    for (uint32_t round = at.round; round < end; ++round) {
       const uint32_t next = round + RAW_STAGES;
       if (next % BATCH_ROUNDS == 0 && next < rounds) look_up(next / BATCH_ROUNDS);
       uint32_t rope[4];
-      ld_shared_v4(raw_stage + layout.rope, rope);
-      Chunk third, fourth;
-      third.load(2, raw_stage, layout);
+      if constexpr (Traits::HAS_ROPE) ld_shared_v4(raw_stage + layout.rope, rope);
+      now.load(2, raw_stage, layout);
       const uint32_t in_stage = round % STAGE_ROUNDS;
       const uint32_t keys = this->shared_ + kv_.stage * Traits::STAGE_BYTES;
       const uint32_t to = (keys + layout.to) ^ in_stage * Layout::step(4);
-      const uint32_t row = (keys + layout.row) ^ in_stage * Layout::step(4);
       if (in_stage == 0 && !empty) this->wait_for_empty(kv_);
-      store_chunk(0, to, first, layout);
-      st_shared_v4(row, rope[0], rope[1], rope[2], rope[3]);
-      fourth.load(3, raw_stage, layout);
+      now.store(0, to, layout);
+      if constexpr (Traits::HAS_ROPE) {
+        const uint32_t row = (keys + layout.row) ^ in_stage * Layout::step(4);
+        st_shared_v4(row, rope[0], rope[1], rope[2], rope[3]);
+      }
+      now.load(3, raw_stage, layout);
       const Tokens ahead = tokens_of(next % BATCH_ROUNDS, layout);
-      store_chunk(1, to, second, layout);
+      now.store(1, to, layout);
       cp_async_wait<RAW_STAGES - 2>();
       __syncwarp();  // every lane's copies have landed, and every lane is done with this raw stage
       copy_round(next < rounds, ahead, raw_stage, layout);
       raw_stage = raw_stage_after(raw_stage);
-      first.load(0, raw_stage, layout);
-      second.load(1, raw_stage, layout);
+      now.load(0, raw_stage, layout);
+      now.load(1, raw_stage, layout);
       const uint32_t present = present_of(round / STAGE_ROUNDS);
-      store_chunk(2, to, third, layout);
+      now.store(2, to, layout);
       if (in_stage + 1 == STAGE_ROUNDS) empty = next_stage_is_empty();
-      store_chunk(3, to, fourth, layout);
+      now.store(3, to, layout);
       if (in_stage + 1 == STAGE_ROUNDS) complete(present);
     }
+    at = {end, raw_stage, empty};
   }
 
   // Returns whether the stage after this one was seen to be empty.
@@ -236,32 +265,19 @@ class ProducerDequant : ProducerBase<Traits> {
     return mbarrier_test(this->barriers_.kv_empty(following.stage), following.parity ^ 1);
   }
 
-  MLA_DEVICE Layout make_layout() const { return Layout(opaque_lane(), first_key(), scratch()); }
-
   MLA_DEVICE uint32_t raw_stage_after(uint32_t raw_stage) const {
     const uint32_t after = raw_stage + Traits::RAW_STAGE_BYTES;
     return after == raw_ + Traits::RAW_BYTES ? raw_ : after;
   }
 
-  // Dequantises a chunk into its KV stage.
-  MLA_DEVICE static void store_chunk(uint32_t number, uint32_t to, const Chunk& chunk, const Layout& layout) {
-    uint32_t values[8];
-    chunk.to_bf16(values);
-    const uint32_t position = to ^ number / 2 * Layout::step(2);
-    const uint32_t offset = number % 2 * (4 * Traits::BLOCK_BYTES);
-    const bool active = number % 2 == 0 || layout.has_last();
-    st_shared_v4_if(active, position + offset, values[0], values[1], values[2], values[3]);
-    st_shared_v4_if(active, (position ^ 16) + offset, values[4], values[5], values[6], values[7]);
-  }
-
   // The addresses of a lane's two keys of a round.
   struct Tokens {
     uint64_t rows[2];       // addresses, or 0
-    uint32_t to_scales[2];  // from there to the scales, in units of 8 bytes, where they lie apart
+    uint32_t to_scales[2];  // from there to the scales, as the format counts, where they lie apart
   };
 
   // The tokens of a round of the batch that was looked up last.
-  MLA_DEVICE static Tokens tokens_of(uint32_t round, const Layout& layout) {
+  MLA_DEVICE static Tokens tokens_of(uint32_t round, const Copying& layout) {
     Tokens tokens{{0, 0}, {0, 0}};
     ld_shared_v2(layout.token + round * 32, tokens.rows);
     if constexpr (KvFormat::SCALES_APART) ld_shared_v2(layout.to_scales + round * 16, tokens.to_scales);
@@ -270,23 +286,52 @@ class ProducerDequant : ProducerBase<Traits> {
 
   // Starts to copy a round's keys, 16 lanes a key, to a raw stage. A group is committed even when no such round is
   // left, because groups are counted.
-  MLA_DEVICE static void copy_round(bool active, const Tokens& tokens, uint32_t raw_stage, const Layout& layout) {
+  MLA_DEVICE static void copy_round(bool active, const Tokens& tokens, uint32_t raw_stage, const Copying& layout) {
     const uint32_t part = layout.copied % 1024;
+    if constexpr (ANY_V41)
+      copy_any_v41(active, tokens, raw_stage, layout.copied / 1024 * 2, part);
+    else
+      copy_one_format(active, tokens, raw_stage, layout, part);
+    cp_async_commit();
+  }
+
+  MLA_DEVICE static void copy_one_format(bool active, const Tokens& tokens, uint32_t raw_stage, const Copying& layout,
+                                         uint32_t part) {
     const uint32_t to = raw_stage + layout.copied;
     const uint32_t tail = raw_stage + Traits::TAILS + layout.copied / 1024 * (2 * KvFormat::TAIL) + part;
-    const bool in_tail = part < KvFormat::TAIL_PIECES * 16;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const bool present = tokens.rows[i] != 0;
       const uint64_t from = tokens.rows[i] + part;
       cp_async_zfill_if<16>(active, to + i * 512, from, present);
       cp_async_zfill_if<16>(active, to + i * 512 + 256, from + 256, present);
-      cp_async_zfill_if<16>(active && in_tail, tail + i * KvFormat::TAIL, from + 512, present);
+      if constexpr (KvFormat::TAIL_PIECES != 0)
+        cp_async_zfill_if<16>(active && part < KvFormat::TAIL_PIECES * 16, tail + i * KvFormat::TAIL, from + 512, present);
       if constexpr (KvFormat::SCALES_APART)
-        cp_async_zfill_if<8>(active && part == 0, tail + i * KvFormat::TAIL + KvFormat::TAIL_SCALES,
-                             tokens.rows[i] + tokens.to_scales[i] * uint64_t{8}, present);
+        cp_async_zfill_if<KvFormat::SCALE_BYTES>(
+            active && part == 0, tail + i * KvFormat::TAIL + KvFormat::TAIL_SCALES,
+            tokens.rows[i] + tokens.to_scales[i] * uint64_t{KvFormat::SCALE_BYTES}, present);
     }
-    cp_async_commit();
+  }
+
+  // The keys of a round are of one pool, and so of one size.
+  MLA_DEVICE static void copy_any_v41(bool active, const Tokens& tokens, uint32_t raw_stage, uint32_t key,
+                                      uint32_t part) {
+    const bool fp4 = (tokens.to_scales[0] & KvFormat::FP4) != 0;
+    const uint32_t apart = fp4 ? KvFormat::FP4_BYTES : 512;
+    const uint32_t to = raw_stage + key * apart + part;
+    const uint32_t scales_apart = fp4 ? KvFormat::FP4_BYTES : KvFormat::TAIL;
+    const uint32_t scales = raw_stage + (fp4 ? 256 : Traits::TAILS) + key * scales_apart + part;
+    const bool has_scales = part < (fp4 ? 32 : 16);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const bool present = tokens.rows[i] != 0;
+      const uint64_t from = tokens.rows[i] + part;
+      cp_async_zfill_if<16>(active, to + i * apart, from, present);
+      cp_async_zfill_if<16>(active && !fp4, to + i * apart + 256, from + 256, present);
+      cp_async_zfill_if<16>(active && has_scales, scales + i * scales_apart,
+                            from + (tokens.to_scales[i] & ~KvFormat::FP4) * uint64_t{16}, present);
+    }
   }
 
   const uint32_t lane_;

@@ -6,14 +6,6 @@
 
 namespace mla::sm_90 {
 
-// The token that an index names.
-struct SelectedToken {
-  const uint8_t* page;  // where its page begins
-  uint32_t in_page;
-  uint32_t page_size;  // tokens of the page
-  bool present;        // the index lies in the pool
-};
-
 // The lists of one query token as a warp's table in shared memory. In registers four pools would cost too much.
 class TopkLists {
  public:
@@ -62,15 +54,17 @@ class TopkLists {
 
   // The token that `index` names in the pool of the tile's key number `key`.
   MLA_DEVICE SelectedToken token_of(const SparseDecodeTmaParams& params, int key, int index) const {
-    const int first = ld_shared<int>(table_ + TILE);
-    const Pool& pool = pool_at(params, pool_of(first + key));
-    const uint32_t slot = static_cast<uint32_t>(index);
-    const uint32_t number = divided(slot, pool.page_reciprocal, pool.page_shift);
-    return SelectedToken{pool.cache + number * pool.page_bytes, slot - number * pool.page,
-                         static_cast<uint32_t>(pool.page), slot < static_cast<uint32_t>(pool.slots)};
+    return token_in(params, pool_of(ld_shared<int>(table_ + TILE) + key), index);
   }
 
- private:
+ protected:
+  MLA_DEVICE static SelectedToken token_in(const SparseDecodeTmaParams& params, int number, int index) {
+    const Pool& pool = pool_at(params, number);
+    const uint32_t slot = static_cast<uint32_t>(index);
+    const uint32_t page = divided(slot, pool.page_reciprocal, pool.page_shift);
+    return SelectedToken{pool.cache + page * pool.page_bytes, slot - page * pool.page, static_cast<uint32_t>(pool.page),
+                         slot < static_cast<uint32_t>(pool.slots), number};
+  }
   MLA_DEVICE int pool_of(int key) const {
     int ends[MAX_POOLS];
     ld_shared_v4(table_, ends[0], ends[1], ends[2], ends[3]);

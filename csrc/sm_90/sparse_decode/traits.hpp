@@ -33,14 +33,13 @@ using SparseDecodePolicy =
 // tokens that were looked up.
 template <bool SCALES_APART>
 struct ProducerScratch {
-  uint8_t lists[56];          // TopkLists
+  uint8_t lists[64];          // TopkLists or StagedLists
   uint8_t scheduler[12];      // SparseTileScheduler
-  uint8_t unused_1[4];
+  uint8_t unused[4];
   uint32_t present[16];       // see ProducerDequant::present_at
-  uint8_t unused_2[8];
   int32_t indices[32];        // of the next batch
   uint64_t rows[32];          // addresses of tokens
-  uint32_t to_scales[SCALES_APART ? 32 : 1];  // from there to the scales, in units of 8 bytes, where they lie apart
+  uint32_t to_scales[SCALES_APART ? 32 : 1];  // from there to the scales, as the format counts, where they lie apart
 };
 
 // Sizes of a sparse decode block. CLUSTER_SIZE CTAs share the work of bringing a token's keys; of two, each brings half
@@ -58,6 +57,7 @@ struct SparseDecodeTraits : DecodeTraits<Problem, Policy> {
   static constexpr int WARP_KEYS = BLOCK_N / PRODUCER_WARPS;   // keys of a stage for each warp (of both CTAs)
   static constexpr int OWN_KEYS = WARP_KEYS / CLUSTER_SIZE;    // that a CTA's warp brings
   static constexpr int RAW_STAGES = KvFormat::RAW_STAGES;
+  static constexpr bool HAS_ROPE = KvFormat::LATENT < KvFormat::HEAD_DIM_QK;  // of bf16
   static constexpr int TAILS = 4 * 512;                             // where the tails of a raw stage begin
   static constexpr int RAW_STAGE_BYTES = TAILS + 4 * KvFormat::TAIL;  // of four keys
   static constexpr int RAW_BYTES = RAW_STAGES * RAW_STAGE_BYTES;      // of a warp

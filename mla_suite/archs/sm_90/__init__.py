@@ -26,7 +26,7 @@ class Kernels(CommonKernels):
         return decode.supports(problem, self.arch)
 
     def sparse_decode(self, problem: SparseDecodeProblem) -> Supported | Unsupported:
-        return sparse_supports(problem, self.arch, sparse_decode.config_for)
+        return sparse_supports(problem, self.arch, sparse_decode.config_for, sparse_decode.RECORDS)
 
     def scheduler_costs(self, num_q_rows: int) -> SchedulerCosts:
         return costs.scheduler_costs(num_q_rows)

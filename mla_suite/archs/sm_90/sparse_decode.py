@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from mla_suite.archs import ArchSpec
+from mla_suite.archs import ArchSpec, attention
 from mla_suite.archs import combine as combine_kernels
 from mla_suite.archs.attention import (
     SPARSE_INPUTS,
@@ -15,6 +15,7 @@ from mla_suite.archs.attention import (
     Splits,
     call_of,
     combined,
+    fp4_pools,
     record_of,
     sparse_copies,
     sparse_numbers,
@@ -26,15 +27,26 @@ from mla_suite.archs.combine import OUTPUTS
 from mla_suite.archs.sm_90 import combine, tensor_maps
 from mla_suite.archs.sm_90.costs import max_splits, splits_worth_trying
 from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N, REGISTER_STEPS, block_bytes, groups_of, sparse_swap_ab_bytes
+from mla_suite.kv_formats import get_kv_format
 from mla_suite.launch.spec import CallSpec, Copy, LaunchSpec, Output, Temporary
 from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs
 
-WIDTHS = {"dsv4": 512, "v32": 576, "bf16x512": 512, "bf16x576": 576}
+RECORDS = attention.RECORDS | {
+    ("v41", 512): "v41",
+    ("v41_interleaved", 512): "v41",
+    ("v41_vllm", 512): "v41",
+    ("v41_fp4", 512): "v41fp4",
+    ("v41_fp4_interleaved", 512): "v41fp4",
+    ("v32_nope", 512): "v32nope",
+}
+"""As `archs.attention.RECORDS`."""
+WIDTHS = {"dsv4": 512, "v32": 576, "v32nope": 512, "v41": 512, "v41any": 512, "bf16x512": 512, "bf16x576": 576}
 """Record -> values of a row."""
-STAGES = {"dsv4": 4, "v32": 4, "bf16x512": 5, "bf16x576": 5}
-SLOTS = {"dsv4": (4, 2368), "v32": (4, 2624)}
+SLOTS = {"dsv4": (4, 2368), "v32": (4, 2624), "v32nope": (4, 2112), "v41": (4, 2112), "v41any": (4, 2112)}
 """Record that is dequantised before it is multiplied -> slots of four tokens that a warp has, and bytes of one."""
+SCALES_APART = ("dsv4", "v41", "v41any")
+STAGES = {record: 4 if record in SLOTS else 5 for record in WIDTHS}
 LOADER_WARPS = 4
 MAX_LOGITS_BYTES = 1024  # of shared memory, where gathered rows may return them
 SWAP_AB = {16: (3, 14), 32: (2, 12)}
@@ -61,7 +73,7 @@ PARTIAL_BYTES_PER_US = 1.8e6  # written and read
 class Sm90SparseConfig:
     """One instance of csrc/sm_90/sparse_decode. Construction raises ValueError, in a sentence, if it is illegal.
 
-    record   how a selected token is stored: a name of WIDTHS; v32 reads v32_pow2 too
+    record   how a selected token is stored: a name of WIDTHS; v32 reads v32_pow2 too, v41any pools of V4.1's both sizes
     cluster  blocks that bring keys together, each a part of every stage for all: 1, or 2 of records to dequantise
     q_rows   query rows (heads of one token) that a block holds at most; fewer than 64 are a key of SWAP_AB, where keys
              are the first operand (csrc/sm_90/sparse_decode/swap_ab)
@@ -108,7 +120,7 @@ class Sm90SparseConfig:
             return sparse_swap_ab_bytes(WIDTHS[self.record], TOKEN_BYTES[self.record], stages, groups, self.q_rows)
         width, stages = WIDTHS[self.record], STAGES[self.record]
         slots, slot_bytes = SLOTS.get(self.record, (0, 0))
-        notes = 528 + (128 if self.record == "dsv4" else 0)  # a warp's lists and the addresses of its tokens
+        notes = 528 + (128 if self.record in SCALES_APART else 0)  # a warp's lists and the addresses of its tokens
         present = 16 * self.cluster * stages  # bits of the keys that are there
         selected = present + LOADER_WARPS * (notes + slots * slot_bytes)
         selected += MAX_LOGITS_BYTES if self.returns_max_logits else 0
@@ -143,7 +155,7 @@ class Sm90SparseConfig:
 
 def config_for(problem: Problem, arch: ArchSpec) -> Sm90SparseConfig:
     """The instance with 64 query rows for a problem, which takes splits of any length."""
-    found = record_of([pool.kv_format for pool in problem.pools], problem.head_dim)
+    found = record_of([pool.kv_format for pool in problem.pools], problem.head_dim, RECORDS)
     record = "v32" if found == "v32pow2" else found or "none"
     in_pairs = record in SLOTS and -(-problem.heads // BLOCK_M) % 2 == 0
     return Sm90SparseConfig(arch, record, 2 if in_pairs else 1)
@@ -180,6 +192,17 @@ def _for_splits(config: Sm90SparseConfig, args: SparseDecodeArgs, shape: Shape, 
     return replace(config, q_rows=q_rows) if keys >= least else config
 
 
+@lru_cache(maxsize=256)
+def _interleaved_pools(kv_formats: tuple[str, ...]) -> int:
+    """A bit for each pool of V4.1's records that has each token's scales behind it."""
+    kinds = [get_kv_format(kv_format) for kv_format in kv_formats]
+    of_v41 = [RECORDS.get((kind.name, 512), "").startswith("v41") for kind in kinds]
+    return sum(
+        (v41 and kind.by_name["scale"].per_block == 0) << i
+        for i, (v41, kind) in enumerate(zip(of_v41, kinds, strict=True))
+    )
+
+
 def _spec(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: SparseDecodeArgs) -> CallSpec:
     out, lse = outputs[:2]
     if out.numel() == 0:
@@ -198,6 +221,8 @@ def _spec(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: Spa
     slots, tiles, wanted = splits.slots(shape), config.tiles(shape.heads), (LseLayout.of(lse), args.plus_inf_lse)
     groups = groups_of(config.arch, splits.tiles(shape), tiles)
     numbers = sparse_numbers(args, shape, splits) | {"grid_stride": groups} | combine_kernels.lse_numbers(*wanted)
+    kv_formats = tuple(args.kv_formats)
+    numbers |= {"interleaved": _interleaved_pools(kv_formats), "fp4": fp4_pools(kv_formats)}
     pointers = sparse_pointers(args, slots > 0) | {"max_logits": Output(2) if len(outputs) > 2 else None}
     maps = {"q_map": tensor_maps.q_map(SPARSE_INPUTS["q"], shape.q.shape, shape.q.strides, shape.q.dtype, 1)}
     launch = LaunchSpec(

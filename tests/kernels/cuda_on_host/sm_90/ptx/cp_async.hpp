@@ -1,4 +1,5 @@
-// cp.async on a CPU: a thread's copies land together, when the block's scheduler lets them, and arrive then.
+// cp.async on a CPU: a thread's copies land together, when the block's scheduler lets them, and arrive then; those of a
+// group land when they are waited for.
 #pragma once
 
 #include "sm_90/ptx/tma.hpp"
@@ -26,6 +27,21 @@ inline void cp_async_16_l2_256(uint32_t to, const void* from, bool valid) {
 inline void cp_async_mbarrier_arrive(uint32_t barrier) {
   bulk_copies.push_back({open_copies[current], barrier, 0});
   open_copies[current].clear();
+}
+
+inline std::vector<std::vector<Piece>> open_groups[BLOCK_THREADS];
+
+inline void cp_async_commit() {
+  open_groups[current].push_back(open_copies[current]);
+  open_copies[current].clear();
+}
+template <int PENDING>
+void cp_async_wait() {
+  auto& groups = open_groups[current];
+  while (groups.size() > PENDING) {
+    for (const Piece& piece : groups.front()) piece.land();
+    groups.erase(groups.begin());
+  }
 }
 
 }  // namespace mla::sm_90

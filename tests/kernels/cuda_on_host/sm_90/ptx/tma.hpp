@@ -13,6 +13,13 @@ struct Piece {
   uint32_t to;
   const void* from;  // null: zeros
   int bytes;
+
+  void land() const {
+    if (from == nullptr)
+      std::memset(shared_at(to, min(bytes, 16)), 0, bytes);
+    else
+      std::memcpy(shared_at(to, min(bytes, 16)), from, bytes);
+  }
 };
 
 // Pieces that arrive together, and what arrives with them.
@@ -22,12 +29,7 @@ struct BulkCopy {
   int transactions;  // bytes to count, or 0: one arrival
 
   void land() const {
-    for (const Piece& piece : pieces) {
-      if (piece.from == nullptr)
-        std::memset(shared_at(piece.to, 16), 0, piece.bytes);
-      else
-        std::memcpy(shared_at(piece.to, 16), piece.from, piece.bytes);
-    }
+    for (const Piece& piece : pieces) piece.land();
     if (transactions == 0) return mbarrier_arrive(barrier);
     mbarrier_at(barrier).bytes -= transactions;
     mbarrier_at(barrier).settle();

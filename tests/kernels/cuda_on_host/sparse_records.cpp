@@ -1,6 +1,7 @@
-// Sparse decode by the source of csrc/sm_90/sparse_decode/swap_ab on a CPU, compared with fp64 on keys rounded to bf16.
-// KV_FORMAT and Q_ROWS are the instance's. Arguments: heads, tokens, splits (of every token), groups (SM parts that walk
-// them), what, and for each pool its page size, pages and the most keys that a token selects.
+// Sparse decode of quantised records by the source of csrc/sm_90/sparse_decode on a CPU, compared with fp64 on keys rounded
+// to bf16. KV_FORMAT is the instance's; with Q_ROWS it is one of swap_ab. Arguments: heads, tokens, splits (of every token),
+// groups (SM parts that walk them), what, and for each pool its page size, pages and the most keys that a token selects. Of
+// V4.1's pools the page size says which: 16i has each token's scales behind it, 16f and 16fi 4-bit values.
 //   what  plain; one (key each, queries of 0: results are the row itself); sharp (large scores); sink; absent (half of the
 //         indices select nothing); ragged (indptr); lengths; planned (two SM parts of a plan for each group)
 // Prints the largest relative error of a row of results and the largest of an lse; fails above their bounds.
@@ -8,29 +9,96 @@
 
 #include "arguments.hpp"
 #include "decode_case.hpp"
+#ifdef Q_ROWS
 #include "sm_90/decode/swap_ab/kernel.hpp"
 #include "sm_90/sparse_decode/swap_ab/mainloop.hpp"
 #include "sm_90/sparse_decode/swap_ab/producer.hpp"
+#else
+#include "sm_90/decode/kernel.hpp"
+#include "sm_90/sparse_decode/producer_dequant.hpp"
+#endif
 
 namespace {
 
 using namespace mla;
 using namespace mla::sm_90;
+#ifdef Q_ROWS
 using Traits = SparseSwapAbTraits<SparseDecodeProblem<KV_FORMAT>, SparseSwapAbPolicy<Q_ROWS>>;
 using Kernel =
     SwapAbKernel<Traits, SparseTileScheduler, SparseSwapAbProducer, SparseSwapAbMainloop, SwapAbEpilogue>;
-constexpr int WIDTH = 576, RECORD = 656;
+constexpr int BLOCK_ROWS = Q_ROWS;
+#else
+using Traits = SparseDecodeTraits<SparseDecodeProblem<KV_FORMAT>, SparseDecodePolicy<KV_FORMAT, ClusterNone>>;
+using Kernel = DecodeKernel<Traits, SparseTileScheduler, ProducerDequant>;
+constexpr int BLOCK_ROWS = BLOCK_M;
+#endif
+constexpr int WIDTH = KV_FORMAT::HEAD_DIM_QK;
 constexpr double MAX_ERROR = 6e-3, MAX_LSE_ERROR = 1e-5;
 constexpr int ABSURD[] = {-1, 0x7FFFFFFF, -0x7FFFFFFF - 1, -7};
 
-struct HostPool {
-  int page, pages, topk, page_bytes;
-  uint8_t* cache;
-  std::vector<int32_t> indices, indptr, lengths;
+// Where a pool's tokens lie in a page: `row` bytes apart, the scales of each `scales` bytes apart, from byte page x
+// scales_per_token + scales_at on. `shared` values have a scale; those behind the last scaled one are bf16.
+struct RecordLayout {
+  int row, scaled, shared, scales_at, scales, scales_per_token;
+  bool fp4 = false, fp32_scales = false;
 
-  uint8_t* record(int slot) const {
-    return cache + static_cast<size_t>(slot / page) * page_bytes + static_cast<size_t>(slot % page) * RECORD;
+  static RecordLayout of(const std::string& kind) {
+    if constexpr (std::is_same_v<KV_FORMAT, v32>) return {656, 512, 128, 512, 656, 0, false, true};
+    if constexpr (std::is_same_v<KV_FORMAT, v32nope>) return {528, 512, 128, 512, 528, 0, false, true};
+    if constexpr (std::is_same_v<KV_FORMAT, dsv4>) return {576, 448, 64, 0, 8, 576};
+    const bool interleaved = kind.find('i') != kind.npos;
+    if (kind.find('f') != kind.npos)
+      return interleaved ? RecordLayout{288, 512, 16, 256, 288, 0, true} : RecordLayout{256, 512, 16, 0, 32, 256, true};
+    return interleaved ? RecordLayout{528, 512, 32, 512, 528, 0} : RecordLayout{512, 512, 32, 0, 16, 512};
   }
+  int token_bytes() const { return scales_per_token == 0 ? row : row + scales; }
+};
+
+struct HostPool {
+  std::string kind;
+  int pages, topk;
+  int page = std::atoi(kind.c_str()), page_bytes = 0;
+  RecordLayout layout = RecordLayout::of(kind);
+  uint8_t* cache = nullptr;
+  std::vector<int32_t> indices{}, indptr{}, lengths{};
+  std::vector<bool> filled = std::vector<bool>(page * pages);
+
+  uint8_t* values(int slot) const { return block(slot) + static_cast<size_t>(slot % page) * layout.row; }
+  uint8_t* scales(int slot) const {
+    return block(slot) + page * layout.scales_per_token + slot % page * layout.scales + layout.scales_at;
+  }
+  uint8_t* others(int slot) const {  // bf16
+    return layout.row == 656 ? values(slot) + 528 : values(slot) + layout.scaled;
+  }
+
+  // The definition's key: a value times its scale, rounded to fp32 and then to bf16.
+  std::vector<double> key(int slot) const {
+    constexpr float E2M1[] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+    std::vector<double> key(WIDTH);
+    for (int c = 0; c < WIDTH; ++c) {
+      uint16_t bits;
+      if (c < layout.scaled) {
+        const uint8_t* at = scales(slot) + c / layout.shared * (layout.fp32_scales ? 4 : 1);
+        float scale = layout.fp4 ? e4m3_to_float(*at) : *at == 255 ? NAN : std::ldexp(1.0f, *at - 127);
+        if (layout.fp32_scales) std::memcpy(&scale, at, 4);
+        float value = 0.0f;
+        if (layout.fp4) {
+          const int code = values(slot)[c / 2] >> c % 2 * 4 & 15;
+          value = code & 8 ? -E2M1[code & 7] : E2M1[code];
+        } else {
+          value = e4m3_to_float(values(slot)[c]);
+        }
+        bits = float_to_bf16(value * scale);
+      } else {
+        std::memcpy(&bits, others(slot) + (c - layout.scaled) * 2, 2);
+      }
+      key[c] = bf16_to_float(bits);
+    }
+    return key;
+  }
+
+ private:
+  uint8_t* block(int slot) const { return cache + static_cast<size_t>(slot / page) * page_bytes; }
 };
 
 struct Case {
@@ -46,17 +114,26 @@ struct Case {
   QueryMap map{};
   SparseDecodeTmaParams params{};
 
-  // A record of finite values: any code below 8, scales from 2^-4 to 2 that are no powers of two.
-  void fill_record(uint8_t* record) {
-    for (int c = 0; c < VALUES; ++c) record[c] = random() % 0x50 | (random() & 1) << 7;
-    for (int block = 0; block < 4; ++block) {
-      float scale = std::exp2(std::uniform_real_distribution<float>(-4.0f, 1.0f)(random));
-      if (what == "one") scale *= std::ldexp(1.0f, static_cast<int>(random() % 80) - 60);
-      std::memcpy(record + VALUES + 4 * block, &scale, 4);
+  // A record of finite values: any e4m3 code below 8, scales from 2^-4 to 2, or more with one key each.
+  void fill_record(HostPool& pool, int slot) {
+    const RecordLayout& layout = pool.layout;
+    for (int c = 0; c < (layout.fp4 ? layout.scaled / 2 : layout.scaled); ++c)
+      pool.values(slot)[c] = layout.fp4 ? random() : random() % 0x50 | (random() & 1) << 7;
+    for (int i = 0; i < layout.scaled / layout.shared; ++i) {
+      uint8_t* at = pool.scales(slot) + i * (layout.fp32_scales ? 4 : 1);
+      if (layout.fp32_scales) {
+        float scale = std::exp2(std::uniform_real_distribution<float>(-4.0f, 1.0f)(random));
+        if (what == "one") scale *= std::ldexp(1.0f, static_cast<int>(random() % 80) - 60);
+        std::memcpy(at, &scale, 4);
+      } else if (layout.fp4) {
+        *at = what == "one" ? random() % 0x7F | (random() & 1) << 7 : 0x18 + random() % 0x28;
+      } else {
+        *at = what == "one" ? random() % 240 : 123 + random() % 5;
+      }
     }
-    for (int c = 0; c < 64; ++c) {
+    for (int c = layout.scaled; c < WIDTH; ++c) {
       const uint16_t bits = float_to_bf16(normal(random));
-      std::memcpy(record + 528 + 2 * c, &bits, 2);
+      std::memcpy(pool.others(slot) + 2 * (c - layout.scaled), &bits, 2);
     }
   }
 
@@ -64,7 +141,8 @@ struct Case {
   void fill_pools() {
     for (HostPool& pool : pools) {
       const int slots = pool.page * pool.pages;
-      pool.page_bytes = pool.page * RECORD + 48;
+      pool.page_bytes = pool.page * pool.layout.token_bytes() + 48;
+      pool.page_bytes += -pool.page_bytes & 15;
       const size_t bytes = static_cast<size_t>(max(pool.pages, 1)) * pool.page_bytes;
       pool.cache = static_cast<uint8_t*>(std::aligned_alloc(16, (bytes + 15) / 16 * 16));
       std::memset(pool.cache, 0xFF, bytes);
@@ -79,7 +157,8 @@ struct Case {
           const int odd = static_cast<int>(random() % 5);
           const int slot = !absent ? static_cast<int>(random() % slots) : odd == 4 ? slots : ABSURD[odd];
           pool.indices.push_back(slot);
-          if (!absent && pool.record(slot)[VALUES + 3] == 0xFF) fill_record(pool.record(slot));
+          if (!absent && !pool.filled[slot]) fill_record(pool, slot);
+          if (!absent) pool.filled[slot] = true;
         }
         if (what == "ragged") pool.indptr.push_back(static_cast<int>(pool.indices.size()));
         if (what == "lengths") pool.lengths.push_back(static_cast<int>(random() % (pool.topk + 9)) - 4);
@@ -90,12 +169,12 @@ struct Case {
   void fill_queries() {
     q.resize(static_cast<size_t>(tokens) * heads * WIDTH);
     for (uint16_t& bits : q) bits = what == "one" ? 0 : float_to_bf16(normal(random));
-    map = {q.data(), tokens * heads, WIDTH, (heads + 7) / 8 * 8, Traits::Q_BOXES};
+    map = {q.data(), tokens * heads, WIDTH, min(BLOCK_ROWS, (heads + 7) / 8 * 8), Traits::Q_BOXES};
     for (int head = 0; head < heads; ++head) sink.push_back(3 * normal(random));
   }
 
-  std::vector<const uint8_t*> selected(int token) const {
-    std::vector<const uint8_t*> records;
+  std::vector<std::vector<double>> selected(int token) const {
+    std::vector<std::vector<double>> keys;
     for (const HostPool& pool : pools) {
       int first = token * pool.topk, count = pool.topk;
       if (!pool.indptr.empty()) {
@@ -105,9 +184,9 @@ struct Case {
         count = max(0, min(count, pool.lengths[token]));
       }
       for (int i = first; i < first + count; ++i)
-        if (pool.indices[i] >= 0 && pool.indices[i] < pool.page * pool.pages) records.push_back(pool.record(pool.indices[i]));
+        if (pool.indices[i] >= 0 && pool.indices[i] < pool.page * pool.pages) keys.push_back(pool.key(pool.indices[i]));
     }
-    return records;
+    return keys;
   }
 
   void fill_params() {
@@ -149,29 +228,14 @@ struct Case {
       reciprocal(from.page, pool.page_reciprocal, pool.page_shift);
       pool.topk = from.indptr.empty() ? from.topk : static_cast<int>(from.indices.size());
       pool.tokens_per_length = 1;
+      params.fp4 |= from.layout.fp4 << i;
+      params.interleaved |= (from.layout.scales_per_token == 0) << i;
     }
     params.num_splits = splits;
     params.grid_stride = groups;
     reciprocal(1, params.lse_tokens_reciprocal, params.lse_tokens_shift);
     params.empty_lse = -INFINITY;
     params.softmax_scale = what == "sharp" ? 0.3f : 0.02f;
-  }
-
-  // The definition's key: e4m3 times its scale, rounded to fp32 and then to bf16.
-  static std::vector<double> key_of(const uint8_t* record) {
-    std::vector<double> key(WIDTH);
-    for (int c = 0; c < WIDTH; ++c) {
-      uint16_t bits;
-      if (c < VALUES) {
-        float scale;
-        std::memcpy(&scale, record + VALUES + c / 128 * 4, 4);
-        bits = float_to_bf16(e4m3_to_float(record[c]) * scale);
-      } else {
-        std::memcpy(&bits, record + 528 + (c - VALUES) * 2, 2);
-      }
-      key[c] = bf16_to_float(bits);
-    }
-    return key;
   }
 
   ExactRow exact(const std::vector<std::vector<double>>& keys, size_t row) const {
@@ -200,8 +264,7 @@ struct Case {
   bool compare() {
     Errors errors;
     for (int token = 0; token < tokens; ++token) {
-      std::vector<std::vector<double>> keys;
-      for (const uint8_t* record : selected(token)) keys.push_back(key_of(record));
+      const std::vector<std::vector<double>> keys = selected(token);
       for (int head = 0; head < heads; ++head) {
         std::vector<double> values(VALUES, 0.0);
         const double found_lse = kernel_row(token, head, values);
@@ -220,11 +283,11 @@ void kernel() { Kernel::run(*launched); }
 int main(int argc, char** argv) {
   const auto number = [&](int i) { return std::atoi(argv[i]); };
   Case problem{number(1), number(2), number(3), number(4), argv[5], {}};
-  for (int i = 6; i + 2 < argc; i += 3) problem.pools.push_back({number(i), number(i + 1), number(i + 2)});
+  for (int i = 6; i + 2 < argc; i += 3) problem.pools.push_back({argv[i], number(i + 1), number(i + 2)});
   problem.fill_pools();
   problem.fill_queries();
   problem.fill_params();
   launched = &problem.params;
-  const bool ended = run_blocks(number(1) + number(2), 1, problem.groups, kernel);
+  const bool ended = run_blocks(number(1) + number(2), (problem.heads + BLOCK_ROWS - 1) / BLOCK_ROWS, problem.groups, kernel);
   return ended && problem.compare() ? 0 : 1;
 }

@@ -1,0 +1,66 @@
+"""The source of sparse decode over quantised records on sm_90, run on a CPU against fp64 (kernels_on_host.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from kernels_on_host import check, ran, with_a_fault
+from kernels_on_host import compiled as compiled_program
+from planted import each_of
+
+PROBLEMS = {
+    "v41": ["16 2 1 1 plain 64 3 97 16i 4 40", "5 3 2 2 absent 7i 20 70", "1 12 1 1 one 64 4 1", "1 9 1 1 one 16i 4 1"],
+    "v41any": [
+        "16 2 1 1 plain 64 3 97 16f 4 140",
+        "70 2 2 1 sink 7fi 20 70 32i 9 45",
+        "4 6 3 2 lengths 16f 9 40 64 2 50 5fi 9 33 1i 9 3",
+        "8 3 2 2 planned 64 2 128 64f 3 100",
+        "1 24 1 1 one 16f 4 1",
+        "3 5 1 2 ragged 16f 9 90 64f 0 4",
+    ],
+    "v32nope": ["16 2 1 1 plain 64 3 97", "1 12 1 1 one 64 4 1"],
+}
+
+
+def compiled(folder: Path, record: str, *first: Path) -> Path:
+    """The program of an instance."""
+    constants = {"KV_FORMAT": record, "HOST_BLOCK_THREADS": 512}
+    return compiled_program("sparse_records.cpp", folder / "dequant", constants, *first)
+
+
+@pytest.mark.parametrize(
+    "record", ["v41any", pytest.param("v41", marks=pytest.mark.full), pytest.param("v32nope", marks=pytest.mark.full)]
+)
+def test_results_are_those_of_fp64(tmp_path, record):
+    program = compiled(tmp_path, record)
+    for problem in PROBLEMS[record]:
+        check(program, problem)
+
+
+FAULTS = {
+    "pools share a stage": (
+        "staged_lists.hpp",
+        "int stages = (keys + BLOCK_N - 1) / BLOCK_N;",
+        "int stages = keys / BLOCK_N;",
+    ),
+    "another pool's list": ("staged_lists.hpp", "(begin - start));", "(begin));"),
+    "absent keys seen": ("staged_lists.hpp", "start + keys);", "stages * BLOCK_N);"),
+    "scales of the page before": ("kv_format.hpp", "(values - scales)) / SCALE_BYTES", "values) / SCALE_BYTES"),
+    "halves of bytes exchanged": ("convert_fp4.hpp", "upper | negative, 0x5140", "upper | negative, 0x4051"),
+    "signs lost": ("convert_fp4.hpp", "<< 1 & 0x80808080u", "<< 1 & 0u"),
+    "4-bit values not swizzled": ("gather_layout.hpp", "(half * 4 ^ key) * 16", "half * 4 * 16"),
+    "the other scale": ("gather_layout.hpp", "scales[part / 2] >> part % 2 * 8", "scales[part / 2]"),
+    "raw tokens overwritten": (
+        "producer_dequant.hpp",
+        "cp_async_wait<RAW_STAGES - 2>();",
+        "cp_async_wait<RAW_STAGES>();",
+    ),
+}
+
+
+@each_of(FAULTS, "pools share a stage")
+def test_a_fault_is_found(tmp_path, name):
+    header, *change = FAULTS[name]
+    program = compiled(tmp_path, "v41any", with_a_fault(tmp_path / "csrc", f"sm_90/sparse_decode/{header}", *change))
+    assert any(ran(program, problem).returncode != 0 for problem in PROBLEMS["v41any"])
