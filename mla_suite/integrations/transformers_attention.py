@@ -43,7 +43,8 @@ INDEXERS = (
 )
 MISSING = {
     "HYV4VLIndexer": "keys at positions that the model carries from call to call outside of its cache",
-    "Glm5NextTextIndexer": "pools of keys with an indexer that reads the cache of transformers itself",
+    "Glm5NextTextIndexer": "pools of keys by columns of the mask, padding among them, of which generate() gives a step "
+    "its own tokens' columns alone, and hands its choice on as a mask where other indexers hand on positions",
 }
 
 

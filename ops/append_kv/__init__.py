@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
@@ -113,9 +112,7 @@ def describe(args: AppendKvArgs) -> Problem:
 
 def validate(args: AppendKvArgs) -> None:
     caches.check_base(get_kv_format(args.kv_format), args.kv_cache, op="append_kv", argument="kv_cache")
-    factor = 1.0 if args.kv_descale is None else float(args.kv_descale)
-    if not 0.0 < factor < math.inf:
-        checks.fail("append_kv", "kv_descale", f"is {factor:g}", "values are divided by it: a finite number above 0")
+    caches.check_descale_value(args.kv_descale, op="append_kv", argument="kv_descale")
     if args.slot_mapping.numel() == 0:
         return
     slots = args.kv_cache.shape[0] * args.kv_cache.shape[1]
