@@ -10,6 +10,7 @@
 #include "cdna/common/lds_copy.hpp"
 #include "cdna/decode/mfma_16x16x32/products.hpp"
 #include "cdna/decode/mfma_16x16x32/softmax.hpp"
+#include "cdna/decode/row_mask.hpp"
 #include "common/paged_kv.hpp"
 
 namespace cdna::mfma_16x16x32 {
@@ -106,12 +107,9 @@ class RowSplitWave {
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
       query_[r] = Query::load(p, rows_, first_row_[r], lane_);
-      visible_[r] = min(tile_.end_key, visible_keys(p, rows_, first_row_[r], lane_));
+      mask_[r] = RowMask::of(p, rows_, tile_, first_row_[r], lane_);
     }
-    if (tiles > 0) {
-      visible_to_all_ =
-          min(tile_.end_key, uniform(rows_.visible_keys(p, mla::SequenceRows::token_of(p, first_row_[0]))));
-    }
+    if (tiles > 0) whole_ = WholeTiles::of<tile_keys>(p, rows_, tile_, first_row_[0]);
     wait_all_loads();
 
     uint32_t filled = 0, used = 0;  // stages that the next tile is copied to and read from
@@ -119,15 +117,15 @@ class RowSplitWave {
       producer.copy(n, filled);
       filled = Producer::next_stage(filled);
     }
-    int first = tile_.first_key + key_group_ * tile_keys;
+    int position = tile_.first_key + key_group_ * tile_keys - whole_.first;
     for (int n = 0; n < count; ++n) {
       producer.wait(n, used);
       mla::block_sync();
       if (n + Producer::prefetch < count) producer.copy(n + Producer::prefetch, filled);
       filled = Producer::next_stage(filled);
-      accumulate(lds_ + used, first);
+      accumulate(lds_ + used, position);
       used = Producer::next_stage(used);
-      first += shared_keys;
+      position += shared_keys;
     }
   }
 
@@ -211,16 +209,17 @@ class RowSplitWave {
     if (r == 0 || t < AccumO::tiles - in_vgpr) pin_to_agpr(output_[r].tile[t]);
   }
 
-  // QK^T, softmax and PV of the tile that begins at key `first` and at `stage` in LDS.
-  MLA_DEVICE void accumulate(uint32_t stage, int first) {
+  // QK^T, softmax and PV of the tile at `stage` in LDS whose first key has `position`, counted from whole_.first.
+  MLA_DEVICE void accumulate(uint32_t stage, int position) {
     if (tiles == 0) return;
     f32x4 s[array][score_tiles];
     scores(stage, s);
     u32x2 values[column_group][reads];
     read_values(stage, 0, values);
-    if (__builtin_expect(first + tile_keys > visible_to_all_, false)) {
+    if (__builtin_expect(!whole_.begins_one(position), false)) {
+      const int key = whole_.first + position + 4 * lane_.rematerialized().group;
 #pragma unroll
-      for (int r = 0; r < tiles; ++r) Softmax::mask(s[r], first, visible_[r], lane_.rematerialized());
+      for (int r = 0; r < tiles; ++r) mask_[r].template apply<score_tiles>(s[r], key, rows_.kv_len - rows_.q_len);
     }
     rescale(s);
     typename Softmax::P p[array];
@@ -378,9 +377,9 @@ class RowSplitWave {
   KeyReadMap<Tile> key_map_;
   ColumnReadMap<Tile> column_map_;
   const float scale_;
-  int visible_to_all_;  // end of the keys that every row of the first tile may see
+  WholeTiles whole_;
   int first_row_[array];
-  int visible_[array];  // end of the keys that the lane's row of each tile may see
+  RowMask mask_[array];
   typename Softmax::Row softmax_[array];
   Query query_[array];
   AccumO output_[array];
