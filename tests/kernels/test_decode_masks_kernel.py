@@ -44,7 +44,7 @@ def check(arch, sample):
     )
 
 
-@pytest.mark.parametrize("heads", [16, 48, 128])
+@pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize(
     ("page", "options"), [(1, {"num_splits": 3}), (64, {"planned": True, "varlen": True})], ids=str
 )
@@ -95,7 +95,7 @@ def test_a_window_reads_what_a_sequence_of_its_keys_reads(arch, heads):
 
 
 @pytest.mark.parametrize("stored", [{}, {"kv_format": "fp8"}], ids=str)
-@pytest.mark.parametrize(("heads", "q_len"), [(16, 5), (8, 64), (40, 5)])
+@pytest.mark.parametrize(("heads", "q_len"), [(16, 5), (8, 64)])
 def test_the_mask_of_a_chain_gives_the_causal_bits(arch, heads, q_len, stored):
     stored = {"kv_format": FP8[arch]} if stored else {}
     args, kwargs = decode_sample((100, 33, 64), heads=heads, q_len=q_len, num_splits=2, **stored).make(CPU)
@@ -112,12 +112,12 @@ def test_a_tree_beside_a_sequence_that_is_shorter_than_it(arch):
 FAULTS = {
     "a row's window forgotten": (
         "row_mask.hpp",
-        "static_cast<uint32_t>(key - first + 16 * T + r) < count",
-        "key - first + 16 * T + r < static_cast<int>(count)",
+        "place + 16 * T + r < count",
+        "static_cast<int>(place + 16 * T + r - count) < 0",
     ),
     "whole tiles from the first row's window on": ("row_mask.hpp", "(p, rows.q_len - 1)", "(p, 0)"),
     "a tree behind whole tiles": ("row_mask.hpp", "if (p.tree_mask) end = ", "if (false) end = "),
-    "the next draft's bit": ("row_mask.hpp", "16 * T - first_draft", "16 * T - first_draft + 1"),
+    "the next draft's bit": ("row_mask.hpp", "16 * T - FIRST_DRAFT)", "16 * T - FIRST_DRAFT + 1)"),
     "keys between origin and window read": ("kernel.hpp", "origin + tile.first_key < first_read ? first_read : ", ""),
     "an end that is counted from key 0": ("kernel.hpp", "tile.end_key += origin;", ""),
 }

@@ -71,8 +71,8 @@ class KeySplitWave {
     if (wave_ >= tiles) return;
     const mla::PagedKv paged_kv(p, Problem::Format::bytes, tile_.sequence);
     query_ = Query::load(p, rows_, first_row_, lane_);
-    mask_ = RowMask::of(p, rows_, tile_, first_row_, lane_);
     whole_ = WholeTiles::of<tile_keys>(p, rows_, tile_, first_row_);
+    mask_ = RowMask::of(p, rows_, tile_, whole_.first, first_row_, lane_);
 
     Producer producer(paged_kv, tile_, lane_, kv_);
     int first = tile_.first_key + wave_ * tile_keys;
@@ -188,8 +188,9 @@ class KeySplitWave {
 
   // Softmax and PV of the tile that begins at key `first`.
   MLA_DEVICE void accumulate(f32x4 s, int first) {
-    if (__builtin_expect(!whole_.begins_one(first - whole_.first), false))
-      mask_.apply<1>(&s, first + 4 * lane_.rematerialized().group, rows_.kv_len - rows_.q_len);
+    const int position = first - whole_.first;
+    if (__builtin_expect(!whole_.begins_one(position), false))
+      mask_.apply<1>(&s, position + 4 * lane_.rematerialized().group);
     const float lane_max = Softmax::lane_max(s);
     if (__builtin_expect(any_lane(softmax_.exceeded_by(lane_max * scale_)), false)) {
       output_.scale(Softmax::raise_max(softmax_, lane_max, scale_, lane_));

@@ -93,15 +93,15 @@ class RowSplitWave {
     if (count <= 0) return;
     const mla::PagedKv paged_kv(p, Problem::Format::bytes, tile_.sequence);
     Producer producer(paged_kv, tile_, p.rope_cos_sin, count, lds_, lane_, wave_);
+    if (tiles > 0) whole_ = WholeTiles::of<tile_keys>(p, rows_, tile_, first_row_[0]);
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
       const Lane lane = lane_.rematerialized();
       query_[r] = QueryTile<Problem>::load(p, rows_, first_row_[r], lane);
       if constexpr (Problem::Format::StoredQuery::bytes == 1)
         query_[r].pass_through_lds(lds_ + Producer::private_bytes_of(wave_), lane);
-      mask_[r] = RowMask::of(p, rows_, tile_, first_row_[r], lane);
+      mask_[r] = RowMask::of(p, rows_, tile_, whole_.first, first_row_[r], lane);
     }
-    if (tiles > 0) whole_ = WholeTiles::of<tile_keys>(p, rows_, tile_, first_row_[0]);
     wait_all_loads();
 
     if constexpr (key_groups == 1) {
@@ -192,9 +192,9 @@ class RowSplitWave {
     u32x4 values[4];
     read_values(stage, 0, values);
     if (__builtin_expect(!whole_.begins_one(position), false)) {
-      const int key = whole_.first + position + 4 * lane_.rematerialized().group;
+      const int of_lane = position + 4 * lane_.rematerialized().group;
 #pragma unroll
-      for (int r = 0; r < tiles; ++r) mask_[r].template apply<1>(&s[r], key, rows_.kv_len - rows_.q_len);
+      for (int r = 0; r < tiles; ++r) mask_[r].template apply<1>(&s[r], of_lane);
     }
     rescale(s);
     u32x2 p[array];
@@ -306,7 +306,7 @@ class RowSplitWave {
   const int key_group_;
   const KvStageReadMap read_map_;
   const float scale_;
-  WholeTiles whole_;
+  WholeTiles whole_ = {};
   int first_row_[array];
   RowMask mask_[array];
   mla::RowSoftmax softmax_[array];

@@ -88,8 +88,8 @@ class KeySplitWave {
     if (wave_ >= tiles) return;
     const mla::PagedKv paged_kv(p, Problem::Format::bytes, tile_.sequence);
     query_ = Query::load(p, rows_, first_row_, lane_);
-    mask_ = RowMask::of(p, rows_, tile_, first_row_, lane_);
     whole_ = WholeTiles::of<tile_keys>(p, rows_, tile_, first_row_);
+    mask_ = RowMask::of(p, rows_, tile_, whole_.first, first_row_, lane_);
 
     Producer producer(paged_kv, tile_, lane_, kv_);
     int first = tile_.first_key + wave_ * tile_keys;
@@ -211,8 +211,8 @@ class KeySplitWave {
 
   // Softmax and PV of the tile that begins at key `first`.
   MLA_DEVICE void accumulate(f32x4 (&s)[score_tiles], int first) {
-    if (__builtin_expect(!whole_.begins_one(first - whole_.first), false))
-      mask_.apply<score_tiles>(s, first + 4 * lane_.group, rows_.kv_len - rows_.q_len);
+    const int position = first - whole_.first;
+    if (__builtin_expect(!whole_.begins_one(position), false)) mask_.apply<score_tiles>(s, position + 4 * lane_.group);
     const float largest = lane_max(s);
     if (__builtin_expect(any_lane(softmax_.exceeded_by(largest * scale_)), false)) {
       output_.scale(Softmax::raise_max(softmax_, largest, scale_, lane_));

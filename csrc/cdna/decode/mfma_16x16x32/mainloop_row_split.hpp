@@ -80,9 +80,9 @@ class RowSplitWave {
       : tile_(tile),
         rows_(rows),
         lane_(Lane::current()),
-        wave_(wave),
+        wave_(of_this_tile(wave)),
         lds_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds))),
-        key_group_(wave / row_waves),
+        key_group_(wave_ / row_waves),
         key_map_(lane_),
         column_map_(lane_),
         scale_(score_scale<typename Problem::Format>(p)) {
@@ -91,7 +91,7 @@ class RowSplitWave {
     column_map_.first += key_group_ * (tile_keys / 8 * Tile::group_bytes);
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
-      first_row_[r] = first_row + 16 * (wave % row_waves + r * row_waves);
+      first_row_[r] = first_row + 16 * (wave_ % row_waves + r * row_waves);
       softmax_[r].clear();
       output_[r].clear();
     }
@@ -104,12 +104,12 @@ class RowSplitWave {
     if (count <= 0) return;
     const mla::PagedKv paged_kv(p, Problem::Format::bytes, tile_.sequence);
     Producer producer(paged_kv, tile_, p.rope_cos_sin, count, lds_, lane_, wave_);
+    if (tiles > 0) whole_ = WholeTiles::of<tile_keys>(p, rows_, tile_, first_row_[0]);
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
       query_[r] = Query::load(p, rows_, first_row_[r], lane_);
-      mask_[r] = RowMask::of(p, rows_, tile_, first_row_[r], lane_);
+      mask_[r] = RowMask::of(p, rows_, tile_, whole_.first, first_row_[r], lane_);
     }
-    if (tiles > 0) whole_ = WholeTiles::of<tile_keys>(p, rows_, tile_, first_row_[0]);
     wait_all_loads();
 
     uint32_t filled = 0, used = 0;  // stages that the next tile is copied to and read from
@@ -217,9 +217,9 @@ class RowSplitWave {
     u32x2 values[column_group][reads];
     read_values(stage, 0, values);
     if (__builtin_expect(!whole_.begins_one(position), false)) {
-      const int key = whole_.first + position + 4 * lane_.rematerialized().group;
+      const int of_lane = position + 4 * lane_.rematerialized().group;
 #pragma unroll
-      for (int r = 0; r < tiles; ++r) mask_[r].template apply<score_tiles>(s[r], key, rows_.kv_len - rows_.q_len);
+      for (int r = 0; r < tiles; ++r) mask_[r].template apply<score_tiles>(s[r], of_lane);
     }
     rescale(s);
     typename Softmax::P p[array];
@@ -365,6 +365,13 @@ class RowSplitWave {
     }
   }
 
+  // Returns the wave as a new value: with key groups, and with P in fp8, LLVM 22 would keep what follows from it for the
+  // next work tiles, in more scalar registers than there are.
+  MLA_DEVICE static int of_this_tile(int wave) {
+    if constexpr (key_groups > 1 || Pv::normalizes_by_rounded_sum) asm volatile("" : "+s"(wave));
+    return wave;
+  }
+
   // This is a member because LLVM 22 compiles 32, 48, 80 and 96 rows otherwise with a function of the namespace.
   MLA_DEVICE static int min(int a, int b) { return a < b ? a : b; }
 
@@ -377,7 +384,7 @@ class RowSplitWave {
   KeyReadMap<Tile> key_map_;
   ColumnReadMap<Tile> column_map_;
   const float scale_;
-  WholeTiles whole_;
+  WholeTiles whole_ = {};
   int first_row_[array];
   RowMask mask_[array];
   typename Softmax::Row softmax_[array];
