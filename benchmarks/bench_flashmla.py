@@ -29,6 +29,7 @@ from flashmla_sparse import PREFILL, SPARSE, Case, prefill_case, sets_for, spars
 
 import mla_suite
 from mla_suite.bench import environment as known
+from mla_suite.bench.sets import OTHER_HEADS
 from mla_suite.bench.timer import REST_S, Replay
 from mla_suite.integrations import flash_mla as drop_in
 
@@ -70,6 +71,7 @@ DENSE = (
     *(Dense(*shape, ragged=True) for shape in ((32, 32, 4, 3200), (8, 16, 1, 8192))),
     *(Dense(batch, 128, 2, 4096) for batch in (32, 128)),
     *(Dense(128, 16, q_len, 4096) for q_len in (2, 4)),
+    *(Dense(128, heads, 1, 4096) for heads in OTHER_HEADS),
 )
 
 

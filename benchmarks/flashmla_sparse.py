@@ -6,13 +6,17 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional
 
 import mla_suite
+from mla_suite.bench.sets import OTHER_HEADS
 from mla_suite.integrations import flash_mla as drop_in
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
 
 COLD_BYTES = 160_000_000
+PEER_HEADS = (64, 128)
+"""The heads that FlashMLA's sparse decode takes: engines lay out queries with the next of these."""
 
 
 class Case(NamedTuple):
@@ -46,7 +50,7 @@ class Sparse(NamedTuple):
         """(page size, tokens per request, selected) of each pool."""
         if self.record == "v32":
             return ((64, 32768, 2048),)
-        return ((256, 16384, 128), (64, 16384, 512 if self.heads == 64 else 1024))
+        return ((256, 16384, 128), (64, 16384, 1024 if self.heads == 128 else 512))
 
 
 class Prefill(NamedTuple):
@@ -69,7 +73,7 @@ SPARSE = tuple(
     for heads in (64, 128)
     for batch in (1, 8, 32, 128)
     for q_len in (1, 2)
-)
+) + tuple(Sparse(record, 32, heads, 1) for record in ("v32", "dsv4") for heads in (8, *OTHER_HEADS))
 PREFILL = (
     Prefill(4096, 128, 576, 2048, 8192),
     Prefill(4096, 128, 576, 2048, 131072),
@@ -84,6 +88,8 @@ class SparseTurn(NamedTuple):
     pools: list[torch.Tensor]
     indices: list[torch.Tensor]
     sink: torch.Tensor | None
+    peer_q: torch.Tensor  # these two with as many heads as FlashMLA takes
+    peer_sink: torch.Tensor | None
 
 
 def sparse_case(row: Sparse, peer: Any) -> Case:
@@ -99,6 +105,7 @@ def sparse_case(row: Sparse, peer: Any) -> Case:
         pools.append(blocks.as_strided((64 * repeats, page, made.shape[2]), (stride, made.shape[2], 1)))
     selected = sum(topk for *_, topk in row.pools)
     size = row.batch * row.q_len * (selected * (kind.token_bytes + 4) + row.heads * (width + 512) * 2)
+    more = min(heads for heads in PEER_HEADS if heads >= row.heads) - row.heads
     turns = []
     for _ in range(min(sets_for(size), 64)):
         indices = []
@@ -108,7 +115,10 @@ def sparse_case(row: Sparse, peer: Any) -> Case:
             indices.append((chosen + first).int())
         q = torch.randn(row.batch, row.q_len, row.heads, width, device="cuda").bfloat16()
         sink = torch.randn(row.heads, device="cuda") if row.record == "dsv4" else None
-        turns.append(SparseTurn(q, pools, indices, sink))
+        peer_q = functional.pad(q, (0, 0, 0, more)) if more else q
+        turns.append(
+            SparseTurn(q, pools, indices, sink, peer_q, sink if sink is None else functional.pad(sink, (0, more)))
+        )
     formats = [row.record] * len(pools)
     none: list[Any] = [None] * len(pools)
     held = {}
@@ -126,7 +136,9 @@ def sparse_case(row: Sparse, peer: Any) -> Case:
         return mla_suite.sparse_decode(*arguments, kv_formats=formats, softmax_scale=scale)[0]
 
     columns = {"op": op, "drop_in": lambda turn: paged(drop_in, turn)}
-    columns["peer"] = lambda turn: paged(peer, turn, use_legacy=True)
+    columns["peer"] = lambda turn: paged(peer, turn._replace(q=turn.peer_q, sink=turn.peer_sink), use_legacy=True)[
+        :, :, : row.heads
+    ]
 
     def exact(turn: SparseTurn) -> tuple[list[int], torch.Tensor]:
         some = sorted({0, row.batch - 1})

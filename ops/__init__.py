@@ -7,6 +7,7 @@ from mla_suite.core import dispatch
 from mla_suite.launch import current_arch, run
 from mla_suite.ops import append_kv as append_kv
 from mla_suite.ops import combine as combine
+from mla_suite.ops import convert_kv as convert_kv
 from mla_suite.ops import decode as decode
 from mla_suite.ops import plan as plan
 from mla_suite.ops import sparse_decode as sparse_decode

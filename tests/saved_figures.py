@@ -14,7 +14,9 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, NamedTuple
 
+import amd_points
 import bench_flashmla
+import fit_amd_time
 import scale_model
 import vllm_engine
 import vllm_server
@@ -362,6 +364,13 @@ def check_mode() -> Iterator[Sourced]:
     yield Sourced(SERVING, source, [phrase])
 
 
+def amd_time() -> Iterator[Sourced]:
+    """The tables of the page are the report of the program that fits the model."""
+    report = fit_amd_time.table(amd_points.points())
+    blocks = [" ".join(block.split()) for block in report.split("\n\n")]
+    yield Sourced("docs/amd_time_model.md", "tools/fit_amd_time.py", blocks)
+
+
 SOURCES: tuple[Callable[[], Iterator[Sourced]], ...] = (
     headline,
     reduction,
@@ -373,4 +382,5 @@ SOURCES: tuple[Callable[[], Iterator[Sourced]], ...] = (
     unrotated_caches,
     batch_invariant,
     check_mode,
+    amd_time,
 )

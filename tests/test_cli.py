@@ -185,6 +185,7 @@ def test_demo_fails_where_a_kernel_did_not_run(
     """Without decode's kernels its reference runs: the numbers agree, and the demo says what is wrong."""
     monkeypatch.setattr(demo_layers, "GPU_MODE_BATCHES", (1,))
     monkeypatch.setattr(demo_layers, "GPU_MODE_PREFILLS", (16,))
+    monkeypatch.setattr(demo_emulated, "parts", lambda arch: [("the first layer", demo_layers.gpu_mode_layer)])
     monkeypatch.setattr(manifest, "is_built", lambda arch, instance: not instance.startswith("decode"))
     dispatch.clear_caches()
     try:

@@ -6,6 +6,7 @@ compiled: kernels count as built where `declared_kernels` says so.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -340,12 +341,14 @@ def test_a_format_of_4_bits_is_its_declaration(said):
 
 
 def test_kernels_that_cannot_read_4_bits_refuse_in_a_sentence(said):
-    """Triton would read each byte as a value, and the native kernels have no code for the encoding."""
+    """Triton's dense decode would read each byte as a value, and the native kernels have no code for the encoding."""
+    in_triton = importlib.util.find_spec("triton") is not None
     for arch in ("gfx942", "gfx950", "sm_90"):
         for op in ("append", "sparse", "decode"):
             answer = said[f"{op} {arch}"]
-            assert answer["backend"] == "reference", (op, arch, answer)
-            assert set(answer["not"]) == {"native", "triton"}
+            serves = "triton" if in_triton and op != "decode" else "reference"
+            assert answer["backend"] == serves, (op, arch, answer)
+            assert set(answer["not"]) == {"native", "triton"} - {serves}
             for name, reason in answer["not"].items():
                 absent = "triton is not installed" in reason or "no native kernel of" in reason
                 assert absent or "toy_fp4" in reason, (op, arch, name, reason)

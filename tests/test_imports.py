@@ -45,6 +45,7 @@ SIBLINGS = {
 }
 OPERATORS = {("decode", "plan"), ("decode", "combine"), ("sparse_decode", "decode"), ("sparse_decode", "plan")}
 OPERATORS |= {("sparse_decode", "combine")}
+OPERATORS |= {("append_kv", "sparse_decode"), ("convert_kv", "append_kv"), ("convert_kv", "sparse_decode")}
 
 
 def sources() -> dict[str, Path]:

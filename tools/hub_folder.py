@@ -44,10 +44,11 @@ elif Path(sys.modules["mla_suite"].__file__).parent != _folder:
         "process: use that one, or load this folder first"
     )
 
-from mla_suite import append_kv, combine, debug, decode, emulate, explain, kv_formats, plan, sparse_decode
+from mla_suite import append_kv, combine, convert_kv, debug, decode, emulate, explain, kv_formats, plan, sparse_decode
 
 __version__ = sys.modules["mla_suite"].__version__
-__all__ = ["append_kv", "combine", "debug", "decode", "emulate", "explain", "kv_formats", "plan", "sparse_decode"]
+__all__ = ["append_kv", "combine", "convert_kv", "debug", "decode", "emulate", "explain", "kv_formats", "plan"]
+__all__ += ["sparse_decode"]
 '''
 
 PROGRAM = """

@@ -1,4 +1,4 @@
-"""Install a server for a CPU into this environment: `tox -e vllm`, `tox -e vllm33`, `tox -e sglang`.
+"""Install a server for a CPU into this environment: `tox -e vllm` (or vllm-quick), `tox -e vllm33`, `tox -e sglang`.
 
 usage: python tools/server_env.py SERVER
 
@@ -104,7 +104,8 @@ def put_over(wheel: Path, site: Path) -> None:
     (renamed / "METADATA").write_text(metadata)
 
 
-def main(server: str) -> int:
+def main(environment: str) -> int:
+    server = environment.removesuffix("-quick")
     why = install(server)
     return skip(f"{server}'s packages cannot be had here: {why}") if why else 0
 

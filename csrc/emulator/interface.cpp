@@ -26,6 +26,9 @@ struct EmulatorLaunch {
   u32* final_vectors;
   u32* final_scalars;
   u8* final_lds;
+  const TimeModel* model;
+  GroupTime* times;  // one per model and workgroup
+  u32 models;
 };
 
 #define EXPORT __attribute__((visibility("default")))
@@ -33,7 +36,8 @@ struct EmulatorLaunch {
 EXPORT u32 emulator_sizes(int what) {
   const u32 sizes[] = {sizeof(Record),         sizeof(Operand), MODIFIERS,       MAX_OPERANDS,
                        sizeof(EmulatorLaunch), sizeof(View),    sizeof(Finding), sizeof(PcCounts),
-                       MAX_FINDINGS,           FINDING_KINDS,   MAX_DIMENSIONS};
+                       MAX_FINDINGS,           FINDING_KINDS,   MAX_DIMENSIONS,  sizeof(TimeModel),
+                       sizeof(GroupTime)};
   return what >= 0 && what < int(sizeof(sizes) / sizeof(sizes[0])) ? sizes[what] : 0;
 }
 EXPORT const char* emulator_modifier_name(int index) {
@@ -91,6 +95,9 @@ EXPORT void emulator_launch(EmulatorLaunch* request) {
   launch.final_vectors = r.final_vectors;
   launch.final_scalars = r.final_scalars;
   launch.final_lds = r.final_lds;
+  launch.model = r.model;
+  launch.models = r.models;
+  launch.times = r.times;
   launch.memory.open(r.view, r.views);
   launch.tags.open(launch.workgroups);
   pthread_mutex_init(&launch.lock, nullptr);
@@ -110,6 +117,8 @@ EXPORT void emulator_launch(EmulatorLaunch* request) {
     }
     worker.counts = allocate<PcCounts>(size);
     worker.banks = allocate<BankMemo>(size);
+    worker.traces = r.models ? allocate<List<Event>>(2 * waves) : nullptr;
+    worker.played = -1;
     worker.loaded = allocate<u64>(r.views);
     worker.scratch = allocate<u8>(u64(waves) * LANES * r.scratch_bytes);
     worker.stored = allocate<u64>(r.views);
@@ -133,6 +142,8 @@ EXPORT void emulator_launch(EmulatorLaunch* request) {
     free(worker.waves);
     free(worker.counts);
     free(worker.banks);
+    for (u32 w = 0; worker.traces && w < 2 * waves; w++) worker.traces[w].release();
+    free(worker.traces);
     free(worker.loaded);
     free(worker.scratch);
     free(worker.stored);

@@ -16,6 +16,13 @@ void report(Wave& wave, FindingKind kind, u64 lanes, u64 address, i64 detail) {
   wave.worker->findings.add(f);
 }
 
+static void run_traced(Wave& wave, const Inst& in, const PcCounts& count) {
+  PcCounts before = count;
+  in.run(wave, in);
+  u64 clocks = count.lds_clocks_128 - before.lds_clocks_128, bytes = count.global_bytes - before.global_bytes;
+  wave.worker->traces[wave.id].push({in.pc, u32(clocks), u32(bytes)});
+}
+
 enum Stop { STOP_BARRIER, STOP_END, STOP_YIELD, STOP_ABANDON };
 
 static Stop run_wave(Wave& wave) {
@@ -30,7 +37,10 @@ static Stop run_wave(Wave& wave) {
     PcCounts& count = worker.counts[in.pc];
     count.times++;
     count.lanes += u64(__builtin_popcountll(wave.exec));
-    in.run(wave, in);
+    if (worker.traces)
+      run_traced(wave, in, count);
+    else
+      in.run(wave, in);
     if (++wave.instructions > launch.instruction_limit) {
       report(wave, found_instruction_limit, wave.exec, 0, i64(launch.instruction_limit));
       worker.abandon = true;
@@ -79,6 +89,27 @@ static void start_wave(Wave& wave, Worker& worker, int id) {
     memcpy(wave.v, launch.initial_vectors, sizeof(wave.v));
     memset(wave.defined, 1, sizeof(wave.defined));
     for (int i = 0; i < SCALARS; i++) wave.set_scalar(i, launch.initial_scalars[i]);
+  }
+}
+
+// A workgroup that executed what the one before it did takes as long.
+static void play_workgroup(Worker& worker) {
+  const Launch& launch = *worker.launch;
+  u32 waves = u32(worker.group.waves), index = worker.group.index;
+  List<Event>*now = worker.traces, *last = worker.traces + waves;
+  bool same = worker.played >= 0;
+  for (u32 w = 0; same && w < waves; w++)
+    same = now[w].size == last[w].size && !memcmp(now[w].items, last[w].items, sizeof(Event) * now[w].size);
+  for (u32 m = 0; m < launch.models; m++) {
+    GroupTime* times = launch.times + m * launch.workgroups;
+    times[index] = same ? times[worker.played] : play(*launch.program, now, waves, launch.model[m]);
+  }
+  worker.played = index;
+  for (u32 w = 0; w < waves; w++) {
+    List<Event> kept = last[w];
+    last[w] = now[w];
+    now[w] = kept;
+    now[w].size = 0;
   }
 }
 
@@ -143,6 +174,7 @@ void run_workgroup(Worker& worker, u32 index, u32 position) {
     worker.lds.next_interval();
   }
   if (launch.final_vectors) finish_snippet(worker);
+  if (worker.traces) play_workgroup(worker);
   for (int w = 0; w < group.waves; w++) {  // an abandoned workgroup leaves landings behind
     Wave& wave = worker.waves[w];
     forget(wave);

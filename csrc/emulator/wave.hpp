@@ -5,6 +5,7 @@
 #include "memory.hpp"
 #include "ordering.hpp"
 #include "program.hpp"
+#include "timeline.hpp"
 
 namespace emulator {
 
@@ -97,6 +98,8 @@ struct Worker {
   Wave* waves;  // 16 of them
   PcCounts* counts;
   BankMemo* banks;
+  List<Event>* traces;  // per wave of the workgroup, then of the one played last; null without models of time
+  i64 played;           // the workgroup played last, or -1
   u64* loaded;  // bytes per view
   u64* stored;
   u8* scratch;     // private memory of the waves' lanes
@@ -123,6 +126,9 @@ struct Launch {
   bool stop;
   Worker* workers;
   int threads;
+  const TimeModel* model;  // several; none: nothing is traced
+  u32 models;
+  GroupTime* times;  // by model, then by the workgroup's linear index
   // For single instructions: registers and LDS before and after; null in an ordinary launch.
   const u32* initial_vectors;
   const u32* initial_scalars;

@@ -87,6 +87,8 @@ def supports(problem: Problem, arch: ArchSpec, bulk_bytes: int) -> Supported | U
     unknown = kind.encodings - {*ENCODINGS, "pad"}
     if unknown:
         return Unsupported(f"kv_format {problem.kv_format} holds {', '.join(sorted(unknown))}; it takes {_KNOWN}")
+    if kind.scaled > kind.latent:
+        return Unsupported(f"kv_format {problem.kv_format} scales its rope values too; it stores them as they are")
     if kind.scale_rule is not None and kind.scale_rule.tile > MAX_SCALE_GROUP:
         given = f"kv_format {problem.kv_format} shares a scale among {kind.scale_rule.tile}"
         return Unsupported(f"{given}; it takes {MAX_SCALE_GROUP}")

@@ -153,15 +153,19 @@ def _flash_mla() -> list[Case]:
     grid += [(1, 128, 1024, 1), (1, 128, 8192, 1), (8, 128, 4096, 1), (8, 64, 4096, 1), (32, 64, 4096, 1)]
     grid += [(64, 128, 16384, 1), (64, 16, 16384, 1), (64, 64, 8192, 1), (128, 64, 4096, 1)]
     grid += [(32, 128, 4096, 2), (128, 128, 4096, 2), (128, 16, 4096, 2), (128, 16, 4096, 4)]
+    grid += [(batch, heads, 4096, 1) for heads in OTHER_HEADS for batch in (8, 128)]
     uneven = [ragged(128, 128, 4096), ragged(128, 16, 4096), ragged(32, 32, 3200, 4), ragged(8, 16, 8192)]
     return [decode(*shape, planned=True) for shape in grid] + uneven
 
 
 def _decode_merge() -> list[Case]:
     grid = [(1, rows, splits) for rows in (16, 64, 128) for splits in (16, 32, 64)]
+    grid += [(8, heads, 8) for heads in OTHER_HEADS]
     return [combine(*shape) for shape in (*grid, (8, 64, 8), (8, 128, 8), (32, 64, 4), (32, 128, 2))]
 
 
+OTHER_HEADS = (12, 20, 96)
+"""Heads that are no power of two: those of Kimi K3, 96 or 12 a rank, and of GLM-4.7-Flash."""
 SELECTED_FROM = 16384
 """Tokens per sequence that a sparse case selects from: few enough for memory, so many that selections rarely meet."""
 
@@ -170,7 +174,8 @@ def _v32() -> list[Case]:
     def pools(batch: int) -> list[PoolShape]:
         return [PoolShape("v32", batch * SELECTED_FROM // 64, 64, 2048)]
 
-    return [sparse(b, h, q, pools(b)) for h in (64, 128) for b in (1, 8, 32, 128) for q in (1, 2)]
+    grid = [(b, h, q) for h in (64, 128) for b in (1, 8, 32, 128) for q in (1, 2)]
+    return [sparse(b, h, q, pools(b)) for b, h, q in (*grid, *((32, h, 1) for h in OTHER_HEADS))]
 
 
 def _v4() -> list[Case]:
@@ -179,12 +184,14 @@ def _v4() -> list[Case]:
         return [window, PoolShape("dsv4", batch * SELECTED_FROM // 64, 64, extra)]
 
     models = ((64, 512), (128, 1024))  # heads and compressed keys of Flash and Pro
-    return [sparse(b, h, q, pools(b, extra), sink=True) for h, extra in models for b in (1, 8, 32, 128) for q in (1, 2)]
+    grid = [(b, h, q, extra) for h, extra in models for b in (1, 8, 32, 128) for q in (1, 2)]
+    grid += [(32, h, 1, 512) for h in (8, *OTHER_HEADS)]
+    return [sparse(b, h, q, pools(b, extra), sink=True) for b, h, q, extra in grid]
 
 
 def _quick() -> list[Case]:
     contexts = [decode(2, 16, kv) for kv in (64, 256, 1024)]
-    wide = [decode(1, 128, 512), decode(4, 32, 256, 4)]
+    wide = [decode(1, 128, 512), decode(4, 32, 256, 4), *(decode(2, heads, 256) for heads in OTHER_HEADS)]
     small = [PoolShape("v32", 16, 64, 256)]
     return [*contexts, *wide, combine(4, 16, 8), sparse(2, 16, 1, small)]
 
@@ -198,6 +205,7 @@ def _counted() -> list[Case]:
         decode(2, 32, 600, 4, page=1),
         decode(1, 64, 700, dtype=torch.float16, kv_format="fp16"),
     ]
+    dense += [decode(1, 12, 400), decode(1, 20, 400), decode(1, 96, 400)]
     dense += [decode(1, 128, 400, rotate=True), decode(1, 16, 400, rotate=True)]
     dense += [replace(decode(3, 128, 700, planned=True), parts=4), replace(decode(3, 16, 700, planned=True), parts=4)]
     narrow = [decode(1, 16, 1024, kv_format="fp8"), decode(1, 128, 600, kv_format="fp8"), decode(1, 16, 960, **fp8)]

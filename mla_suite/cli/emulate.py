@@ -5,10 +5,13 @@
   python -m mla_suite emulate decode NAME --on gfx950
   python -m mla_suite emulate decode --heads 128 --kv 1024    a problem of your own
   python -m mla_suite emulate decode --on gfx950 --heads 128 --kv 1024 --num-splits 1 --kv-format fp8
+  python -m mla_suite emulate decode --heads 128 --kv 1024 --time      and what a model of time makes of it
   python -m mla_suite emulate combine --json
 
 Prints the distance to the reference, what the sanitizer found (with source lines), the instruction counts of every
-launch and, per resource, the clocks that one compute unit needs at least. A bound is a bound, never a time.
+launch and, per resource, the clocks that one compute unit needs at least. A bound is a bound, never a time. With
+--time every launch also has a modelled time, its range, and how far the model was from published times held out of its
+fit (docs/amd_time_model.md). A modelled time is never a measured one.
 The exit status is 1 when a number is wrong, when the sanitizer found something, or when no kernel of that GPU ran.
 """
 
@@ -48,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sample", nargs="?", help="a sample's name (default: the operator's first)")
     parser.add_argument("--on", metavar="ARCH", default="gfx942", help="gfx942 or gfx950 (default gfx942)")
     problem.add_arguments(parser, "of decode, with --heads and --kv; then any of the rest", OWN)
+    parser.add_argument("--time", action="store_true", help="model the time of every launch; nothing is measured")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -58,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     try:
         op = register.get(args.op)
-        record = measure(op, _sample(op, args), args.on)
+        record = measure(op, _sample(op, args), args.on, time=args.time)
     except (ValueError, LaunchError, DriverError, ObjectError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -93,7 +97,7 @@ def _sample(op: Op, args: argparse.Namespace) -> Sample:
     return samples[name]
 
 
-def measure(op: Op, sample: Sample, arch: str) -> dict[str, Any]:
+def measure(op: Op, sample: Sample, arch: str, time: bool = False) -> dict[str, Any]:
     """Run one sample on the reference and in the emulator; -> what is printed."""
     device = torch.device("cpu")
     operator = getattr(torch.ops.mla_suite, op.name)
@@ -106,7 +110,7 @@ def measure(op: Op, sample: Sample, arch: str) -> dict[str, Any]:
 
     expected = results(*sample.make(device))
     args, kwargs = sample.make(device)
-    with emulator.configured(collect=True) as reports, mla_suite.emulate(arch) as record:
+    with emulator.configured(collect=True, time=time) as reports, mla_suite.emulate(arch) as record:
         explanation = explain(op.name, *args, **kwargs)
         got = results(args, kwargs)
     keys = int(args[2].sum()) if op.name == "decode" else 0
@@ -159,6 +163,7 @@ def launch_record(report: Report, arch: ArchSpec, keys: int) -> dict[str, Any]:
         "bytes_stored": dict(report.stored),
         "bound_clocks": clocks,
         "bound": bound.limiter,
+        "modelled": report.modelled.as_dict() if report.modelled else None,
         "per_key": {"instructions": report.instructions() / keys, **{k: v / keys for k, v in clocks.items()}}
         if keys
         else {},
@@ -188,6 +193,11 @@ def _print(record: dict[str, Any]) -> None:
             per_key = [f"{launch['per_key'][name]:.1f}"] if launch["per_key"] else []
             clocks.add_row(name + mark, f"{value:,.0f}", *per_key)
         console.print(clocks)
+        if launch["modelled"]:
+            console.print(launch["modelled"]["sentence"])
         for finding in launch["findings"]:
             console.print(Text(finding, "red"))  # an instruction's brackets are no markup
         console.print("sanitizer: no findings" if not launch["findings"] else "sanitizer: see above")
+    modelled = [launch["modelled"]["us"] for launch in record["launches"] if launch["modelled"]]
+    if len(modelled) > 1:
+        console.print(f"\nmodelled {sum(modelled):.1f} us for all {len(modelled)} launches")

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("op", nargs="?", help="an operator: plan, decode, sparse_decode, combine or append_kv")
+    parser.add_argument(
+        "op", nargs="?", help="an operator: plan, decode, sparse_decode, combine, append_kv or convert_kv"
+    )
     parser.add_argument("--on", metavar="ARCH", help="an arch: gfx942, gfx950 or sm_90")
     parser.add_argument(
         "--device", type=torch_device, help="torch device of the tensors (default: cuda where torch has one, else cpu)"

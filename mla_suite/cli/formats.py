@@ -7,6 +7,7 @@ its scales, and where each field of token t lies in a block of P tokens:
     python -m mla_suite formats dsv4 --page-size 256    one kv_format, another page size
     python -m mla_suite formats v32 --constants         also the integers that kernels are compiled with
     python -m mla_suite formats --json                  the same facts for a program
+    python -m mla_suite formats v41 v41_fp4 --context 131072    also how many tokens of such sequences a GiB holds
 
 Offsets count bytes from the start of a block. The next block begins `block` bytes later, and a cache may leave more
 room than that. In Python: mla_suite.kv_formats.get_kv_format(name); pack, unpack, validate and empty are there too.
@@ -27,6 +28,7 @@ from mla_suite.kv_formats import KV_FORMATS, Field, KVFormat, get_kv_format
 NOTES = {
     "e4m3fn": "OCP fp8: largest 448; 0x7f and 0xff are NaN",
     "e4m3fnuz": "FNUZ fp8: a byte is half its OCP value, largest 240; 0x80 is NaN",
+    "e2m1": "OCP fp4: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign; the first of two values is in the low half of their byte",
     "e8m0": "2^(byte - 127): byte 0 is 2^-127, 255 is NaN",
 }
 
@@ -38,11 +40,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page-size", type=positive, default=64, help="tokens in a block (default 64)")
     parser.add_argument("--constants", action="store_true", help="also print the constants kernels are compiled with")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--context", type=positive, help="tokens of a sequence of a windowed model, to count a GiB in")
+    parser.add_argument("--window-layers", type=positive, default=40, help="layers with a window (default 40)")
+    parser.add_argument("--window", type=positive, default=128, help="tokens of a window (default 128)")
+    parser.add_argument("--window-format", default="v41", help="kv_format of windows (default v41)")
+    parser.add_argument(
+        "--ratios", type=positive, nargs="+", default=[1, 1, 2, 2],
+        help="tokens to an entry of each compressed cache, in the kv_formats named (default 1 1 2 2)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--index-ratios", type=positive, nargs="+", default=[1, 1, 1, 1, 2, 2, 2, 2],
+        help="the same of each cache of index keys (default 1 1 1 1 2 2 2 2)",
+    )  # fmt: skip
+    parser.add_argument("--index-bytes", type=positive, default=68, help="bytes of an index key (default 68: MXFP4)")
 
 
 def run(args: argparse.Namespace) -> int:
     console = Console(highlight=False)
     facts = {fmt.name: describe(fmt, args.page_size) for fmt in map(get_kv_format, args.names or KV_FORMATS)}
+    if args.context:
+        for name, described in facts.items():
+            described["tokens_per_gib"] = tokens_per_gib(get_kv_format(name), args)
     if args.json:
         print(json.dumps(facts, indent=2))
         return 0
@@ -83,6 +101,14 @@ def describe(fmt: KVFormat, page_size: int) -> dict[str, Any]:
     }
 
 
+def tokens_per_gib(fmt: KVFormat, args: argparse.Namespace) -> int:
+    """Tokens in sequences of `args.context` that a GiB holds, with windows, compressed entries and index keys."""
+    windows = args.window_layers * min(args.window, args.context) * get_kv_format(args.window_format).token_bytes
+    entries = sum(args.context // ratio for ratio in args.ratios) * fmt.token_bytes
+    keys = sum(args.context // ratio for ratio in args.index_ratios) * args.index_bytes
+    return args.context * 2**30 // (windows + entries + keys)
+
+
 def show(name: str, facts: dict[str, Any], constants: bool, console: Console) -> None:
     """Prints what `describe` found: a line for each fact, then a table of the fields."""
     _, page_size, width = facts["shape"]
@@ -97,6 +123,8 @@ def show(name: str, facts: dict[str, Any], constants: bool, console: Console) ->
         "align": f"first byte and block stride are multiples of {facts['alignment']}",
         "scale": facts["scale_rule"],
     }
+    if "tokens_per_gib" in facts:
+        lines["GiB"] = f"{facts['tokens_per_gib']} tokens"
     encodings = {field["encoding"] for field in facts["fields"]}
     lines |= {encoding: note for encoding, note in NOTES.items() if encoding in encodings}
     console.print(f"[bold]{name}[/bold]  {facts['summary']}")

@@ -11,6 +11,7 @@ from mla_suite.emulator.machine import THREADS, Emulator, Memory, Schedule
 from mla_suite.emulator.program import Program
 from mla_suite.emulator.report import Bound, Finding, Report, SanitizerError
 from mla_suite.emulator.snippet import State, run_snippet
+from mla_suite.emulator.timing import ModelledTime
 
 __all__ = [
     "AssemblyError",
@@ -19,6 +20,7 @@ __all__ = [
     "EmulatorDriver",
     "Finding",
     "Memory",
+    "ModelledTime",
     "Program",
     "Report",
     "SanitizerError",
@@ -32,14 +34,15 @@ __all__ = [
 
 @contextmanager
 def configured(
-    *, checks: bool = True, threads: int = THREADS, order: str = "forward", collect: bool = False
+    *, checks: bool = True, threads: int = THREADS, order: str = "forward", collect: bool = False, time: bool = False
 ) -> Iterator[list[Report]]:
     """Within the block, and in this thread, launches of the emulator run so. Yields a list.
 
     With `collect` each launch appends its Report to the list and findings do not raise; without, the list stays empty.
+    With `time` each Report has a modelled time.
     """
     reports: list[Report] = []
-    token = options.set(Options(Schedule(checks, threads, order), reports if collect else None))
+    token = options.set(Options(Schedule(checks, threads, order, time=time), reports if collect else None))
     try:
         yield reports
     finally:

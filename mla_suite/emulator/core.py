@@ -89,7 +89,29 @@ class LaunchRequest(c.Structure):
         ("final_vectors", c.c_void_p),
         ("final_scalars", c.c_void_p),
         ("final_lds", c.c_void_p),
+        ("model", c.c_void_p),
+        ("times", c.c_void_p),
+        ("models", c.c_uint32),
     ]
+
+
+class TimeModel(c.Structure):
+    """Constants of one compute unit, in clocks and bytes per clock; csrc/emulator/timeline.hpp explains them."""
+
+    _fields_ = [
+        *((name, c.c_double) for name in (
+            *("issue", "vector_latency", "transcendental", "matrix_extra", "branch", "lds_latency", "lds_rate"),
+            *("lds_direct", "memory_latency", "scalar_latency", "memory_rate", "cache_rate", "barrier"),
+        )),
+        ("simds", c.c_uint32),
+        ("copies", c.c_uint32),
+    ]  # fmt: skip
+
+
+class GroupTime(c.Structure):
+    """What one workgroup took, and how many of these clocks each unit of its compute unit was busy."""
+
+    _fields_ = [(name, c.c_double) for name in ("clocks", "matrix", "vector", "lds", "memory")]
 
 
 class Core:
@@ -126,6 +148,7 @@ class Core:
         self.max_findings = size(8)
         self.record_words = 1 + 4 * MAX_OPERANDS + len(self.modifiers)
         mirrors = [(LaunchRequest, size(4)), (View, size(5)), (RawFinding, size(6)), (PcCounts, size(7))]
+        mirrors += [(TimeModel, size(11)), (GroupTime, size(12))]
         wrong = [kind.__name__ for kind, there in mirrors if c.sizeof(kind) != there]
         if wrong or size(0) != 8 * self.record_words or size(3) != MAX_OPERANDS or size(10) != MAX_DIMENSIONS:
             raise DriverError(f"{path} was built for another version of mla_suite; run `python -m mla_suite build`")

@@ -8,12 +8,13 @@ import os
 import random
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mla_suite import archs
-from mla_suite.emulator import core
+from mla_suite.emulator import core, timing
 from mla_suite.emulator.program import Program, decode
 from mla_suite.emulator.report import Finding, Report, explain
 from mla_suite.launch.driver import LaunchError
@@ -84,6 +85,7 @@ class Schedule(NamedTuple):
     order        of the workgroups: 'forward', 'reverse' (and the waves of each), 'shuffle:<seed>', or a permutation of
                  linear indices
     spin_limit   equal values read in a row, after which a wave spins
+    time         whether the report has a modelled time
     """
 
     checks: bool = True
@@ -91,6 +93,7 @@ class Schedule(NamedTuple):
     order: str | Sequence[int] = "forward"
     spin_limit: int = SPIN_LIMIT
     instruction_limit: int = INSTRUCTION_LIMIT
+    time: bool = False
 
 
 class Emulator:
@@ -164,7 +167,17 @@ class Emulator:
         permutation = _order(how.order, grid[0] * grid[1] * grid[2])
         if permutation is not None:
             request.order = permutation.ctypes.data
-        return run(program, request, grid, block, lds_bytes, [*memories, *constants])
+        buffers = [*memories, *constants]
+        workgroups = grid[0] * grid[1] * grid[2]
+        if not how.time or not workgroups:
+            return run(program, request, grid, block, lds_bytes, buffers)
+        arch, registers = archs.get(self.arch), program.kernel.descriptor.get("next_free_vgpr", 1)
+        models = timing.models(arch, registers, lds_bytes, block[0] * block[1] * block[2], workgroups)
+        played = (core.TimeModel * len(models))(*models)
+        times = np.zeros((len(models), workgroups), np.dtype(core.GroupTime))
+        request.model, request.models, request.times = c.addressof(played), len(models), times.ctypes.data
+        report = run(program, request, grid, block, lds_bytes, buffers)
+        return replace(report, modelled=timing.launch(arch, models[0].copies, times))
 
 
 def run(
@@ -193,7 +206,7 @@ def run(
         program.core.library.emulator_launch(c.byref(request))
     names = [memory for memory, _ in seen]
     found = tuple(_finding(program, findings[i], names) for i in range(request.findings))
-    columns = {
+    columns: dict[str, Any] = {
         name: counts[: len(program.lines), i].astype(np.int64) for i, (name, *_) in enumerate(core.PcCounts._fields_)
     }
     moved = [{memory.name: 0 for memory in names} for _ in range(2)]

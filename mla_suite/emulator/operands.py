@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import struct
+from types import MappingProxyType
 from typing import NamedTuple
 
 from mla_suite.emulator.assembly import AssemblyError
@@ -55,6 +57,21 @@ _SUFFIX = re.compile(r"_(e32|e64|dpp|sdwa)$")
 
 
 def _operand(token: str, symbols: dict[str, int]) -> Operand | None:
+    return _read_operand(token) if "@" not in token else _address(token, symbols)
+
+
+def _address(token: str, symbols: dict[str, int]) -> Operand | None:
+    """Half of the address of a symbol."""
+    symbol = _SYMBOL.match(token)
+    if symbol is None or symbol[1] not in symbols:
+        return None
+    shift = 32 if symbol[3] == "hi" else 0
+    return Operand(LITERAL, 0, 0, 0, symbols[symbol[1]] >> shift & 0xFFFFFFFF)
+
+
+# The tokens of kernels are registers and a few numbers, a hundred times each.
+@functools.lru_cache(maxsize=1 << 13)
+def _read_operand(token: str) -> Operand | None:
     flags = 0
     inner = token
     if inner.startswith("sext("):
@@ -81,10 +98,6 @@ def _operand(token: str, symbols: dict[str, int]) -> Operand | None:
         return Operand(OFF)
     if _FLOAT.match(inner):
         return Operand(LITERAL, 0, 0, flags | FLOAT_LITERAL, struct.unpack("<Q", struct.pack("<d", float(inner)))[0])
-    symbol = _SYMBOL.match(inner)
-    if symbol and symbol[1] in symbols:
-        shift = 32 if symbol[3] == "hi" else 0
-        return Operand(LITERAL, 0, 0, flags, symbols[symbol[1]] >> shift & 0xFFFFFFFF)
     try:
         return Operand(LITERAL, 0, 0, flags, int(inner, 0) & (1 << 64) - 1)
     except ValueError:
@@ -123,12 +136,14 @@ def _swizzle(text: str) -> int | None:
     return None
 
 
-def _modifier(token: str, out: dict[str, int]) -> bool:
-    """Reads one modifier into `out`; False if the token is none, or its value is not understood."""
+@functools.lru_cache(maxsize=1 << 12)
+def _modifier(token: str) -> MappingProxyType[str, int] | None:
+    """What one modifier says; None if the token is none, or its value is not understood."""
+    out: dict[str, int] = {}
     try:
-        return _read_modifier(token, out)
+        return MappingProxyType(out) if _read_modifier(token, out) else None
     except (ValueError, IndexError):
-        return False
+        return None
 
 
 def _read_modifier(token: str, out: dict[str, int]) -> bool:
@@ -167,23 +182,13 @@ def _read_modifier(token: str, out: dict[str, int]) -> bool:
     return True
 
 
-def _split(text: str) -> list[list[str]]:
-    """Comma-separated operands, each split at blanks; brackets protect both separators."""
-    pieces: list[list[str]] = [[]]
-    token, depth = "", 0
-    for letter in text:
-        depth += (letter in "[(") - (letter in "])")
-        if depth == 0 and letter in ", \t&":
-            if token:
-                pieces[-1].append(token)
-            token = ""
-            if letter == ",":
-                pieces.append([])
-        elif letter not in " \t":
-            token += letter
-    if token:
-        pieces[-1].append(token)
-    return pieces
+_TOKEN = re.compile(r"(?:[^\s,&()\[\]]|\[[^\]]*\]|\((?:[^()]|\([^()]*\))*\))+")
+
+
+def _tokens(text: str) -> list[str]:
+    """Operands and modifiers, which commas and blanks part; brackets protect both, and lose their blanks."""
+    tokens = _TOKEN.findall(text)
+    return [token.replace(" ", "") for token in tokens] if "(" in text or "[" in text else tokens
 
 
 def parse_instruction(text: str, labels: dict[str, int], symbols: dict[str, int]) -> Instruction:
@@ -194,8 +199,10 @@ def parse_instruction(text: str, labels: dict[str, int], symbols: dict[str, int]
     mnemonic, _, rest = text.replace("\t", " ").partition(" ")
     modifiers: dict[str, int] = {}
     operands: list[Operand] = []
-    for token in (token for piece in _split(rest) for token in piece):
-        if _modifier(token, modifiers):
+    for token in _tokens(rest):
+        said = _modifier(token)
+        if said is not None:
+            modifiers.update(said)
             continue
         operand = _operand(token, symbols)
         if operand is not None:

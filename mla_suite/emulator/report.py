@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mla_suite.archs import ArchSpec
+from mla_suite.emulator.timing import ModelledTime
 from mla_suite.launch.driver import LaunchError
 
 _EXPLANATIONS = {
@@ -124,7 +125,7 @@ class Report:
     """Findings, and counts per instruction of the program summed over all waves.
 
     `times`, `lanes`, `global_bytes`, `lds_bytes`, `lds_clocks_128`, `lds_clocks_256` are arrays over instructions;
-    `loaded` and `stored` are bytes per buffer name.
+    `loaded` and `stored` are bytes per buffer name; `modelled` is there where the launch's `Schedule` asked for it.
     """
 
     kernel: str
@@ -141,6 +142,7 @@ class Report:
     lds_clocks_256: np.ndarray
     loaded: dict[str, int]
     stored: dict[str, int]
+    modelled: ModelledTime | None = None
 
     def mix(self) -> Counter[str]:
         """Wave instructions by mnemonic."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, get_type_hints
 
@@ -24,6 +25,9 @@ SGLANG_NAME = "mla_suite"
 DSA_NAMES = {"dsa", "nsa"}  # SGLang's backend for models with an indexer, and its old name
 V4_NAMES = {"dsv4"}  # that for DeepSeek V4 and V4.1
 DRAFT_BACKENDS = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
+DRAFT_CHECKS = "sglang.srt.arg_groups.speculative_hook"
+TREE_BACKENDS = {"_handle_eagle_family": "triton", "_handle_ngram": "flashinfer"}
+"""SGLang's functions that check a server's drafts -> a backend that each lets have trees of drafts and pages."""
 
 
 def vllm() -> None:
@@ -137,10 +141,41 @@ def _keep_drafts_on_triton() -> None:
     except ImportError:
         return  # versions without hooks need --speculative-draft-attention-backend triton
     HookRegistry.register(DRAFT_BACKENDS, _with_triton_drafts, HookType.AROUND)
+    for function, backend in TREE_BACKENDS.items():
+        HookRegistry.register(f"{DRAFT_CHECKS}.{function}", partial(_with_trees, backend), HookType.AROUND)
 
 
 def _with_triton_drafts(original: Any, factory: Any, name: str, backends: dict, *args: Any, **kwargs: Any) -> Any:
     return original(factory, name, {**backends, SGLANG_NAME: backends["triton"]}, *args, **kwargs)
+
+
+class _Named:
+    """A server's settings with another name of its attention backend."""
+
+    def __init__(self, settings: Any, name: str) -> None:
+        self._settings, self.attention_backend = settings, name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._settings, name)
+
+
+def _with_trees(backend: str, original: Any, *args: Any) -> Any:
+    """SGLang's check of a server's drafts, to which ours goes by the name of a backend that may verify trees.
+
+    The check has a list of names inside of a function, and refuses pages of several tokens to all others.
+    """
+    checks = import_module(DRAFT_CHECKS)
+    settings_of = checks.resolved_view
+
+    def named(server_args: Any) -> Any:
+        settings = settings_of(server_args)
+        return _Named(settings, backend) if settings.attention_backend == SGLANG_NAME else settings
+
+    checks.resolved_view = named  # type: ignore[attr-defined]
+    try:
+        return original(*args)
+    finally:
+        checks.resolved_view = settings_of  # type: ignore[attr-defined]
 
 
 def _sglang_backend(model_runner: Any) -> Any:

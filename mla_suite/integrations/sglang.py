@@ -4,10 +4,11 @@
     from mla_suite.integrations import plugins
     plugins.sglang()                        # needed only where mla_suite is on the path without being installed
 
-Installing mla_suite registers the backend in every process of a server. Decode, verification of a chain of drafts
-(`--speculative-eagle-topk 1`; n-gram drafts are none) and extends of up to 8 tokens per sequence go to
-`mla_suite.decode`; all else is SGLang's Triton backend, from which the class is derived. In deterministic inference
-every extend is SGLang's. Tested with the server and the classes of SGLang 0.5.23, on a CPU.
+Installing mla_suite registers the backend in every process of a server. Decode, verification of drafts and extends of
+up to 8 tokens per sequence go to `mla_suite.decode`; all else is SGLang's Triton backend, from which the class is
+derived. Drafts are a chain, or a tree of at most 64 from n-grams or from EAGLE with a top-k above 1; larger trees are
+SGLang's. In deterministic inference every extend is SGLang's. Tested with the server and the classes of SGLang 0.5.23,
+on a CPU.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 import mla_suite
-from mla_suite.integrations import FP8, KV_FORMATS, capturing, refuse
+from mla_suite.integrations import FP8, KV_FORMATS, capturing, refuse, sglang_trees
 from mla_suite.integrations.interface import Interface
 
 try:
@@ -48,7 +49,7 @@ BATCH = {
     *("extend_seq_lens_cpu", "spec_info"),
 }
 MODES = ("is_target_verify", "is_extend")
-READ = ("req_to_token", "token_to_kv_pool", "enable_deterministic", "split_tile_size")
+READ = ("req_to_token", "token_to_kv_pool", "enable_deterministic", "split_tile_size", "num_draft_tokens", "topk")
 SHORT_EXTEND = 8  # new tokens per sequence that are decoded absorbed: a choice, not a measurement
 WIDE_PAGE = 64  # smaller pages make page tables so long that reading the lengths on the host is cheaper
 
@@ -116,6 +117,19 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         self._table = self._lens = torch.empty(0)
         self._cu_seqlens_q: torch.Tensor | None = None
         self._plan: torch.Tensor | None = None
+        self._tree_mask: torch.Tensor | None = None
+        # Whose masks are of drafts alone: SGLang's own extend cannot read these, and is never given them.
+        self._trees = sglang_trees.drafted(model_runner, self.topk, self.num_draft_tokens)
+        if self._trees == "ngram":
+            sglang_trees.small_ngram_masks()
+        elif self._trees == "eagle":
+            self._verify_mask = sglang_trees.small_mask(0, self.num_draft_tokens, self.device)
+
+    def init_cuda_graph_state(self, max_bs: int, *args: Any, **kwargs: Any) -> None:
+        """SGLang's, with a small buffer for the masks of trees."""
+        super().init_cuda_graph_state(max_bs, *args, **kwargs)
+        if self._trees:
+            self._verify_mask = sglang_trees.small_mask(max_bs, self.num_draft_tokens, self.device)
 
     def shared_read_ends(self, fm: Any) -> Any:
         """The first layer reads the token table and the lengths, so they may change only after the replay."""
@@ -137,15 +151,19 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         if plain and _absorbed(call.layer, self._pool(call.forward_batch)) and self._is_short(call):
             _check_layer(call.layer)
             return self._attend(call)
+        if self._trees and call.forward_batch.forward_mode.is_target_verify():
+            given = f"verification of a tree of drafts with {', '.join(call.options) or 'keys of each head'}"
+            refuse(NAME, given, "scores are plain softmax over latents: choose another attention backend")
         given = {name: value for name, value in kwargs.items() if value is not None}
         return super().forward_extend(*args, **given)
 
     def _is_short(self, call: _Call) -> bool:
-        """Returns whether these query tokens are drafts in a chain, or extends of few tokens per sequence."""
+        """Returns whether these query tokens are drafts of `tree_mask`'s kind, or extends of few tokens a sequence."""
         forward_batch, tokens = call.forward_batch, call.q.shape[0]
         mode = forward_batch.forward_mode
         if mode.is_target_verify():
-            return is_chain(forward_batch.spec_info)
+            drafts = forward_batch.spec_info
+            return is_chain(drafts) or bool(self._trees and getattr(drafts, "ragged_verify_layout", None) is None)
         if self.enable_deterministic:
             return False  # bits would depend on how much of a prompt was cached, or came in the last chunk
         lens = forward_batch.extend_seq_lens_cpu
@@ -179,6 +197,7 @@ class MLASuiteAttnBackend(TritonAttnBackend):
             cu_seqlens_q=self._cu_seqlens_q,
             kv_descale=None if descale is None else torch.as_tensor(descale, device=cache.device).float().reshape(1),
             plan=self._plan,
+            tree_mask=self._tree_mask,
             softmax_scale=layer.scaling,
             max_seqlen_q=self._max_seqlen_q,
             head_dim_v=width_v,
@@ -200,10 +219,13 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         mode = forward_batch.forward_mode
         lens = forward_batch.seq_lens
         batch = lens.shape[0]
-        self._max_seqlen_q, self._cu_seqlens_q, drafts = 1, None, 0
+        self._max_seqlen_q, self._cu_seqlens_q, self._tree_mask, drafts = 1, None, None, 0
         if mode.is_target_verify():
             self._max_seqlen_q = drafts = tokens // batch
             lens = lens + drafts  # SGLang counts the drafts when they are accepted
+            if not is_chain(forward_batch.spec_info):
+                # A captured step reads the buffer that SGLang fills before a replay, which its metadata holds.
+                self._tree_mask = sglang_trees.words(self.forward_metadata.custom_mask, batch, drafts)
         elif mode.is_extend():
             own = forward_batch.extend_seq_lens
             self._cu_seqlens_q = torch.nn.functional.pad(own.cumsum(0), (1, 0)).int()

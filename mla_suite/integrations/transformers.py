@@ -11,7 +11,8 @@ real tokens; a mask that later shows or hides other tokens than it did when they
 
 Layers that are DeepSeek V2's or V3's own are replaced whole (`transformers_layer`), all others keep their projections,
 norms and rope and call our attention (`transformers_attention`). Models with an indexer, as DeepSeek V3.2 and GLM-5,
-keep it, and every token attends to what it selects. docs/transformers_models.md lists the models.
+keep it, and every token attends to what it selects. DeepSeek V4 keeps its cache too (`transformers_v4`).
+docs/transformers_models.md lists the models.
 """
 
 from __future__ import annotations
@@ -36,9 +37,14 @@ from mla_suite.integrations.transformers_store import (
     kv_format_of,
     latent_attentions,
 )
+from mla_suite.integrations.transformers_v4 import V4Patch
+from mla_suite.integrations.transformers_v4 import layers as v4_layers
 from mla_suite.models import prefill
 
 __all__ = ["ATTENTION_NAME", "LatentCache", "Patch", "config_of", "patch", "unpatch"]
+
+LATENT_KINDS = ("indexed_attention", "full_attention", "sliding_attention")
+"""Kinds of layers with latent attention, as models name them."""
 
 
 class Patch:
@@ -46,11 +52,29 @@ class Patch:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self._changes = V4Patch(model) if v4_layers(model) else LatentPatch(model)
+
+    def __enter__(self) -> nn.Module:
+        return self.model
+
+    def __exit__(self, *_: object) -> None:
+        unpatch(self.model)
+
+    def restore(self) -> None:
+        """Put back the original attention."""
+        self._changes.restore()
+
+
+class LatentPatch:
+    """Our attention and cache under layers that cache latents."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
         self._attentions = latent_attentions(model)
         self._base = _decoder(model, [attention for _, _, attention in self._attentions])
         self._names = tuple(inspect.signature(self._base.forward).parameters)
         self._implementation = self._base.config._attn_implementation
-        self._layer_types = _layer_types(self._base.config)
+        self._layer_types = _layer_types(self._base.config, [attention for _, _, attention in self._attentions])
         self._indexed = self._layer_types is not None and "indexed_attention" in self._layer_types
         replaced = [replaceable(attention) for _, _, attention in self._attentions]
         whole_layers = [each for whole, (*_, each) in zip(replaced, self._attentions, strict=True) if whole]
@@ -71,14 +95,7 @@ class Patch:
             self._base.register_forward_hook(self._after, with_kwargs=True, always_call=True),
         )
 
-    def __enter__(self) -> nn.Module:
-        return self.model
-
-    def __exit__(self, *_: object) -> None:
-        unpatch(self.model)
-
     def restore(self) -> None:
-        """Put back the original attention layers."""
         for parent, name, attention in self._attentions:
             setattr(parent, name, attention)
             vars(attention).pop("expand_kv", None)
@@ -105,7 +122,7 @@ class Patch:
         batch, q_len = shape[0], shape[1]
         masks = kwargs.get("attention_mask")
         if isinstance(masks, dict):
-            masks = masks["indexed_attention" if self._indexed else "full_attention"]
+            masks = next(masks[kind] for kind in LATENT_KINDS if kind in masks)
         _check_mask(masks, batch)
         kwargs = {**kwargs, self._cache_name: self._cache(kwargs, batch)}
         call = self._begin(kwargs, batch, q_len, masks)
@@ -115,13 +132,14 @@ class Patch:
                 visible = prefill.visible(0, q_len, q_len, device, valid).expand(batch, 1, -1, -1)
             else:
                 visible = call.store.visible()
-            return (), {**kwargs, "attention_mask": {"indexed_attention": visible}, "mla_suite_call": call}
+            own = {**dict.fromkeys(LATENT_KINDS), "indexed_attention": visible}
+            return (), {**kwargs, "attention_mask": own, "mla_suite_call": call}
         if self._layer_types is None:
             return (), {**kwargs, "attention_mask": None, "mla_suite_call": call}
         # The kernels of linear layers take no keyword that they do not know, so the call goes where the mask goes.
         # They get the columns that transformers gives them, which are the mask's last, however wide it is.
         linear = None if q_len == 1 or masks is None else masks[:, -q_len:]
-        return (), {**kwargs, "attention_mask": {"full_attention": call, "linear_attention": linear}}
+        return (), {**kwargs, "attention_mask": {**dict.fromkeys(LATENT_KINDS, call), "linear_attention": linear}}
 
     def _after(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Runs after the decoder, after an error too, in which case there is no output."""
@@ -191,14 +209,16 @@ def _decoder(model: nn.Module, attentions: list[nn.Module]) -> Any:
     return holders[-1]
 
 
-def _layer_types(config: Any) -> list[str] | None:
-    """The kinds of the decoder's layers where they differ; None where each has latent attention."""
+def _layer_types(config: Any, attentions: list[nn.Module]) -> list[str] | None:
+    """The kinds of the decoder's layers where they differ; None where each has latent attention over all tokens."""
     kinds = getattr(config, "layer_types", None)
     if kinds is None or set(kinds) <= {"full_attention"}:
         return None
-    if not set(kinds) <= {"full_attention", "linear_attention"} and set(kinds) != {"indexed_attention"}:
-        given = f"layers of the kinds {sorted(set(kinds))}"
-        possible = "full_attention with linear_attention, or indexed_attention alone, are possible"
+    windows = sum(getattr(attention, "sliding_window", None) is not None for attention in attentions)
+    known = set(kinds) <= {*LATENT_KINDS, "linear_attention"} and kinds.count("sliding_attention") == windows
+    if not known or {"indexed_attention", "linear_attention"} <= set(kinds):
+        given = f"layers of the kinds {sorted(set(kinds))}, {windows} with latents and a sliding window"
+        possible = f"possible are {', '.join(LATENT_KINDS)} with latents, and linear_attention without an indexer"
         refuse("patch", given, f"{possible}: {POSSIBLE}")
     return kinds
 

@@ -5,7 +5,8 @@ to the cache, expands what the cache returns with its method `expand_kv`, and ca
 `config._attn_implementation` names. `LatentLayer.update` returns the new tokens alone, `keep_latents` takes the place
 of `expand_kv`, and so `attend` is called with latents: no class of a model, no norm, scale, gate or rope is named here.
 
-Latents narrower than our cache's rows are padded with zeros, which change no score and no value.
+Latents of a width that no kernel reads are padded with zeros (`cached_widths`), which change no score and no value.
+Layers with a sliding window decode with `window_left`; their prompts attend to themselves and to the cached window.
 
 Models with an indexer pass the positions it selects on to the attention function, and `attend` has `sparse_decode` read
 these alone, for prompts as for single tokens. Where the indexer selects all keys there are, attention is dense.
@@ -21,12 +22,13 @@ from torch.nn import functional
 
 import mla_suite
 from mla_suite.integrations import WIDE, refuse
-from mla_suite.integrations.transformers_store import Call
+from mla_suite.integrations.transformers_store import Call, cached_widths
 from mla_suite.models import prefill
 from mla_suite.models.absorb import absorbed, head_values
 from mla_suite.models.cache import slots
-from mla_suite.models.config import LATENT, ROPE
+from mla_suite.models.config import ROPE
 
+MAX_LATENT = 1024  # the window layers of dots3_note; wider ones nobody has asked for
 POSSIBLE = "leave this model as it is"
 # Tensors that models hand to every attention function and that change nothing here.
 UNUSED = ("position_ids", "cache_position", "labels", "token_type_ids", "mm_token_type_ids")
@@ -34,15 +36,15 @@ UNUSED = ("position_ids", "cache_position", "labels", "token_type_ids", "mm_toke
 INDEXERS = (
     "AXK2Indexer",
     "DeepseekV32Indexer",
+    "Dots3NoteTextIndexer",
     "GlmMoeDsaIndexer",
     "HYV4Indexer",
     "MistralLarge4TextIndexer",
 )
 MISSING = {
-    "DeepseekV4Indexer": "keys compressed from several tokens beside a sliding window, which LatentCache does not hold",
-    "Dots3NoteTextIndexer": "keys in some layers and a sliding window in others, which decode does not have",
     "HYV4VLIndexer": "keys at positions that the model carries from call to call outside of its cache",
-    "Glm5NextTextIndexer": "pools of keys with an indexer that reads the cache of transformers itself",
+    "Glm5NextTextIndexer": "pools of keys by columns of the mask, padding among them, of which generate() gives a step "
+    "its own tokens' columns alone, and hands its choice on as a mask where other indexers hand on positions",
 }
 
 
@@ -63,16 +65,19 @@ def check(attention: nn.Module) -> None:
         refuse("patch", f"kv_b_proj of {name} is {layer.kv_b_proj}", "absorption needs a plain Linear", TypeError)
     if not hasattr(layer, "expand_kv"):
         refuse("patch", f"{name} has no expand_kv", "transformers 5.20 or newer is needed", TypeError)
-    if layer.kv_lora_rank > LATENT or layer.qk_rope_head_dim > ROPE:
+    if layer.kv_lora_rank > MAX_LATENT or layer.qk_rope_head_dim > ROPE:
         given = f"kv_lora_rank {layer.kv_lora_rank} and qk_rope_head_dim {layer.qk_rope_head_dim}"
-        refuse("patch", given, f"a cached token is {LATENT} + {ROPE} elements at most: {POSSIBLE}")
-    if getattr(layer, "sliding_window", None) is not None:
-        refuse("patch", f"{name} has a sliding window", f"decode attends to all keys: {POSSIBLE}")
+        refuse("patch", given, f"a cached token is {MAX_LATENT} + {ROPE} elements at most: {POSSIBLE}")
 
 
 def keep_latents(kv_c: torch.Tensor, k_pe: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The method `expand_kv` of a patched layer: nothing is expanded."""
     return kv_c, k_pe
+
+
+def unknown_tensors(others: dict[str, Any]) -> list[str]:
+    """Names of the tensors, among those that an attention function was given, whose meaning is not known here."""
+    return [name for name, value in others.items() if isinstance(value, torch.Tensor) and name not in UNUSED]
 
 
 def attend(
@@ -101,13 +106,16 @@ def attend(
         raise TypeError(
             f"patch: attention of a {type(module).__name__} was called outside its model; call patch(model)"
         )
-    unknown = [name for name, value in others.items() if isinstance(value, torch.Tensor) and name not in UNUSED]
+    unknown = unknown_tensors(others)
     if unknown or scaling is None:
         given = f"attention of a {type(module).__name__} is called with {', '.join(unknown) or 'no scaling'}"
         refuse("patch", given, f"nobody here knows what it means: {POSSIBLE}", TypeError)
     layer, scale = cast(Any, module), scaling
+    window = getattr(layer, "sliding_window", None)
     q, kv_c, k_pe = query.transpose(1, 2), key.squeeze(1), value.squeeze(1)
     k_pe = k_pe.to(kv_c.dtype)  # under autocast norms return fp32
+    latent, rope = cached_widths(layer)
+    kv_c, k_pe = _widened(kv_c, latent), _widened(k_pe, rope)
     q_len = q.shape[1]
     chosen = None
     if indices is not None and (s_aux is not None or indices.shape[-1] < attention_mask.shape[-1]):
@@ -115,15 +123,15 @@ def attend(
         chosen = torch.where(attention_mask[:, 0].gather(-1, indices.long()), indices, -1)
     if call.store is None or call.step is None:
         if chosen is not None:
-            pool = torch.cat((_widened(kv_c, LATENT), _widened(k_pe, ROPE)), dim=-1)  # a page for each sequence
+            pool = torch.cat((kv_c, k_pe), dim=-1)  # a page for each sequence
             table = torch.arange(q.shape[0], dtype=torch.int32, device=q.device)[:, None]
             return _attend_selected(layer, q, chosen, pool, WIDE[pool.dtype], table, scale, s_aux), None
         k, v = _expanded(layer, key, value)
-        return prefill.causal_attention(q, k, v, softmax_scale=scale, valid=call.valid), None
+        return prefill.causal_attention(q, k, v, softmax_scale=scale, valid=call.valid, window=window), None
     kv_cache = call.store.kv_cache(layer.layer_idx)
     mla_suite.append_kv(
-        _widened(kv_c, LATENT).reshape(-1, LATENT),
-        _widened(k_pe, ROPE).reshape(-1, ROPE),
+        kv_c.reshape(-1, latent),
+        k_pe.reshape(kv_c.shape[0] * q_len, rope),
         kv_cache,
         call.step.slot_mapping,
         kv_format=call.store.kv_format,
@@ -135,12 +143,43 @@ def attend(
         return _attend_cached(layer, q, call, kv_cache, call.step.seq_lens, scale, causal=True)[0], None
     k, v = _expanded(layer, key, value)
     if not call.prefix:
-        return prefill.causal_attention(q, k, v, softmax_scale=scale, valid=call.valid), None
-    own = prefill.causal_attention_with_lse(q, k, v, softmax_scale=scale, valid=call.valid)
+        return prefill.causal_attention(q, k, v, softmax_scale=scale, valid=call.valid, window=window), None
     lens = call.step.seq_lens
     new = torch.full_like(lens, q_len) if call.valid is None else call.valid.sum(1, dtype=torch.int32)
+    if window is not None:
+        return _attend_window(layer, q, k, v, call, kv_cache, lens - new, scale), None
+    own = prefill.causal_attention_with_lse(q, k, v, softmax_scale=scale, valid=call.valid)
     past = _attend_cached(layer, q, call, kv_cache, lens - new, scale, causal=False)
     return prefill.merged(own, past, query.dtype), None
+
+
+def _attend_window(
+    layer: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: Call,
+    kv_cache: torch.Tensor,
+    past: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Values [batch, q_len, heads, v_head_dim] of new tokens behind `past` [batch] cached ones, in a sliding window.
+
+    The rows before the first new token that its window reaches are expanded and take the place of earlier new tokens.
+    """
+    assert call.step is not None
+    reach, batch = layer.sliding_window - 1, q.shape[0]
+    positions = past.long()[:, None] + torch.arange(-reach, 0, device=past.device)
+    found = slots(call.step.block_table, positions.clamp(min=0), kv_cache.shape[1])
+    rows = kv_cache.view(-1, kv_cache.shape[-1])[found][:, None]
+    latent, _ = cached_widths(layer)
+    earlier = _expanded(layer, rows[..., : layer.kv_lora_rank], rows[..., latent : latent + layer.qk_rope_head_dim])
+    k, v = (torch.cat(pair, dim=1) for pair in zip(earlier, (k, v), strict=True))
+    valid = q.new_ones(q.shape[:2], dtype=torch.bool) if call.valid is None else call.valid
+    valid = torch.cat((positions >= 0, valid), dim=1)
+    q = torch.cat((q.new_zeros(batch, reach, *q.shape[2:]), q), dim=1)
+    out = prefill.causal_attention(q, k, v, softmax_scale=scale, valid=valid, window=layer.sliding_window)
+    return out[:, reach:]
 
 
 def _attend_cached(
@@ -150,6 +189,7 @@ def _attend_cached(
     assert call.store is not None
     assert call.step is not None
     q, w_uv = _absorbed(layer, q)
+    window = getattr(layer, "sliding_window", None)
     out, lse = mla_suite.decode(
         q,
         kv_cache,
@@ -157,8 +197,10 @@ def _attend_cached(
         call.step.block_table,
         softmax_scale=scale,
         max_seqlen_q=q.shape[1],
+        head_dim_v=cached_widths(layer)[0],
         causal=causal,
         kv_format=call.store.kv_format,
+        window_left=-1 if window is None else window - 1,  # transformers' window counts the token itself
     )
     return head_values(out[..., : layer.kv_lora_rank], w_uv), lse
 
@@ -184,20 +226,22 @@ def _attend_selected(
         attn_sink=None if sink is None else sink.float(),
         kv_formats=[kv_format],
         softmax_scale=scale,
+        head_dim_v=cached_widths(layer)[0],
     )
     return head_values(out[..., : layer.kv_lora_rank], w_uv)
 
 
 def _absorbed(layer: Any, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [batch, q_len, heads, nope + rope] as our cache is read, 512 + 64 wide, and W_UV [heads, v_head_dim, rank]."""
+    """q [batch, q_len, heads, nope + rope] as wide as cached tokens are, and W_UV [heads, v_head_dim, rank]."""
     rank, rope = layer.kv_lora_rank, layer.qk_rope_head_dim
     weight = layer.kv_b_proj.weight.view(q.shape[2], layer.qk_nope_head_dim + layer.v_head_dim, rank)
     w_uk, w_uv = weight.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=1)
     q_nope, q_pe = q.split([layer.qk_nope_head_dim, rope], dim=-1)
     q = absorbed(q_nope, q_pe, w_uk)
-    if (rank, rope) != (LATENT, ROPE):
+    widths = cached_widths(layer)
+    if (rank, rope) != widths:
         latent, pe = q.split([rank, rope], dim=-1)
-        q = torch.cat((_widened(latent, LATENT), _widened(pe, ROPE)), dim=-1)
+        q = torch.cat((_widened(latent, widths[0]), _widened(pe, widths[1])), dim=-1)
     return q, w_uv
 
 

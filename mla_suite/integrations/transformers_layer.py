@@ -78,6 +78,7 @@ class LatentAttention(MLA):
             super().__init__(config)
         self.kv_format = kv_format_of(cast(nn.Linear, original.kv_b_proj).weight.dtype)
         self.layer_idx = cast(int, original.layer_idx)
+        self.kv_lora_rank, self.qk_rope_head_dim = config.kv_lora_rank, config.qk_rope_head_dim
         for name, module in original.named_children():
             setattr(self, name, module)
         self.train(original.training)

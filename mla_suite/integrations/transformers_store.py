@@ -10,9 +10,9 @@ from torch.nn import functional
 
 from mla_suite.integrations import WIDE, capturing, refuse
 from mla_suite.models.cache import Step, slots
-from mla_suite.models.config import LATENT, ROPE
 
 ATTENTION_NAME = "mla_suite"
+LEAST_LATENT, LEAST_ROPE = 16, 32  # values that a Triton kernel of decode reads at least
 
 
 class Call(NamedTuple):
@@ -49,8 +49,12 @@ class LatentStore:
         self.others: list[Any] = []  # layers without latent attention, which transformers made
         self._saved: list[dict[str, Any]] = []
         width = 1 if max_len is None else -(-max_len // page_size)
-        pages = torch.zeros(batch * width, page_size, LATENT + ROPE, dtype=dtype, device=device)
-        self.latents = {layer_idx: pages.clone() for layer_idx in self.indices}
+        self.latents = {
+            cast(int, attention.layer_idx): torch.zeros(
+                batch * width, page_size, sum(cached_widths(attention)), dtype=dtype, device=device
+            )
+            for _, _, attention in latent_attentions(model)
+        }
         self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=device)
         self.seen = torch.zeros((), dtype=torch.int64, device=device)
         self._columns = 0  # of those seen, the ones of eager calls
@@ -276,6 +280,20 @@ def latent_attentions(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]
         for name, child in parent.named_children()
         if hasattr(child, "kv_b_proj") and hasattr(child, "layer_idx")
     ]
+
+
+def cached_widths(attention: nn.Module) -> tuple[int, int]:
+    """Values of a layer's cached token that are key and value, and those that are key alone.
+
+    They are the layer's own wherever the operators' kernels read such rows, as all do in powers of two; others are
+    padded with zeros to the next ones, which changes no score and no value.
+    """
+    rank, rope = cast(int, attention.kv_lora_rank), cast(int, attention.qk_rope_head_dim)
+    return _power_of_two(max(rank, LEAST_LATENT)), _power_of_two(max(rope, LEAST_ROPE)) if rope else 0
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
 
 
 def kv_format_of(dtype: torch.dtype) -> str:

@@ -19,9 +19,11 @@ import torch
 
 import mla_suite
 from mla_suite.integrations import FP8, KV_FORMATS, capturing, refuse
+from mla_suite.launch import current_arch
 
 try:
     from vllm import envs  # type: ignore[import-not-found]  # optional
+    from vllm.config import get_current_vllm_config  # type: ignore[import-not-found]  # optional
     from vllm.model_executor.layers.attention.mla_attention import (  # type: ignore[import-not-found]  # optional
         MLACommonBackend,
         MLACommonDecodeMetadata,
@@ -47,6 +49,12 @@ except ImportError as error:
 
 PAGE_SIZE = 64  # native kernels read whole pages of 64 keys by TMA; smaller pages are gathered row by row
 INVARIANT_SPLIT = 1024  # keys per split when vLLM asks for batch-invariant results
+FP8_QUERY_ROWS = {"sm_90": 64, "gfx950": 1}
+"""By arch: query rows of a sequence from which fp8 queries beside an fp8 cache are faster than 16-bit ones.
+
+With the kernel that quantises them, an H100 takes 0.93 to 1.00 of the time with 64 rows or more, and as long with 16
+(csrc/sm_90/decode/PERF.md). gfx950 multiplies fp8 as it is stored, and gfx942 converts it in either case.
+"""
 
 
 class MLASuiteAnswers:
@@ -253,7 +261,6 @@ class MLASuiteLayer(MLAAttentionImpl):
             **mla_args,
         )
         vllm_interface.installed(name).has("MLAAttentionImpl", self, vllm_interface.READ)
-        # Queries stay in 16 bits beside an fp8 cache: quantising them costs a launch and accuracy.
         self.supports_quant_query_input = False
 
     def do_kv_cache_update(
@@ -288,6 +295,11 @@ class MLASuiteLayer(MLAAttentionImpl):
 class MLASuiteImpl(MLASuiteLayer, MLACommonImpl):
     """One layer's attention: decode through `mla_suite.decode`, all else vLLM's own."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # vLLM asks for it beside an fp8 cache alone, and then quantises queries as it joins their two parts.
+        self.supports_quant_query_input = _fp8_queries_are_faster(self.num_heads * self.dcp_world_size)
+
     def forward_mqa(
         self,
         q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -315,6 +327,7 @@ class MLASuiteImpl(MLASuiteLayer, MLACommonImpl):
             decode.seq_lens,
             decode.block_table,
             cu_seqlens_q=decode.cu_seqlens_q,
+            q_descale=layer._q_scale.reshape(1) if queries.dtype in FP8 else None,
             kv_descale=layer._k_scale.reshape(1) if kv_format in FP8.values() else None,
             plan=decode.plan,
             # Also for one query token: vLLM's lengths of a rank may count drafts that were rejected since.
@@ -334,6 +347,17 @@ class MLASuiteImpl(MLASuiteLayer, MLACommonImpl):
         # vLLM allocates an fp8 cache as bytes.
         cache = kv_cache.view(current_platform.fp8_dtype()) if self.kv_cache_dtype.startswith("fp8") else kv_cache
         return cache, KV_FORMATS[cache.dtype]
+
+
+def _fp8_queries_are_faster(heads: int) -> bool:
+    """Whether it is so for a token, with as many drafts as the server verifies, on the device where models are made."""
+    arch = current_arch(torch.empty(0))
+    if arch is None or arch.name not in FP8_QUERY_ROWS:
+        return False
+    config = get_current_vllm_config()
+    drafts = getattr(config.speculative_config, "num_speculative_tokens", 0) or 0
+    # Results for fp8 queries are bfloat16, which vLLM goes on with in the model's own type.
+    return config.model_config.dtype == torch.bfloat16 and heads * (1 + drafts) >= FP8_QUERY_ROWS[arch.name]
 
 
 @cache

@@ -107,6 +107,13 @@ def check_descale(
         checks.fail(op, argument, f"has shape {tuple(descale.shape)}", "it takes one value: shape [] or [1]")
 
 
+def check_descale_value(descale: torch.Tensor | None, *, op: str, argument: str) -> None:
+    """Refuse a descale by which no value can be divided. Reads its value."""
+    factor = 1.0 if descale is None else float(descale)
+    if not 0.0 < factor < math.inf:
+        checks.fail(op, argument, f"is {factor:g}", "values are divided by it: a finite number above 0")
+
+
 def pack(
     kv_format: str | KVFormat, rows: torch.Tensor, *, descale: torch.Tensor | None = None, padded: bool = True
 ) -> torch.Tensor:
@@ -154,11 +161,34 @@ def gather(
     kv_format: KVFormat, cache: torch.Tensor, slots: torch.Tensor, *, descale: torch.Tensor | None = None
 ) -> torch.Tensor:
     """fp32 rows `[n, head_dim]` at `slots` `[n]` (int64, in range); no other token of the cache is read."""
+    return decode_rows(_sized_to(kv_format, cache.shape[2]), fields_at(kv_format, cache, slots), descale)
+
+
+def fields_at(kv_format: KVFormat, cache: torch.Tensor, slots: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The stored bytes of tokens at `slots` `[n]` (int64, in range) as words, by their field."""
     sized = _sized_to(kv_format, cache.shape[2])
-    page = cache.shape[1]
-    block, token = slots // page, slots % page
-    stored = {f.name: _words(sized, cache, f)[block, token] for f in sized.fields if f.name != "pad"}
-    return decode_rows(sized, stored, descale)
+    block, token = slots // cache.shape[1], slots % cache.shape[1]
+    return {field.name: _words(sized, cache, field)[block, token] for field in sized.fields}
+
+
+def put_fields(kv_format: KVFormat, cache: torch.Tensor, slots: torch.Tensor, stored: dict[str, torch.Tensor]) -> None:
+    """Write `stored` fields, as `fields_at` and `encode_rows` make them, at distinct `slots` `[n]` (int64)."""
+    sized = _sized_to(kv_format, cache.shape[2])
+    block, token = slots // cache.shape[1], slots % cache.shape[1]
+    for name, values in stored.items():
+        words = _words(sized, cache, sized.by_name[name])
+        words[block, token] = values.view(words.dtype)
+
+
+def same_records(written: KVFormat, read: KVFormat) -> bool:
+    """Whether a token stored in `read` is one in `written` as well, but for the places of its fields in a block."""
+    if written.dense and read.dense:
+        return written.encodings == read.encodings
+    if written.scale_rule is None or read.scale_rule is None:
+        return False
+    alike = [{field.name: (field.encoding, field.count) for field in kind.fields} for kind in (written, read)]
+    promised = read.scale_rule.power_of_two or not written.scale_rule.power_of_two
+    return alike[0] == alike[1] and written.scale_rule.tile == read.scale_rule.tile and promised
 
 
 def as_keys(kv_format: KVFormat, rows: torch.Tensor) -> torch.Tensor:
@@ -179,11 +209,7 @@ def scatter(
 ) -> None:
     """Write `rows` `[n, head_dim]` at distinct `slots` `[n]` (int64, in range); no other token of the cache changes."""
     sized = _sized_to(kv_format, rows.shape[-1])
-    page = cache.shape[1]
-    block, token = slots // page, slots % page
-    for name, stored in encode_rows(sized, rows.float(), descale).items():
-        words = _words(sized, cache, sized.by_name[name])
-        words[block, token] = stored.view(words.dtype)
+    put_fields(sized, cache, slots, encode_rows(sized, rows.float(), descale))
 
 
 def validate(kv_format: str | KVFormat, cache: torch.Tensor) -> tuple[str, ...]:
@@ -218,8 +244,10 @@ def _decoded(kv_format: KVFormat, cache: torch.Tensor, field: Field) -> torch.Te
 
 
 def _sized_to(kv_format: KVFormat, width: int) -> KVFormat:
-    """A dense `format` for rows of `width` values as one field: its bytes do not depend on where a row is divided."""
-    return kv_format.sized(width, 0) if kv_format.dense else kv_format
+    """A seamless format for rows of `width` values as one field: its bytes do not depend on where a row is divided."""
+    if kv_format.dense:
+        return kv_format.sized(width, 0)
+    return kv_format.sized(kv_format.head_dim, 0) if kv_format.seamless else kv_format
 
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)

@@ -24,6 +24,10 @@ FP8_LARGEST = {"e4m3fn": 448.0, "e4m3fnuz": 240.0}
 """The largest finite value of each fp8 flavour; encoders saturate to it, so no finite input becomes NaN."""
 
 
+ROW = ("latent", "rope")
+"""Names of the fields that hold a row's values."""
+
+
 @dataclass(frozen=True)
 class Field:
     """One field of a token: `count` elements of `encoding`.
@@ -56,8 +60,9 @@ class Field:
 class ScaleRule:
     """How a writer derives the dequantisation scale of `tile` neighbouring values.
 
-    s = max(amax / divisor, smallest), then rounded up to a power of two if `power_of_two`; a value is stored as
-    round(value / s) and read as stored * s. A tile that holds NaN or inf gets scale NaN and reads back as NaN.
+    s = max(amax / divisor, smallest), then rounded up to a power of two if `power_of_two`, then into the encoding of
+    the scale field; a value is stored as round(value / s) and read as stored * s. A tile that holds NaN or inf gets
+    scale NaN and reads back as NaN.
     """
 
     tile: int
@@ -100,7 +105,7 @@ class KVFormat:
     @property
     def value_fields(self) -> tuple[Field, ...]:
         """The fields whose values, concatenated, are the row."""
-        return tuple(field for field in self.fields if field.name in ("latent", "rope"))
+        return tuple(field for field in self.fields if field.name in ROW)
 
     @property
     def latent(self) -> int:
@@ -116,6 +121,11 @@ class KVFormat:
     def head_dim(self) -> int:
         """Values of one row."""
         return self.latent + self.rope
+
+    @functools.cached_property
+    def scaled(self) -> int:
+        """Values of a row, from its first on, that scales multiply; the others are stored as they are."""
+        return 0 if self.scale_rule is None else self.by_name["scale"].count * self.scale_rule.tile
 
     @property
     def token_bytes(self) -> int:
@@ -137,6 +147,16 @@ class KVFormat:
         """Whether a token is nothing but its row in one encoding of whole bytes, so that any head_dim fits."""
         return len(self.encodings) == 1 and all(ENCODING_BITS[encoding] >= 8 for encoding in self.encodings)
 
+    @functools.cached_property
+    def seamless(self) -> bool:
+        """Whether a row's bytes do not depend on where it is divided into latent and rope.
+
+        So it is where a row is one run of values in one encoding, all or none of them scaled.
+        """
+        first = self.by_name["latent"]
+        run = row_fields(first.encoding, self.latent, self.rope, first.stride)
+        return self.value_fields == run and self.scaled in (0, self.head_dim)
+
     @property
     def encodings(self) -> frozenset[str]:
         """Encodings of the fields, which a kernel that reads or writes records must know."""
@@ -153,15 +173,20 @@ class KVFormat:
         return -(-page_size * self.token_bytes // multiple) * multiple
 
     def sized(self, latent: int, rope: int) -> KVFormat:
-        """The same format for rows of `latent` + `rope` values; only dense formats have a choice."""
+        """The same format for rows of `latent` + `rope` values.
+
+        Dense formats take rows of any size, other seamless ones divide their own row anywhere, the rest have no choice.
+        """
         if (latent, rope) == (self.latent, self.rope):
             return self
-        if not self.dense:
-            raise ValueError(
-                f"kv_format {self.name!r} holds {self.latent} latent and {self.rope} rope values, not {latent} and "
-                f"{rope}; rows of any size need bf16, fp16, fp32, fp8 or fp8_fnuz"
-            )
-        return _dense_sized(self, latent, rope)
+        if self.dense:
+            return _dense_sized(self, latent, rope)
+        if self.seamless and 0 < latent <= self.head_dim == latent + rope:
+            return _divided(self, latent, rope)
+        raise ValueError(
+            f"kv_format {self.name!r} holds {self.latent} latent and {self.rope} rope values, not {latent} and "
+            f"{rope}; rows of any size need bf16, fp16, fp32, fp8 or fp8_fnuz"
+        )
 
     def constants(self) -> dict[str, int]:
         """Integers a kernel needs, ready for -D macros.
@@ -202,11 +227,19 @@ def _dense_sized(kv_format: KVFormat, latent: int, rope: int) -> KVFormat:
     )
 
 
+@functools.lru_cache(maxsize=256)
+def _divided(kv_format: KVFormat, latent: int, rope: int) -> KVFormat:
+    whole = kv_format.by_name["latent"]
+    parts = row_fields(whole.encoding, latent, rope, whole.stride)
+    return dataclasses.replace(kv_format, fields=(*parts, *(f for f in kv_format.fields if f.name not in ROW)))
+
+
+def row_fields(encoding: str, latent: int, rope: int, stride: int) -> tuple[Field, ...]:
+    """Fields of a row that begins its token and is one run of values in one encoding."""
+    first = Field("latent", encoding, latent, 0, stride)
+    return (first, Field("rope", encoding, rope, first.bytes, stride)) if rope else (first,)
+
+
 def dense_fields(encoding: str, latent: int, rope: int) -> tuple[Field, ...]:
     """Fields of a token that is its row and nothing else."""
-    size = ENCODING_BITS[encoding] // 8
-    stride = (latent + rope) * size
-    fields = [Field("latent", encoding, latent, 0, stride)]
-    if rope:
-        fields.append(Field("rope", encoding, rope, latent * size, stride))
-    return tuple(fields)
+    return row_fields(encoding, latent, rope, (latent + rope) * ENCODING_BITS[encoding] // 8)

@@ -67,7 +67,7 @@ def _encode_e2m1(values: torch.Tensor) -> torch.Tensor:
     for lower, (below, above) in enumerate(pairwise(E2M1_MAGNITUDES)):
         middle = (below + above) / 2
         code += (size >= middle) if lower % 2 else (size > middle)  # a tie goes to the even code
-    code |= (values < 0).to(torch.uint8) << 3
+    code |= (values.signbit() & (values == values)).to(torch.uint8) << 3  # of a value that is rounded to zero as well
     low, high = code.unflatten(-1, (-1, 2)).unbind(-1)
     return low | high << 4
 
@@ -90,20 +90,18 @@ def _power_of_two_at_least(values: torch.Tensor) -> torch.Tensor:
 
 def encode_rows(kv_format: KVFormat, rows: torch.Tensor, descale: torch.Tensor | None) -> dict[str, torch.Tensor]:
     """Each stored field of `rows` (fp32 `[..., head_dim]`) by name, as tensors `[..., count]` of the field's dtype."""
-    latent, rope = rows.split((kv_format.latent, kv_format.rope), dim=-1)
-    if kv_format.scale_rule is None:
-        if descale is not None:
-            latent, rope = latent / descale, rope / descale
-        stored = {"latent": encode(latent, kv_format.by_name["latent"].encoding)}
-    else:
-        scales = tile_scales(latent, kv_format.scale_rule)
-        tiles = latent.unflatten(-1, (-1, kv_format.scale_rule.tile)) / scales.unsqueeze(-1)
-        stored = {
-            "latent": encode(tiles.flatten(-2), kv_format.by_name["latent"].encoding),
-            "scale": encode(scales, kv_format.by_name["scale"].encoding),
-        }
-    if kv_format.rope:
-        stored["rope"] = encode(rope, kv_format.by_name["rope"].encoding)
+    stored, rule = {}, kv_format.scale_rule
+    if rule is not None:
+        scaled, others = rows.split((kv_format.scaled, kv_format.head_dim - kv_format.scaled), dim=-1)
+        encoding = kv_format.by_name["scale"].encoding
+        stored["scale"] = encode(tile_scales(scaled, rule), encoding)
+        tiles = scaled.unflatten(-1, (-1, rule.tile)) / decode(stored["scale"], encoding).unsqueeze(-1)
+        rows = torch.cat((tiles.flatten(-2), others), dim=-1)
+    elif descale is not None:
+        rows = rows / descale
+    fields = kv_format.value_fields
+    for field, values in zip(fields, rows.split([field.count for field in fields], dim=-1), strict=True):
+        stored[field.name] = encode(values, field.encoding)
     if "pad" in kv_format.by_name:
         stored["pad"] = rows.new_zeros((*rows.shape[:-1], kv_format.by_name["pad"].count), dtype=torch.uint8)
     return stored
@@ -112,8 +110,8 @@ def encode_rows(kv_format: KVFormat, rows: torch.Tensor, descale: torch.Tensor |
 def decode_rows(kv_format: KVFormat, stored: dict[str, torch.Tensor], descale: torch.Tensor | None) -> torch.Tensor:
     """The fp32 rows `[..., head_dim]` that contiguous `stored` fields hold; the inverse of `encode_rows`."""
     parts = [decode(stored[field.name], field.encoding) for field in kv_format.value_fields]
+    rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
     if kv_format.scale_rule is not None:
         scales = decode(stored["scale"], kv_format.by_name["scale"].encoding)
-        parts[0] = (parts[0].unflatten(-1, (-1, kv_format.scale_rule.tile)) * scales.unsqueeze(-1)).flatten(-2)
-    rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        rows[..., : kv_format.scaled].unflatten(-1, (-1, kv_format.scale_rule.tile)).mul_(scales.unsqueeze(-1))
     return rows if descale is None else rows * descale

@@ -27,20 +27,25 @@ def causal_attention(
     softmax_scale: float,
     valid: torch.Tensor | None = None,
     q_lens: Sequence[int] | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """softmax(q k^T softmax_scale) v over each token and those before it, in the inputs' dtype.
 
+    With `window` over that number of newest tokens, each token itself among them.
     With `q_lens` within each of the sequences packed along tokens: [tokens, heads, dim] in and out.
     """
     if q_lens is not None:
-        return torch.cat([causal_attention(*p, softmax_scale=softmax_scale) for p in _packed(q, k, v, q_lens)], 1)[0]
-    mask = None if valid is None else visible(0, q.shape[1], q.shape[1], q.device, valid)
+        parts = _packed(q, k, v, q_lens)
+        return torch.cat([causal_attention(*p, softmax_scale=softmax_scale, window=window) for p in parts], 1)[0]
+    mask = None
+    if valid is not None or window is not None:
+        mask = visible(0, q.shape[1], q.shape[1], q.device, valid, window)
     out = functional.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
         attn_mask=mask,
-        is_causal=valid is None,
+        is_causal=mask is None,
         scale=softmax_scale,
     )
     return out.transpose(1, 2)
@@ -167,11 +172,20 @@ def check_order(q_lens: Sequence[int], step: Step, page_size: int) -> None:
     )
 
 
-def visible(start: int, stop: int, keys: int, device: torch.device, valid: torch.Tensor | None) -> torch.Tensor:
-    """bool, broadcastable to [batch, heads, stop - start, keys]: may query `start + i` see key j?"""
+def visible(
+    start: int, stop: int, keys: int, device: torch.device, valid: torch.Tensor | None, window: int | None = None
+) -> torch.Tensor:
+    """bool, broadcastable to [batch, heads, stop - start, keys]: may query `start + i` see key j?
+
+    A `window` counts the real tokens alone, as positions and cached rows do.
+    """
     rows = torch.arange(start, stop, device=device)[:, None]
     columns = torch.arange(keys, device=device)
-    causal = columns <= rows
+    seen = columns <= rows
     if valid is None:
-        return causal
-    return (causal & valid[:, None, :] | (columns == rows))[:, None]
+        return seen if window is None else seen & (columns > rows - window)
+    seen = seen & valid[:, None, :]
+    if window is not None:
+        count = valid.cumsum(1)
+        seen = seen & (count[:, None, :] > count[:, start:stop, None] - window)
+    return (seen | (columns == rows))[:, None]

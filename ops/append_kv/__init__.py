@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
@@ -84,12 +83,11 @@ def check(args: AppendKvArgs) -> tuple[Output, ...]:
     rope = args.k_pe.shape[1]
     checks.shape("append_kv", "k_pe", args.k_pe, (tokens, rope), "[tokens, rope]")
     if not kind.dense:
-        checks.shape(
-            "append_kv", "kv_c", args.kv_c, (tokens, kind.latent), f"[tokens, latent] of kv_format {args.kv_format!r}"
-        )
-        checks.shape(
-            "append_kv", "k_pe", args.k_pe, (tokens, kind.rope), f"[tokens, rope] of kv_format {args.kv_format!r}"
-        )
+        # A seamless record takes its row divided anywhere, so a latent whose end is rotated already as well.
+        divided = latent if kind.seamless and 0 < latent <= kind.head_dim else kind.latent
+        for name, given, width in (("kv_c", args.kv_c, divided), ("k_pe", args.k_pe, kind.head_dim - divided)):
+            part = "latent" if name == "kv_c" else "rope"
+            checks.shape("append_kv", name, given, (tokens, width), f"[tokens, {part}] of kv_format {kind.name!r}")
     caches.check(kind, args.kv_cache, latent + rope, op="append_kv", argument="kv_cache", like=args.kv_c)
     checks.written_whole("append_kv", "kv_cache", args.kv_cache)
     caches.check_descale(kind, args.kv_descale, args.kv_c, op="append_kv", argument="kv_descale")
@@ -114,9 +112,7 @@ def describe(args: AppendKvArgs) -> Problem:
 
 def validate(args: AppendKvArgs) -> None:
     caches.check_base(get_kv_format(args.kv_format), args.kv_cache, op="append_kv", argument="kv_cache")
-    factor = 1.0 if args.kv_descale is None else float(args.kv_descale)
-    if not 0.0 < factor < math.inf:
-        checks.fail("append_kv", "kv_descale", f"is {factor:g}", "values are divided by it: a finite number above 0")
+    caches.check_descale_value(args.kv_descale, op="append_kv", argument="kv_descale")
     if args.slot_mapping.numel() == 0:
         return
     slots = args.kv_cache.shape[0] * args.kv_cache.shape[1]

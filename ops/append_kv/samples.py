@@ -52,4 +52,7 @@ def samples() -> Sequence[Sample]:
         sample(6, "v32", page=2),
         sample(6, "dsv4", page=2, rope=True, skip=True),
         sample(3, "dsv4_fnuz"),
+        sample(3, "v32_nope", page=3),
+        sample(4, "v41", page=2, rope=True),
+        sample(4, "v41_fp4", page=3, rope=True, interleaved=False),
     )

@@ -255,7 +255,7 @@ def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
     rows = problem.heads * problem.q_len
     if arch is not None and not problem.planned and problem.split_size == 0 and _leaves_idle(problem.batch, rows, arch):
         rows = 16
-    tile = tile_for(rows, problem.q_dtype, problem.rope > 0, arch)
+    tile = tile_for(rows, problem.q_dtype, problem.rope > 0, arch, problem.head_dim_v)
     return Supported(tile, f"Triton with tiles of {tile.rows} rows x {tile.keys} keys")
 
 
@@ -264,13 +264,16 @@ def _leaves_idle(batch: int, rows: int, arch: ArchSpec) -> bool:
     return batch * -(-rows // 16) * 8 <= arch.compute_units
 
 
-def tile_for(rows: int, q_dtype: torch.dtype, rotated: bool, arch: ArchSpec | None) -> Tile:
+def tile_for(rows: int, q_dtype: torch.dtype, rotated: bool, arch: ArchSpec | None, head_dim_v: int = 512) -> Tile:
     """The best measured tile where an MMA has 64 rows; on other archs the largest that needs no scratch memory and fits
     64 KiB of LDS; the same where there is no record of the arch. Keys to be rotated need a sixth more buffers.
 
     On an H200 (batch 128, 4096 keys; us): 16 rows 173 with these and 211 with 32 keys, 4 warps, 3 stages; 64 rows 327,
     and 372 with 32 keys, 5 stages; 32 rows (batch 32) 70, and 103 as a padded tile of 64.
     """
+    if head_dim_v > 512:  # chosen to fit, and not measured
+        narrow = arch is None or arch.matrix_min_rows < 64 or q_dtype == torch.float32
+        return Tile(16, 16, 4, 1) if narrow else Tile(16 if rows <= 16 else 32, 32, 8, 2)
     if q_dtype == torch.float32:
         return Tile(16, 16, 4, 1)  # fp32 tiles are for tests: twice the bytes, a twentieth of the rate
     if arch is None or arch.matrix_min_rows < 64:

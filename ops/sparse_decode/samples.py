@@ -1,4 +1,4 @@
-"""Named sparse_decode problems: DeepSeek V3.2 (one pool of 656-byte records) and V4 (window and compressed pool)."""
+"""Named sparse_decode problems: DeepSeek V3.2 (one pool of 656-byte records), V4 and V4.1 (window and compressed)."""
 
 from __future__ import annotations
 
@@ -62,4 +62,7 @@ def samples() -> Sequence[Sample]:
         sample(2, 1, 16, [PoolShape("v32", 3, 64, 48)]),
         sample(2, 2, 8, [PoolShape("dsv4", 2, 64, 16), PoolShape("dsv4_fnuz", 9, 2, 12, ragged=True)], sink=True),
         sample(3, 1, 12, [PoolShape("bf16", 4, 16, 9)], lengths=True),
+        sample(
+            2, 1, 8, [PoolShape("v41_interleaved", 3, 16, 20), PoolShape("v41_fp4_interleaved", 2, 5, 9)], sink=True
+        ),
     )

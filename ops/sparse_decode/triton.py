@@ -213,7 +213,8 @@ def tile_for(heads: int, dtype: torch.dtype, kv_formats: Sequence[str], arch: Ar
         return Tile(16, 32, 4, 2) if heads <= 16 else Tile(32, 32, 4, 2)
     if heads <= 16:
         # where V lies in two fields both are read at its full width, and a second stage does not fit
-        two_fields = any(get_kv_format(name).latent < get_kv_format(name).head_dim_v for name in kv_formats)
+        kinds = map(get_kv_format, kv_formats)
+        two_fields = any(kind.latent < kind.head_dim_v and not kind.seamless for kind in kinds)
         return Tile(16, 64, 8, 1 if two_fields else 2)
     # 64 rows fill a warpgroup's matrix instruction; more would not fit the registers beside 512 columns
     return Tile(64, 64, 8, 1)

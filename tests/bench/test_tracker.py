@@ -40,7 +40,9 @@ def _built() -> None:
 def benchmarks(
     *arguments: str, where: Path, files: str = "benchmarks/bench_operators.py", chosen: str = f"{SHAPE} and not time"
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", files, "-q", "--set", "counted", "--arch", "gfx942"]
+    # Neither plugin nor rewriting of assertions is needed, and both take seconds to begin.
+    command = [sys.executable, "-m", "pytest", "-p", "no:hypothesispytest", "-p", "no:anyio", "--assert=plain", files]
+    command += ["-q", "--set", "counted", "--arch", "gfx942"]
     command += [*(["-k", chosen] if chosen else []), *arguments]
     # pytest-benchmark saves nothing in what it takes for a process of pytest-xdist.
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}

@@ -33,22 +33,23 @@ def representable(one, pages, page, seed):
     Scales of `v32` have 20 bits at most: then 448 * scale is exact in fp32 and the writer finds the scale again.
     """
     generator = torch.Generator().manual_seed(seed)
-
-    def elements(shape, encoding):
-        noise = torch.randn(*shape, generator=generator)
-        return encode(noise * 3, encoding).float()
-
-    latent = elements((pages, page, one.latent), one.by_name["latent"].encoding)
-    rope = elements((pages, page, one.rope), one.by_name["rope"].encoding)
+    rows = torch.randn(pages, page, one.head_dim, generator=generator) * 3
+    parts = rows.split([field.count for field in one.value_fields], dim=-1)
+    rows = torch.cat([stored(part, f.encoding) for part, f in zip(parts, one.value_fields, strict=True)], dim=-1)
     rule = one.scale_rule
     if rule is not None:
-        tiles = latent.unflatten(-1, (-1, rule.tile))
+        tiles = rows[..., : one.scaled].unflatten(-1, (-1, rule.tile))
         tiles[..., 0] = rule.divisor
         exponent = torch.randint(-12, 13, tiles.shape[:-1], generator=generator)
         mantissa = torch.randint(2**19, 2**20, exponent.shape, generator=generator)
         significand = torch.ones_like(exponent) if rule.power_of_two else mantissa
-        latent = (tiles * torch.ldexp(significand.float(), exponent)[..., None]).flatten(-2)
-    return torch.cat([latent, rope], dim=-1)
+        tiles *= stored(torch.ldexp(significand.float(), exponent), one.by_name["scale"].encoding)[..., None]
+    return rows
+
+
+def stored(values, encoding):
+    """`values` as the encoding keeps them, flattened or not."""
+    return decode(encode(values, encoding), encoding)
 
 
 @few
@@ -68,16 +69,20 @@ def test_pack_then_unpack_is_identity_on_representable_rows(name, pages, page, s
 @given(st.sampled_from(NAMES), st.integers(0, 10**6), st.floats(1e-3, 1e3))
 def test_quantisation_error_is_within_half_a_step(name, seed, size):
     one = get_kv_format(name)
+    scale_encoding = one.by_name["scale"].encoding if one.scale_rule else ""
+    if scale_encoding == "e4m3fn":
+        size = min(size, 300.0)  # larger rows have scales beyond 448, which saturate
     rows = torch.randn(2, 3, one.head_dim, generator=torch.Generator().manual_seed(seed)) * size
     largest = rows.abs().amax()
     descale = (largest / 200)[None] if one.per_tensor_descale else None
     back = caches.unpack(one, caches.pack(one, rows, descale=descale), descale=descale)
-    latent = slice(0, one.latent)
+    latent = slice(0, one.scaled or one.latent)
     encoding = one.by_name["latent"].encoding
-    relative = {"bf16": 2**-8, "fp16": 2**-11, "fp32": 0.0, "e4m3fn": 2**-4, "e4m3fnuz": 2**-4}[encoding]
-    absolute = {"fp16": 2.0**-25, "e4m3fn": 2.0**-10, "e4m3fnuz": 2.0**-11}.get(encoding, 0.0)
+    relative = {"bf16": 2**-8, "fp16": 2**-11, "fp32": 0.0, "e4m3fn": 2**-4, "e4m3fnuz": 2**-4, "e2m1": 2**-2}[encoding]
+    absolute = {"fp16": 2.0**-25, "e4m3fn": 2.0**-10, "e4m3fnuz": 2.0**-11, "e2m1": 2.0**-2}.get(encoding, 0.0)
     if one.scale_rule is not None:
-        scale = tile_scales(rows[..., latent], one.scale_rule).repeat_interleave(one.scale_rule.tile, dim=-1)
+        scale = stored(tile_scales(rows[..., latent], one.scale_rule), scale_encoding)
+        scale = scale.repeat_interleave(one.scale_rule.tile, dim=-1)
     else:
         scale = 1.0 if descale is None else descale
     error = (back - rows)[..., latent].abs()
@@ -171,18 +176,18 @@ def test_power_of_two_scales_are_exact_at_the_powers(power):
     assert above == max(2.0 ** (power + 1), 2.0**-13)
 
 
-@pytest.mark.parametrize("name", ["v32", "v32_pow2", "dsv4", "dsv4_fnuz"])
+@pytest.mark.parametrize("name", [name for name in NAMES if KV_FORMATS[name].scale_rule])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_a_tile_with_a_non_finite_value_reads_nan_and_no_other_does(name, bad):
     one = get_kv_format(name)
-    rows = torch.ones(1, 2, one.head_dim)
+    rows = torch.full((1, 2, one.head_dim), one.scale_rule.divisor)  # every scale is 1
     rows[0, 1, one.scale_rule.tile + 3] = bad
     cache = caches.pack(one, rows)
     back = caches.unpack(one, cache)
     tile = slice(one.scale_rule.tile, 2 * one.scale_rule.tile)
     assert back[0, 1, tile].isnan().all()
-    back[0, 1, tile] = 1
-    assert torch.equal(back, torch.ones_like(back))
+    back[0, 1, tile] = one.scale_rule.divisor
+    assert torch.equal(back, torch.full_like(back, one.scale_rule.divisor))
     assert "first at page 0 offset 1" in caches.validate(one, cache)[-1]
 
 

@@ -74,6 +74,15 @@ VISION_OF = {
 # The tests' prompts are longer than index_topk, so that the selection matters; with 16 heads no two keys score alike.
 INDEXED = {"index_topk": 4, "index_head_dim": 80, "index_n_heads": 16, "num_hidden_layers": 3}
 SHARED = INDEXED | {"indexer_types": ["full", "shared", "full"]}
+# The window is smaller than the tests' prompts, and its layers have latents wider than 512.
+DOTS3 = {
+    "layer_types": ["indexed_attention", "sliding_attention", "sliding_attention"],
+    "sliding_window_size": 4,
+    "head_dim": 96,
+    "shared_experts_intermediate_size": 32,
+    **{f"swa_{name}": TINY[name] for name in ("num_attention_heads", "num_key_value_heads", "q_lora_rank")},
+    **{"swa_kv_lora_rank": 1024, "swa_head_dim": 96, "swa_qk_nope_head_dim": 32, "swa_v_head_dim": 24},
+}
 # By folder: the class that is patched, and the fields in which its tiny config differs.
 PATCHED = {
     "axk1": ("AXK1ForCausalLM", {}),
@@ -82,6 +91,7 @@ PATCHED = {
     "deepseek_v2": ("DeepseekV2ForCausalLM", {}),
     "deepseek_v3": ("DeepseekV3ForCausalLM", {}),
     "deepseek_v32": ("DeepseekV32ForCausalLM", INDEXED),
+    "dots3_note": ("Dots3NoteForCausalLM", INDEXED | DOTS3),
     "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", {}),
     "glm_moe_dsa": ("GlmMoeDsaForCausalLM", SHARED),
     "hy_v4": ("HYV4ForCausalLM", SHARED | {"learnable_sink_init": 0.5}),
@@ -96,12 +106,32 @@ PATCHED = {
 }
 PATCHED = {folder: made for folder, made in PATCHED.items() if hasattr(transformers, made[0])}  # this release has
 SELECTING = [folder for folder, (_, fields) in PATCHED.items() if "index_topk" in fields]
+# By folder: a class that keeps its own cache and calls our attention. All keys of its window, of its compressor and of
+# its indexer are fewer than the tests' prompts.
+KEEPS_CACHE = {
+    "deepseek_v4": (
+        "DeepseekV4ForCausalLM",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+            "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+            "mlp_layer_types": ["hash_moe", "moe", "moe"],
+            "sliding_window": 4,
+            "num_key_value_heads": 1,
+            "o_groups": 2,
+            "o_lora_rank": 16,
+            "index_topk": 2,
+            "index_head_dim": 64,
+            "index_n_heads": 4,
+            "hc_mult": 2,
+        },
+    ),
+}
+KEEPS_CACHE = {folder: made for folder, made in KEEPS_CACHE.items() if hasattr(transformers, made[0])}
 TRACED_ALWAYS = ("mistral4",)  # its step is traced with every run, and compiled with those of the others by `full`
 LOOPING_EXPERTS = ("longcat_flash",)  # their own loop over the chosen experts cannot be compiled, patched or not
 # By folder: a class whose selection does not reach our attention, and what makes its config small enough for a test.
 REFUSED = {
-    "deepseek_v4": ("DeepseekV4ForCausalLM", {"num_hidden_layers": 4}),
-    "dots3_note": ("Dots3NoteForCausalLM", {"num_hidden_layers": 4}),
     "glm5_next": ("Glm5NextForConditionalGeneration", {"num_hidden_layers": 4}),
     "hy_v4_vl": ("HYV4VLForConditionalGeneration", {"num_hidden_layers": 4}),
 }
@@ -125,7 +155,7 @@ def folders() -> frozenset[str]:
 
 def make(folder: str, **changes):
     """The folder's tiny model with random weights, fp32, on the CPU."""
-    name, own = PATCHED[folder]
+    name, own = (PATCHED | KEEPS_CACHE)[folder]
     model_class = getattr(transformers, name)
     fields = TINY | own | changes
     if folder in VISION_OF:
@@ -136,7 +166,7 @@ def make(folder: str, **changes):
     model = model_class(model_class.config_class(**fields)).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if "self_attn" in parameter_name and parameter_name.endswith(("bias", "norm.weight")):
+            if "self_attn" in parameter_name and parameter_name.endswith(("bias", "norm.weight", "sinks")):
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model
 
@@ -190,10 +220,16 @@ def table() -> str:
             how = "whole layer" if isinstance(layers[0], LatentAttention) else "attention"
             how = "attention to selected keys" if folder in SELECTING else how
             unpatch(model)
-            sizes = type(model).config_class().get_text_config(decoder=True)
-            row = f"{sizes.kv_lora_rank} + {sizes.qk_rope_head_dim}"
+            kinds = [type(model).config_class().get_text_config(decoder=True)]
+            if any(getattr(layer, "sliding_window", None) for layer in layers):
+                how += ", and to a window"
+                kinds = [kinds[0].per_layer_config[kind] for kind in ("indexed_attention", "sliding_attention")]
+            row = ", ".join(f"{sizes.kv_lora_rank} + {sizes.qk_rope_head_dim}" for sizes in kinds)
             step = "all but its experts" if folder in LOOPING_EXPERTS else "whole"
             rows.append(f"| {folder} | `{type(model).__name__}` | yes | {how} | {step} | {row} |")
+        elif folder in KEEPS_CACHE:
+            name = KEEPS_CACHE[folder][0]
+            rows.append(f"| {folder} | `{name}` | yes | attention to visible keys | no | a cache of its own |")
         elif folder in REFUSED:
             try:
                 patch(make_refused(folder))
@@ -218,13 +254,20 @@ model's tokens in fp32 (`tests/integrations/test_transformers_models.py`).
 | whole layer | `MLA` replaces the layer; the kernels that write and read the cache also apply rope |
 | attention | the layer keeps its projections, norms, gates and rope, and calls our attention |
 | attention to selected keys | the same, and the layer keeps its indexer or takes the choice of another layer |
+| and to a window | other layers have a sliding window: `decode` reads the newest keys alone |
+| attention to visible keys | the layer keeps its compressor, indexer and cache too, and calls `sparse_decode` |
 | compiled step | what `torch.compile(model, fullgraph=True)` takes of a step, as one graph for all lengths |
-| cached token | its elements with the folder's default config; one narrower than 512 + 64 is padded with zeros |
+| cached token | its elements with the folder's default config, which is what the cache holds |
 
 - With *attention to selected keys* every token, of a prompt or not, goes through `sparse_decode` over the keys that
   were selected for it; where all keys are selected, attention is dense. The indexer's own keys are cached beside the
   latents, `index_head_dim` elements a token. A layer that reads another layer's latents keeps a copy of them. As with a
   static cache of transformers, a step scores all `max_len` keys; `torch.topk` chooses among keys with equal scores.
+- A layer with a window caches all tokens. The window counts a sequence's own tokens, as positions do; transformers
+  counts columns of the mask, so the two differ where padding lies between tokens.
+- DeepSeek V4 takes any cache of transformers and no `LatentCache`, so no byte is saved. Where transformers holds the
+  scores of a prompt against all keys, here each token reads the keys that it sees. The model cannot be compiled whole,
+  patched or not, since its compressor's state grows.
 - The test traces `mistral4` in every run and compiles each row in `tox run -e full`. LongCat's experts loop over those
   that were chosen, a number that the compiler cannot know, so `fullgraph=True` refuses the unpatched model as well. The
   test puts that loop behind an operator of its own, and all else compiles.

@@ -100,6 +100,7 @@ def vllm(monkeypatch):
             **{cls.__name__: cls for cls in names},
             "QueryLenSupport": support,
         },
+        vllm__config=dict(get_current_vllm_config=lambda: module.stand_in_config),
         vllm__platforms=dict(current_platform=SimpleNamespace(fp8_dtype=lambda: torch.float8_e4m3fn)),
         vllm__v1__attention__backend=dict(
             AttentionCGSupport=SimpleNamespace(UNIFORM_BATCH=2),
@@ -110,6 +111,7 @@ def vllm(monkeypatch):
     )
     module = fresh(monkeypatch, "mla_suite.integrations.vllm")
     module.stand_in_envs = envs
+    module.stand_in_config = None  # vLLM's, which is read on archs alone that gain from fp8 queries
     return module
 
 
@@ -130,8 +132,8 @@ def impl_of(backend, kv_cache_dtype="auto", **changes):
     return backend.get_impl_cls()(**{**arguments, **changes})
 
 
-def layer_of(scale=1.0):
-    return SimpleNamespace(_k_scale=torch.tensor(scale))
+def layer_of(scale=1.0, q_scale=1.0):
+    return SimpleNamespace(_k_scale=torch.tensor(scale), _q_scale=torch.tensor(q_scale))
 
 
 def builder_of(vllm, **config):
@@ -176,6 +178,36 @@ def test_a_step_of_vllm(vllm, page, q_len, in_two, fp8, invariant):
         assert_attended(found, expected(q, cache.float() * scale, table, lengths, 0.05))
     assert plans[0] is plans[1]
     assert Plan.read(plans[0]).header[Word.SPLIT_SIZE] == (vllm.INVARIANT_SPLIT if invariant else 0)
+
+
+@pytest.mark.parametrize("q_len", [1, 4])
+def test_queries_that_vllm_quantised(vllm, q_len):
+    lengths = [300, 9, 64]
+    cache, table = paged(lengths, 16, torch.float8_e4m3fn)
+    metadata = builder_of(vllm).build(torch.tensor(lengths, dtype=torch.int32), table, q_len)
+    q = torch.randn(3, q_len, HEADS, WIDTH).to(torch.float8_e4m3fn)
+    impl = impl_of(vllm.MLASuiteBackend, "fp8")
+    found = impl.forward_mqa(q.flatten(0, 1), cache.view(torch.uint8), metadata, layer_of(0.25, 0.5))
+    assert found[0].dtype == torch.bfloat16
+    assert_attended(found, expected(q.float() * 0.5, cache.float() * 0.25, table, lengths, 0.05))
+
+
+@pytest.mark.parametrize(
+    ("arch", "heads", "drafts", "dtype", "asked"),
+    [
+        ("gfx950", 16, None, torch.bfloat16, True),
+        ("gfx950", 16, None, torch.float16, False),  # results would have another type than the model
+        ("gfx942", 128, None, torch.bfloat16, False),
+        ("sm_90", 64, None, torch.bfloat16, True),
+        ("sm_90", 32, None, torch.bfloat16, False),
+        ("sm_90", 32, 3, torch.bfloat16, True),
+    ],
+)
+def test_vllm_is_asked_for_fp8_queries_where_they_are_faster(vllm, monkeypatch, arch, heads, drafts, dtype, asked):
+    speculation = None if drafts is None else SimpleNamespace(num_speculative_tokens=drafts)
+    vllm.stand_in_config = SimpleNamespace(model_config=SimpleNamespace(dtype=dtype), speculative_config=speculation)
+    monkeypatch.setattr(vllm, "current_arch", lambda tensor: SimpleNamespace(name=arch))
+    assert impl_of(vllm.MLASuiteBackend, "fp8", num_heads=heads).supports_quant_query_input is asked
 
 
 @pytest.mark.parametrize("q_len", [1, 3])

@@ -9,6 +9,7 @@ pytest.importorskip(
 
 import latent_models
 from latent_models import (
+    KEEPS_CACHE,
     LOOPING_EXPERTS,
     NOT_LATENT,
     PATCHED,
@@ -23,7 +24,10 @@ from latent_models import (
     make_refused,
 )
 
+from mla_suite.core.dispatch import Supported
 from mla_suite.integrations.transformers import LatentCache, patch, unpatch
+from mla_suite.integrations.transformers_store import latent_attentions
+from mla_suite.ops.decode import Problem, triton
 
 # Compiling takes seconds a model, so a normal run traces some; `full` compiles them all.
 COMPILED = [pytest.param(name, "eager", id=name) for name in TRACED_ALWAYS]
@@ -37,14 +41,69 @@ def test_tokens_are_the_unpatched_models(folder, decodes):
     with patch(model):
         cache = LatentCache(model, 2, PROMPT + STEPS, page_size=4)
         tokens, logits = greedy(model, cache)
-        layers = len(cache.store.latents)
+        windows = [getattr(layer, "sliding_window", None) for _, _, layer in latent_attentions(model)]
+        for _, _, attention in latent_attentions(model):
+            own = attention.kv_lora_rank + attention.qk_rope_head_dim
+            assert cache.store.latents[attention.layer_idx].shape[2] == own, "a cached token has its own bytes"
     assert torch.equal(tokens, expected)
     assert tokens.unique().numel() > 2, "a model that repeats itself would show nothing"
     # The prompt of a model that selects keys is longer than index_topk, so it goes through sparse_decode as well.
-    assert decodes == (["sparse_decode"] * layers * STEPS if folder in SELECTING else ["decode"] * layers * (STEPS - 1))
+    selecting = [folder in SELECTING and window is None for window in windows]
+    step = ["sparse_decode" if selects else "decode" for selects in selecting]
+    assert decodes == ["sparse_decode"] * sum(selecting) + step * (STEPS - 1)
     # fp32 sums in another order: absorbed products run over the latent where the model's run over a head.
     torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-4)
     assert torch.equal(greedy(model)[0], expected), "unpatched again"
+
+
+@pytest.mark.parametrize("folder", KEEPS_CACHE)
+def test_tokens_of_a_model_that_keeps_its_cache(folder, decodes):
+    model = make(folder)
+    ids, mask = left_padded()
+    options = dict(attention_mask=mask, max_new_tokens=STEPS, do_sample=False, pad_token_id=0, eos_token_id=None)
+    expected, expected_logits = greedy(model)
+    with patch(model):
+        tokens, logits = greedy(model)
+        assert decodes == ["sparse_decode"] * model.config.num_hidden_layers * STEPS
+        assert torch.equal(model.generate(ids, **options)[:, PROMPT:], expected)
+        with pytest.raises(ValueError, match="output_attentions=True; attention weights are never stored"):
+            model(input_ids=ids, output_attentions=True)
+        with pytest.raises(TypeError, match="has no layers of latent attention"):
+            LatentCache(model, 2, PROMPT)
+    assert torch.equal(tokens, expected)
+    assert tokens.unique().numel() > 2, "a model that repeats itself would show nothing"
+    torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-4)
+    assert model.config._attn_implementation == "eager", "unpatched again"
+
+
+@torch.no_grad()
+def test_a_window_reaches_into_the_cache_of_an_earlier_chunk():
+    """The second sequence's first real token is the last of the first chunk, so its window is not full."""
+    model = make("dots3_note")
+    ids, mask = left_padded()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    expected = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+    with patch(model):
+        cache, found = LatentCache(model, 2, PROMPT, page_size=4), []
+        for new in (slice(0, 5), slice(5, PROMPT)):
+            given = dict(input_ids=ids[:, new], attention_mask=mask[:, : new.stop], position_ids=positions[:, new])
+            found.append(model(**given, past_key_values=cache).logits)
+    torch.testing.assert_close(torch.cat(found, 1)[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4)
+
+
+def test_latents_of_a_width_that_no_kernel_reads_are_padded_to_the_next():
+    model = make("minicpm3", kv_lora_rank=48, qk_rope_head_dim=8)
+    expected, _ = greedy(model)
+    with patch(model):
+        cache = LatentCache(model, 2, PROMPT + STEPS, page_size=4)
+        assert torch.equal(greedy(model, cache)[0], expected)
+    for latents in cache.store.latents.values():
+        width = latents.shape[2]
+        assert width == 64 + 32
+        shape = dict(batch=2, heads=4, q_len=1, context=16, context_from="", page=4, alignment=16, rope=0)
+        shape |= dict(planned=False, num_splits=0, split_size=0, window=False, tree=False)
+        problem = Problem(**shape, head_dim=width, head_dim_v=64, q_dtype=torch.float32, kv_format="fp32")
+        assert isinstance(triton.supports(problem, None), Supported)
 
 
 def experts_as_one_operator(model):
@@ -139,7 +198,7 @@ of_the_page = pytest.mark.skipif(
 
 @of_the_page
 def test_no_latent_model_of_transformers_is_forgotten():
-    assert set(PATCHED) | set(REFUSED) | set(NOT_LATENT) == latent_models.folders()
+    assert set(PATCHED) | set(KEEPS_CACHE) | set(REFUSED) | set(NOT_LATENT) == latent_models.folders()
 
 
 @of_the_page

@@ -13,7 +13,13 @@ from kernels_on_host import check, ran, with_a_fault
 from kernels_on_host import compiled as compiled_program
 from planted import each_of
 
-INSTANCES = [("bf16", "tma"), ("fp16", "tma"), ("bf16", "cp_async"), ("fp16", "cp_async")]
+FULL = pytest.mark.full  # a default run takes each type and each source of keys once
+INSTANCES = [
+    ("bf16", "tma"),
+    pytest.param("fp16", "tma", marks=FULL),
+    pytest.param("bf16", "cp_async", marks=FULL),
+    ("fp16", "cp_async"),
+]
 PROBLEMS = {
     "tma": [
         "16 1 64 1 1 plain 128 300 1 0 33 64",

@@ -13,7 +13,13 @@ from planted import each_of
 from mla_suite.archs import CSRC
 
 DECODE = "sm_90/decode"
-INSTANCES = [("bf16", 16), ("fp8", 16), ("fp16", 32), ("bf16", 32)]
+FULL = pytest.mark.full
+INSTANCES = [
+    pytest.param("bf16", 16, marks=FULL),
+    ("fp8", 16),
+    pytest.param("fp16", 32, marks=FULL),
+    ("bf16", 32),
+]
 PROBLEMS = {
     16: [
         "16 1 64 1 1 plain 128 300 1 0 33 64",

@@ -11,6 +11,7 @@ from sglang.srt.layers.attention import triton_backend
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from mla_suite.models.config import LATENT, ROPE
 
@@ -54,7 +55,7 @@ def runner(page: int, dtype: torch.dtype, *, layers: int = 2, slots: int = 2048,
         kv_index_translator=changes.pop("translator", SimpleNamespace(reads_are_translated=False)),
         decode_num_tokens_per_req=lambda: 4,
         is_draft_worker=False,
-        spec_algorithm=SimpleNamespace(is_dspark=lambda: False),
+        spec_algorithm=SpeculativeAlgorithm.from_string(changes.pop("algorithm", "EAGLE")),
         model_config=config,
         kv_cache_dtype=dtype,
         dtype=torch.bfloat16,
@@ -64,13 +65,17 @@ def runner(page: int, dtype: torch.dtype, *, layers: int = 2, slots: int = 2048,
     )
 
 
-def settings(monkeypatch: Any, *, deterministic: bool = False, dcp_size: int = 1) -> None:
+def settings(
+    monkeypatch: Any, *, deterministic: bool = False, dcp_size: int = 1, topk: int = 1, draft_tokens: int = 4
+) -> None:
     """The parts of the server's configuration that the backend's constructor asks for."""
     kernel = SimpleNamespace(
         enable_lean_attention=None, triton_attention_num_kv_splits=8, triton_attention_split_tile_size=None
     )
     parts = dict(
-        get_spec=SimpleNamespace(speculative_num_draft_tokens=4, speculative_num_steps=3, speculative_eagle_topk=1),
+        get_spec=SimpleNamespace(
+            speculative_num_draft_tokens=draft_tokens, speculative_num_steps=3, speculative_eagle_topk=topk
+        ),
         get_exec=SimpleNamespace(
             kernel=kernel,
             dllm=SimpleNamespace(dllm_algorithm=None),

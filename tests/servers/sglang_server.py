@@ -58,9 +58,9 @@ EMBEDDING_SCALE = 64.0
 """Large embeddings make the next token depend on the last one above all, so that some drafts are right."""
 
 
-def save_model(folder: Path) -> Any:
+def save_model(folder: Path, **changes: Any) -> Any:
     """Write a checkpoint of a model and of a layer that drafts for it; return transformers' model."""
-    model = tiny_deepseek.save_model(folder, **SHAPE)
+    model = tiny_deepseek.save_model(folder, **SHAPE, **changes)
     file = folder / "model.safetensors"
     weights = load_file(file)
     layers, hidden = tiny_deepseek.LAYERS, tiny_deepseek.SHAPE["hidden_size"]
@@ -97,7 +97,9 @@ def count_calls() -> None:
     def counted(q: torch.Tensor, kv_cache: torch.Tensor, seq_lens: torch.Tensor, *args: Any, **options: Any) -> Any:
         starts = options["cu_seqlens_q"]
         lens = [q.shape[1]] * len(q) if starts is None else starts.diff().tolist()
-        installed_plugins.write_call(query_tokens=lens, keys=seq_lens.tolist(), split_size=options["split_size"])
+        tree = {} if options["tree_mask"] is None else {"tree": options["tree_mask"].tolist()}
+        split_size = options["split_size"]
+        installed_plugins.write_call(query_tokens=lens, keys=seq_lens.tolist(), split_size=split_size, **tree)
         return decode(q, kv_cache, seq_lens, *args, **options)
 
     mla_suite.decode = counted

@@ -7,7 +7,8 @@ SGLang's own extend is replaced by one that says so, since its Triton kernels ne
 from __future__ import annotations
 
 import importlib
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ if importlib.util.find_spec("sglang") is None:
 import sglang_classes as theirs
 from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
 from mla_suite.integrations import interface, plugins
@@ -49,6 +51,15 @@ def extends(monkeypatch):
     return seen
 
 
+@pytest.fixture
+def ngram_worker(monkeypatch):
+    """A stand-in for SGLang's worker of n-grams, which needs its compiled library."""
+    name = "sglang.srt.speculative.ngram_worker"
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules[name].USE_FULL_MASK = True
+    return sys.modules[name]
+
+
 def filled(runner, lengths, page, k_scale):
     """Give each request pages in random order and fill the pool with rows as SGLang stores them."""
     pool, table = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
@@ -73,15 +84,17 @@ def stored(runner, layer_id, row, length, k_scale):
     return pool.kv_buffer[layer_id][slots, 0].view(pool.dtype).double() * k_scale
 
 
-def exact(q, keys, scale):
-    """Causal attention of q [q_len, heads, width] over keys [kv_len, width] in fp64."""
+def exact(q, keys, scale, tree=None):
+    """Attention of q [q_len, heads, width] over keys [kv_len, width] in fp64, causal or as a tree says."""
     q_len, kv_len = q.shape[0], keys.shape[0]
     scores = torch.einsum("qhd,kd->qhk", q.double(), keys) * scale
     hidden = torch.arange(kv_len) > torch.arange(q_len)[:, None] + kv_len - q_len
+    if tree is not None:
+        hidden[:, kv_len - q_len :] = ~tree
     return torch.softmax(scores.masked_fill(hidden[:, None], -torch.inf), -1) @ keys[:, :LATENT]
 
 
-def step(backend, runner, mode, lengths, q_lens, k_scale, *, in_two=False):
+def step(backend, runner, mode, lengths, q_lens, k_scale, *, in_two=False, drafts=None):
     """One pass over both layers; `lengths` include the new tokens. Compares every query token with fp64."""
     ends = [
         runner.req_to_token_pool.req_to_token[row, n - q : n]
@@ -91,6 +104,11 @@ def step(backend, runner, mode, lengths, q_lens, k_scale, *, in_two=False):
     verify = mode.is_target_verify()
     counted = [n - q if verify else n for n, q in zip(lengths, q_lens, strict=True)]
     batch = theirs.batch(mode, counted, POOL_ROWS, slots)
+    trees = [None] * len(lengths)
+    if drafts is not None:
+        batch.spec_info = drafts
+        backend.forward_metadata = SimpleNamespace(custom_mask=drafts.custom_mask)
+        trees = drafts.custom_mask[: sum(q**2 for q in q_lens)].view(-1, q_lens[0], q_lens[0]).bool()
     if mode == ForwardMode.EXTEND:
         batch.extend_seq_lens, batch.extend_seq_lens_cpu = torch.tensor(q_lens), list(q_lens)
     call = backend.forward_decode if mode.is_decode() else backend.forward_extend
@@ -106,12 +124,12 @@ def step(backend, runner, mode, lengths, q_lens, k_scale, *, in_two=False):
             out = call(q.flatten(1), k, k[..., :LATENT], layer, batch)
         assert torch.equal(k, before)  # prefill may still read the rows that it gave
         first = 0
-        for row, length, q_len in zip(POOL_ROWS, lengths, q_lens, strict=True):
+        for row, length, q_len, tree in zip(POOL_ROWS, lengths, q_lens, trees, strict=True):
             keys = stored(runner, layer_id, row, length, k_scale or 1.0)
             new = before[first : first + q_len, 0].double()
             bound = 2**-3 * new.abs() if k_scale else 2**-8 * new.abs()  # half a unit in the last place, doubled
             assert bool(((keys[-q_len:] - new).abs() <= bound + (k_scale or 0) * 2**-9).all())
-            want = exact(q[first : first + q_len], keys, layer.scaling)
+            want = exact(q[first : first + q_len], keys, layer.scaling, tree)
             found = out[first : first + q_len].view(q_len, HEADS, LATENT)
             torch.testing.assert_close(found.double(), want, rtol=2**-8, atol=2e-5)
             first += q_len
@@ -149,6 +167,59 @@ def test_verification_of_four_drafts(monkeypatch, decodes, extends, dtype, k_sca
     assert backend.needs_cpu_seq_lens == deterministic
 
 
+def random_tree(drafts):
+    """bool [drafts, drafts] of a tree in which each draft follows any before it."""
+    seen = torch.eye(drafts, dtype=torch.bool)
+    for draft in range(1, drafts):
+        seen[draft] |= seen[int(torch.randint(draft, ()))]
+    return seen
+
+
+@pytest.mark.parametrize(("algorithm", "draft_tokens"), [("EAGLE", 8), ("STANDALONE", 4), ("NGRAM", 12), ("NGRAM", 64)])
+def test_trees_of_drafts(monkeypatch, decodes, extends, ngram_worker, algorithm, draft_tokens):
+    theirs.settings(monkeypatch, topk=4, draft_tokens=draft_tokens)
+    runner = theirs.runner(64, torch.bfloat16, algorithm=algorithm)
+    backend = integration.MLASuiteAttnBackend(runner)
+    lengths = [n + draft_tokens for n in LENGTHS]
+    filled(runner, lengths, 64, 1.0)
+    mask = torch.stack([random_tree(draft_tokens) for _ in LENGTHS]).flatten()
+    mask = torch.cat((mask, torch.ones(7, dtype=torch.bool)))  # as in a buffer for a larger batch
+    drafts = theirs.drafts(topk=4)
+    drafts.custom_mask = mask
+    if algorithm == "NGRAM":
+        drafts = NgramVerifyInput(custom_mask=mask, draft_token_num=draft_tokens)
+    step(backend, runner, ForwardMode.TARGET_VERIFY, lengths, [draft_tokens] * 3, None, drafts=drafts)
+    assert decodes == [draft_tokens] * 2
+    assert extends == []
+
+
+def test_masks_are_of_drafts_alone(monkeypatch, ngram_worker):
+    """EAGLE's worker asks the backend, in eager steps and in captured ones; that of n-grams reads its own module."""
+    theirs.settings(monkeypatch, topk=4, draft_tokens=8)
+    backend = integration.MLASuiteAttnBackend(theirs.runner(64, torch.bfloat16))
+    assert backend.verify_mask.mode is TreeMaskMode.QLEN_ONLY
+    assert not backend.verify_mask.fits(1)
+    backend.init_cuda_graph_state(2, 16)
+    assert backend.verify_mask.mode is TreeMaskMode.QLEN_ONLY
+    assert backend.verify_mask.fits(2)
+    assert backend.verify_mask.buffer.numel() == 2 * 8 * 9
+    assert ngram_worker.USE_FULL_MASK
+    integration.MLASuiteAttnBackend(theirs.runner(64, torch.bfloat16, algorithm="NGRAM"))
+    assert not ngram_worker.USE_FULL_MASK
+    theirs.settings(monkeypatch, draft_tokens=4)
+    assert integration.MLASuiteAttnBackend(theirs.runner(64, torch.bfloat16)).verify_mask is None
+
+
+def test_a_tree_that_nobody_can_read_is_refused(monkeypatch, extends):
+    theirs.settings(monkeypatch, topk=4)
+    backend = integration.MLASuiteAttnBackend(theirs.runner(64, torch.bfloat16))
+    batch = theirs.batch(ForwardMode.TARGET_VERIFY, LENGTHS, POOL_ROWS, torch.arange(12))
+    q, k = torch.randn(12, HEADS * WIDTH), torch.randn(12, 1, WIDTH)
+    with pytest.raises(ValueError, match="verification of a tree of drafts with sinks; scores are plain softmax"):
+        backend.forward_extend(q, k, k[..., :LATENT], theirs.layer(0), batch, sinks=torch.zeros(HEADS))
+    assert extends == []
+
+
 def test_short_extends(monkeypatch, decodes, extends):
     theirs.settings(monkeypatch)
     runner = theirs.runner(64, torch.bfloat16)
@@ -171,8 +242,8 @@ def test_deterministic_prefill_stays_with_sglang(monkeypatch, decodes, extends):
 
 
 def test_what_stays_with_sglang(monkeypatch, decodes, extends):
-    """Trees of drafts, rows of different lengths, long extends, tokens that pad a captured prefill, un-absorbed layers,
-    sinks."""
+    """Trees of drafts that no option announced or above 64, rows of different lengths, long extends, tokens that pad a
+    captured prefill, un-absorbed layers, sinks."""
     theirs.settings(monkeypatch)
     runner = theirs.runner(64, torch.bfloat16)
     backend = integration.MLASuiteAttnBackend(runner)
@@ -190,6 +261,8 @@ def test_what_stays_with_sglang(monkeypatch, decodes, extends):
     ngram = NgramVerifyInput(custom_mask=torch.ones(1), draft_token_num=4)  # whose breadth of 1 is no chain
     for drafts in (theirs.drafts(topk=4), ngram, ragged):
         extend(ForwardMode.TARGET_VERIFY, drafts=drafts)
+    theirs.settings(monkeypatch, topk=4, draft_tokens=65)
+    assert integration.MLASuiteAttnBackend(theirs.runner(64, torch.bfloat16)).verify_mask is None
     extend(lens=(10, 1, 1))
     extend(lens=(4, 4, 1))
     extend(sinks=torch.zeros(HEADS))

@@ -32,9 +32,11 @@ EAGLE = {
 }
 NGRAM = {
     "speculative_algorithm": "NGRAM",
-    "speculative_num_draft_tokens": 4,
-    "speculative_ngram_max_bfs_breadth": 1,
+    "speculative_num_draft_tokens": 8,
+    "speculative_ngram_max_bfs_breadth": 4,
 }
+CHAIN = [1, 3, 7, 15, 31, 63, 127, 255]
+"""The tree mask of drafts in a chain."""
 
 
 @pytest.fixture(scope="module")
@@ -134,14 +136,34 @@ def test_deterministic_inference(checkpoint, tmp_path):
     assert {length for row in rows for length in row["query_tokens"]} == {1}
 
 
-@pytest.mark.full
-def test_ngram_drafts_are_a_tree(tmp_path):
-    """Few words, among them the 0 that pads drafts, so that drafts branch although their breadth is 1."""
+def trees(folder):
+    """Returns the masks of all verifications through our decode, a row for each sequence."""
+    return [row for call in calls(folder) for row in call.get("tree", ())]
+
+
+def test_ngrams_are_verified_as_a_tree(tmp_path):
+    """Few words, so that drafts of n-grams branch."""
     model = tiny_deepseek.save_model(tmp_path / "model", **sglang_server.SHAPE, vocab_size=8)
     batch = [[token % 8 for token in prompt] for prompt in tiny_deepseek.prompts([5, 20, 17, 9, 30, 12])]
     expected = [tiny_deepseek.greedy(model, prompt, 40) for prompt in batch]
     with sglang_server.server(tmp_path / "model", tmp_path, skip_tokenizer_init=True, **NGRAM) as address:
-        for _ in range(2):
-            tokens, facts = sglang_server.generate(address, batch, 40)
-            assert tokens == expected
+        tokens, facts = sglang_server.generate(address, batch, 40)
+        assert tokens == expected
     assert max(fact["spec_verify_ct"] for fact in facts) < 39
+    verified = trees(tmp_path)
+    assert len(verified) >= LAYERS * max(fact["spec_verify_ct"] for fact in facts)
+    assert any(row != CHAIN for row in verified)
+
+
+def test_eagle_verifies_a_tree(checkpoint, tmp_path):
+    """SGLang lets a backend of our name have no trees with pages; its check is told another name."""
+    folder, model = checkpoint
+    batch = tiny_deepseek.prompts(LENGTHS)
+    options = EAGLE | dict(speculative_eagle_topk=4, speculative_num_draft_tokens=8)
+    with sglang_server.server(folder, tmp_path, **options) as address:
+        tokens, facts = sglang_server.generate(address, batch)
+    assert tokens == [tiny_deepseek.greedy(model, prompt) for prompt in batch]
+    assert min(fact["spec_verify_ct"] for fact in facts) < NEW_TOKENS - 1
+    verified = trees(tmp_path)
+    assert len(verified) >= LAYERS * max(fact["spec_verify_ct"] for fact in facts)
+    assert any(row != CHAIN for row in verified)

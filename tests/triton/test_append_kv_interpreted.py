@@ -63,6 +63,13 @@ def test_the_last_of_equal_slots_stays_however_far_it_is() -> None:
     assert_same_bytes(both("fp8", *tokens("fp8", count), slots))
 
 
+@pytest.mark.parametrize("name", ["bf16", "dsv4", "v41_fp4"])
+def test_programs_of_several_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(append, "SINGLE_TOKENS", 0)
+    slots = torch.tensor([4, 14, -1, 4, 0, 7, 4, -3, 3, 0, 11])
+    assert_same_bytes(both(name, *tokens(name, len(slots)), slots))
+
+
 def edges(name: str) -> torch.Tensor:
     """Every value of the encoding, every midpoint between neighbours, and what lies an ulp beside them."""
     if "fp8" in name:
@@ -87,7 +94,7 @@ def test_rounding_at_every_edge(name: str) -> None:
         assert_same_bytes(both(name, rows[:, :540], rows[:, 540:], torch.arange(len(rows))))
 
 
-@pytest.mark.parametrize("name", ["v32", "v32_pow2", "dsv4", "dsv4_fnuz"])
+@pytest.mark.parametrize("name", ["v32", "v32_pow2", "dsv4", "dsv4_fnuz", "v41", "v41_vllm", "v41_fp4"])
 def test_scales_of_tiny_huge_and_exact_tiles(name: str) -> None:
     tile, divisor = get_kv_format(name).scale_rule.tile, get_kv_format(name).scale_rule.divisor
     kv_c, k_pe = tokens(name, 14, torch.float32)
@@ -100,7 +107,7 @@ def test_scales_of_tiny_huge_and_exact_tiles(name: str) -> None:
 @pytest.mark.parametrize("name", KV_FORMATS)
 def test_nan_and_infinity_stay_in_their_tile(name: str) -> None:
     kv_c, k_pe = tokens(name, 4, torch.float32)
-    kv_c[0, 3], kv_c[1, 200], kv_c[2, -1], k_pe[3, 5] = torch.nan, torch.inf, -torch.inf, torch.nan
+    kv_c[0, 3], kv_c[1, 200], kv_c[2, -1], k_pe[3, 5:6] = torch.nan, torch.inf, -torch.inf, torch.nan
     reference, mine = both(name, kv_c, k_pe, torch.arange(4))
     kind = get_kv_format(name)
     read = [caches.gather(kind, cache, torch.arange(4)) for cache in (reference, mine)]

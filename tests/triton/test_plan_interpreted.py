@@ -42,9 +42,9 @@ def lengths(kind: str, batch: int, random: random.Random) -> list[int]:
 @pytest.mark.parametrize("mode", ["balanced", "counted", "sized"])
 def test_random_lengths(kind: str, mode: str) -> None:
     chance = random.Random(f"{kind} {mode}")
-    for _ in range(3):
+    for _ in range(2):
         batch, rows = chance.choice([1, 2, 3, 8, 33]), chance.choice([1, 16, 64, 128, 512])
-        num_sm_parts = chance.choice([1, 2, 7, 64, 132])
+        num_sm_parts = chance.choice([1, 2, 7, 64])
         lens = lengths(kind, batch, chance)
         split = {"balanced": {}, "counted": {"num_splits": chance.choice([1, 2, 5])}}.get(mode, {"split_size": 700})
         most = max(max(lens), 1)

@@ -33,6 +33,7 @@ DECODE = [
     *(decode_sample([130], heads=heads, page=1, rotate=True) for heads in (32, 64)),  # keys turned as they are read
     decode_sample([130], heads=64, kv_format="fp16", dtype=torch.float16, rope=0, page=61),
     decode_sample([130], heads=64, kv_format="fp8", dtype=FP8, page=1),
+    *(decode_sample([130], heads=heads, latent=1024, window_left=63) for heads in (16, 64)),  # dots3_note's windows
 ]
 SPARSE = [
     sparse_sample(2, 1, heads, [PoolShape(kv_format, 3, 64, 48) for kv_format in kv_formats])

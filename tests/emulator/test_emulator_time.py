@@ -1,0 +1,156 @@
+"""The model of time: single rules on a few lines of assembly, and planted slow-downs of a real kernel."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from built import require_built
+from test_emulator_speed import least
+
+import mla_suite
+from mla_suite import archs, emulator
+from mla_suite.__main__ import main
+from mla_suite.emulator import Emulator, assembly, core, timing
+from mla_suite.emulator.machine import INSTRUCTION_LIMIT, SPIN_LIMIT, Memory, run
+from mla_suite.emulator.program import Program
+from mla_suite.ops.decode.samples import decode_sample
+
+SINK = np.zeros(1024, np.uint32)
+
+
+def clocks(lines: str, waves: int = 1, copies: int = 1, vectors: dict[int, np.ndarray] | None = None) -> float:
+    """What a compute unit of gfx950 takes for workgroups of some waves; v2 and v3 hold the address of `SINK`."""
+    program = Program("gfx950", assembly.parse_body(f"{lines}\ns_endpgm", 0, "snippet"))
+    registers, scalars = np.zeros((core.VECTORS, core.LANES), np.uint32), np.zeros(core.SCALARS, np.uint32)
+    registers[2], registers[3] = SINK.ctypes.data & 0xFFFFFFFF, SINK.ctypes.data >> 32
+    for index, values in (vectors or {}).items():
+        registers[index] = values
+    scalars[126:128] = 0xFFFFFFFF
+    request, times = core.LaunchRequest(), np.zeros(1, np.dtype(core.GroupTime))
+    model = timing.models(archs.get("gfx950"), 64, 0, 64 * waves, 1)[0]
+    model.copies = copies
+    request.mode, request.threads = 0xF0, 1
+    request.spin_limit, request.instruction_limit = SPIN_LIMIT, INSTRUCTION_LIMIT
+    request.initial_vectors, request.initial_scalars = registers.ctypes.data, scalars.ctypes.data
+    final, scalars_after = np.zeros_like(registers), np.zeros(core.SCALARS + 1, np.uint32)
+    lds = np.zeros(65536, np.uint8)
+    request.final_vectors, request.final_scalars = final.ctypes.data, scalars_after.ctypes.data
+    request.initial_lds, request.final_lds = lds.ctypes.data, lds.ctypes.data
+    request.model, request.models, request.times = core.c.addressof(model), 1, times.ctypes.data
+    run(program, request, (1, 1, 1), (64 * waves, 1, 1), lds.size, [Memory.of("sink", SINK, "rw")])
+    return float(times["clocks"][0])
+
+
+def repeat(count: int, *lines: str) -> str:
+    return "\n".join("\n".join(lines).replace("#", str(8 + i)) for i in range(count))
+
+
+ADDS = repeat(40, "v_add_f32 v#, v4, v5")
+LOAD, WAIT, USE = "global_load_dword v60, v[2:3], off", "s_waitcnt vmcnt(0)", "v_add_f32 v61, v60, v4"
+LANES = np.arange(64, dtype=np.uint32)
+
+
+def test_a_wait_moved_up_exposes_the_latency_of_memory():
+    late, early = (clocks("\n".join(order)) for order in ((LOAD, ADDS, WAIT, USE), (LOAD, WAIT, ADDS, USE)))
+    assert early - late == 40 * 4
+
+
+def test_dependent_instructions_wait_for_each_other():
+    chain = repeat(40, "v_add_f32 v8, v8, v5")
+    assert clocks(chain) - clocks(ADDS) == 39 * 4
+    assert clocks(repeat(20, "v_exp_f32 v#, v4")) - clocks(repeat(20, "v_add_f32 v#, v4, v5")) == 19 * 12
+
+
+def test_a_bank_conflict_takes_its_clocks():
+    read = repeat(8, "ds_read_b32 v#, v1") + "\ns_waitcnt lgkmcnt(0)"
+    free, conflicting = (clocks(read, vectors={1: LANES * step}) for step in (4, 128))
+    assert conflicting - free == 8 * 64 - (7 * 4 + 2)  # without conflicts they arrive as fast as they are issued
+
+
+def test_vector_instructions_run_beside_matrix_instructions():
+    matrix = repeat(4, "v_mfma_f32_16x16x32_bf16 a[0:3], v[64:67], v[68:71], a[0:3]")
+    other = repeat(4, "v_mfma_f32_16x16x32_bf16 a[0:3], v[64:67], v[68:71], a[0:3]", "v_add_f32 v#, v4, v5")
+    assert clocks(matrix) == clocks(other) or clocks(other) - clocks(matrix) < 8
+    assert clocks(matrix, waves=8) > 1.5 * clocks(matrix, waves=4)  # two waves of a SIMD have one matrix unit
+
+
+def test_a_barrier_waits_for_the_slowest_wave():
+    assert clocks(f"s_barrier\n{LOAD}\n{WAIT}", waves=4) >= clocks(f"{LOAD}\n{WAIT}", waves=4) + 16
+
+
+def test_an_occupancy_step_lost_costs_time():
+    gfx942 = archs.get("gfx942")
+    kept, lost = (timing.models(gfx942, registers, 0, 256, 10_000)[0].copies for registers in (256, 258))
+    assert (kept, lost) == (2, 1)
+    work = repeat(8, LOAD, WAIT, USE, "v_add_f32 v#, v4, v5")
+    together, alone = clocks(work, waves=4, copies=2), clocks(work, waves=4)
+    assert together < 1.1 * alone
+    groups = np.zeros(2 * gfx942.compute_units, np.dtype(core.GroupTime))
+    times = []
+    for copies, each in ((kept, together), (lost, alone)):
+        groups["clocks"] = each
+        times.append(timing.launch(gfx942, copies, [groups]).us)
+    assert times[0] < times[1]
+
+
+def decode(arch: str, change: Callable[[str], str] | None = None, timed: bool = True) -> emulator.Report:
+    """A decode of 256 keys in one workgroup, the text of every instruction changed by a function."""
+    require_built(arch, "decode_dtype-bf16_rows-128_width-576_rotate-0")
+    args, kwargs = decode_sample([256], heads=128, num_splits=1).make(torch.device("cpu"))
+    launch = Emulator.launch
+
+    def changed(machine: Emulator, program: Program, *rest: Any) -> emulator.Report:
+        if change:
+            lines = [replace(line, text=change(line.text)) for line in program.kernel.lines]
+            program = Program(arch, replace(program.kernel, lines=lines))
+        return launch(machine, program, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Emulator, "launch", changed)
+        with emulator.configured(collect=True, time=timed, threads=1) as reports, mla_suite.emulate(arch):
+            mla_suite.decode(*args, **kwargs)
+    return reports[0]
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_a_kernel_is_timed_only_where_asked(arch: str):
+    plain, report = decode(arch, timed=False), decode(arch)
+    assert plain.modelled is None
+    assert (plain.times == report.times).all()
+    time = report.modelled
+    assert 0 < time.low <= time.us <= time.high < 500
+    assert time.bound in timing.BOUNDS
+    assert str(time).startswith("modelled ")
+    assert "held-out median error" in str(time) or "unvalidated" in str(time)
+    assert "unvalidated" in str(replace(time, arch="gfx942", bound="matrix"))
+    assert replace(time, arch="gfx942", bound="matrix").as_dict()["held_out"] is None
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_planted_slow_downs_of_a_real_kernel(arch: str):
+    whole = decode(arch).modelled.us
+    drained = decode(arch, lambda text: re.sub(r"lgkmcnt\(\d+\)", "lgkmcnt(0)", text)).modelled.us
+    assert drained > 1.03 * whole
+    slept = decode(arch, lambda text: "s_sleep 1" if text == "s_nop 1" else text).modelled.us
+    assert slept > whole
+
+
+def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]):
+    require_built("gfx942", "decode_dtype-bf16_rows-16_width-576_rotate-0")
+    assert main(["emulate", "decode", "--heads", "16", "--kv", "64", "--num-splits", "1", "--time"]) == 0
+    assert re.search(r"^modelled \d+\.\d us \(.* held-out median error ", capsys.readouterr().out, re.M)
+
+
+def test_the_model_takes_at_most_three_times_the_emulation():
+    args, kwargs = decode_sample([600, 256], heads=16, num_splits=2).make(torch.device("cpu"))
+    taken = {}
+    for timed in (False, True):
+        with mla_suite.emulate("gfx942"), emulator.configured(threads=1, collect=True, time=timed):
+            taken[timed] = least(lambda: mla_suite.decode(*args, **kwargs))
+    assert taken[True] < 3 * taken[False]
