@@ -28,7 +28,6 @@ from mla_suite.ops.sparse_decode import SparseDecodeArgs, splits_by_size
 
 MAX_ROW_TILES = 65535  # of a grid's second dimension
 MIN_SCALE = 1e-30  # stands for 0, where a masked score of -inf times the scale would be NaN
-NO_MASK = "window_left or tree_mask; its kernels mask nothing but the causal limit"
 MIN_SPLIT = 256  # keys: below this, combining costs more than another compute unit saves
 DECODE_INPUTS = inputs(DecodeArgs)
 SPARSE_INPUTS = inputs(SparseDecodeArgs)

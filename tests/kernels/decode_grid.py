@@ -15,6 +15,7 @@ from mla_suite.core import dispatch
 from mla_suite.core.op import Sample
 from mla_suite.launch import scratch
 from mla_suite.ops.decode import DECODE
+from mla_suite.ops.plan.window import first_key
 from mla_suite.testing import Exact, exact_decode, poison, ulp
 
 ABSURD = 2**31 - 1
@@ -40,18 +41,25 @@ MODES: tuple[dict[str, Any], ...] = (
 def hostile(sample: Sample, arch: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The sample with NaN in every row no sequence owns, and absurd page numbers behind the used ones."""
     args, kwargs = sample.make(CPU)
+    return made_hostile(args, kwargs, arch), kwargs
+
+
+def made_hostile(args: Sequence[Any], kwargs: dict[str, Any], arch: str) -> tuple[Any, ...]:
+    """The arguments with NaN in every row that no query token may see, and absurd page numbers for pages of such."""
     q, cache, lens, table, indptr, indices = (args[i].clone() if args[i] is not None else None for i in range(6))
     page = cache.shape[1]
     owned = torch.zeros(cache.shape[:2], dtype=torch.bool)
-    for b, length in enumerate(lens.tolist()):
+    q_lens = q.shape[1] if args[6] is None else args[6].diff()
+    firsts = first_key(lens, q_lens, kwargs.get("window_left", -1)).tolist()
+    for b, (first, length) in enumerate(zip(firsts, lens.tolist(), strict=True)):
         used = -(-length // page)
-        pages = table[b, :used] if table is not None else indices[indptr[b] : indptr[b] + used]
-        keys = torch.arange(length)
+        pages = table[b] if table is not None else indices[indptr[b] : indptr[b] + used]
+        keys = torch.arange(first, length)
         owned[pages.long()[keys // page], keys % page] = True
-        if table is not None:
-            table[b, used:] = ABSURD
+        pages[: first // page] = ABSURD
+        pages[used:] = ABSURD
     cache[~owned] = torch.nan if cache.dtype != torch.uint8 else FP8_NAN[archs.get(arch).fp8]
-    return (q, cache, lens, table, indptr, indices, *args[6:]), kwargs
+    return (q, cache, lens, table, indptr, indices, *args[6:])
 
 
 def chosen(arch: str, args: Sequence[Any], kwargs: dict[str, Any], device: str = "cpu") -> dispatch.Choice:

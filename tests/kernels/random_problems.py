@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import torch
-from decode_grid import CPU, assert_within_bound, chosen, decode, hostile
+from decode_grid import CPU, assert_within_bound, chosen, decode, made_hostile
 from sparse_problems import MODES, attend, exact, in_mode, problem
 
 from mla_suite import archs, emulator
@@ -15,7 +15,7 @@ from mla_suite.launch import scratch
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode, fp8_weights_bound, poison
 
-DENSE, SPARSE = 1000, 500
+DENSE, MASKED, SPARSE = 1000, 300, 500
 """How many problems a full run takes of each arch that has the kernels: seeds 0, 1, 2, ..."""
 ROW_KEYS = 128 * 192
 """Most query rows times keys of a problem, which takes the emulator up to half a second."""
@@ -36,9 +36,26 @@ def length(draw: random.Random, most: int) -> int:
 def dense(arch: str, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of decode: NaN in every row that no sequence owns, absurd page numbers behind the used ones."""
     draw = random.Random(f"dense {arch} {seed}")
-    fp8, fp8_query = FP8_KV_FORMATS[archs.get(arch).fp8], FP8_QUERIES[archs.get(arch).fp8]
     q_len = draw.choice((1, 1, 1, 2, 3, 4, draw.randint(1, 8)))
     heads = draw.choice((8, 16, 32, 64, 128, draw.randint(1, 16), draw.randint(1, 128)))
+    args, kwargs = _dense(draw, arch, seed, heads, q_len)
+    return made_hostile(args, kwargs, arch), kwargs
+
+
+def masked(arch: str, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of decode with a sliding window, or with a random tree of up to 64 drafts."""
+    draw = random.Random(f"masked {arch} {seed}")
+    q_len = draw.choice((1, 2, 3, 5, draw.randint(1, 8), draw.randint(1, 64)))
+    heads = min(draw.choice((8, 16, 32, 64, 128, draw.randint(1, 16), draw.randint(1, 128))), 512 // q_len)
+    window_left = draw.choice((0, 1, 15, 63, 64, 65, draw.randint(0, 200), 1000))
+    mask = draw.choice(({"tree": True}, {"window_left": window_left}))
+    return _dense(draw, arch, seed, heads, q_len, **mask)
+
+
+def _dense(
+    draw: random.Random, arch: str, seed: int, heads: int, q_len: int, **mask: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    fp8, fp8_query = FP8_KV_FORMATS[archs.get(arch).fp8], FP8_QUERIES[archs.get(arch).fp8]
     stored: dict[str, Any] = draw.choice(
         (
             {},
@@ -73,15 +90,16 @@ def dense(arch: str, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         heads=heads,
         q_len=q_len,
         page=draw.choice((1, 2, 16, 61, 64, 128, draw.randint(1, 300))),
-        causal=draw.random() < 0.7,
+        causal=draw.random() < 0.7 or "tree" in mask,
         sink=draw.random() < 0.3,
         varlen=draw.random() < 0.3,
         ragged_pages=draw.random() < 0.3,
         seed=seed,
         **stored,
         **split,
+        **mask,
     )
-    args, kwargs = hostile(sample, arch)
+    args, kwargs = sample.make(CPU)
     args = list(args)
     if "rope" in stored or draw.random() < 0.5:
         kwargs["softmax_scale"] = draw.choice((192**-0.5, -(192**-0.5), 0.0))
@@ -94,13 +112,24 @@ def dense(arch: str, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def check_dense(arch: str, seed: int) -> None:
     """One problem in the emulator that is active. AssertionError with the seed for a result outside its bound."""
     args, kwargs = dense(arch, seed)
+    _check(arch, seed, args, args, kwargs, f"random_problems.dense({arch!r}, {seed})")
+
+
+def check_masked(arch: str, seed: int) -> None:
+    """As check_dense, with NaN in every key that no query token sees and absurd page numbers before the window."""
+    args, kwargs = masked(arch, seed)
+    hostile = made_hostile(args, kwargs, arch)
+    _check(arch, seed, args, hostile, kwargs, f"random_problems.masked({arch!r}, {seed})")
+
+
+def _check(arch: str, seed: int, clean: Any, hostile: Any, kwargs: dict[str, Any], name: str) -> None:
     poison(scratch.take(CPU, 1 << 20))
-    exact_result, rounding = exact_decode(*args, **kwargs), 2.0**-8
-    if getattr(chosen(arch, args, kwargs).supported.config, "fp8_weights", False):
-        exact_result, rounding = exact_result._replace(magnitude=fp8_weights_bound(*args, **kwargs)), 1.0
+    exact_result, rounding = exact_decode(*clean, **kwargs), 2.0**-8
+    if getattr(chosen(arch, clean, kwargs).supported.config, "fp8_weights", False):
+        exact_result, rounding = exact_result._replace(magnitude=fp8_weights_bound(*clean, **kwargs)), 1.0
     with emulator.configured(order=ORDERS[seed % len(ORDERS)]):
-        out, lse = decode(arch, args, kwargs)
-    _within(out, lse, exact_result, rounding, f"random_problems.dense({arch!r}, {seed})")
+        out, lse = decode(arch, hostile, kwargs)
+    _within(out, lse, exact_result, rounding, name)
 
 
 def sparse(arch: str, seed: int) -> tuple[list[Any], dict[str, Any]]:

@@ -1,7 +1,8 @@
 """Random problems of dense and sparse decode as AMD machine code, in the emulator with every check on, against fp64.
 
-The normal run takes a few from a drawn seed; a full one (`-m full`) takes seeds 0 to 999 of decode on each arch and 0
-to 499 of sparse_decode. A problem that fails is named by the call that makes it again.
+The normal run takes a few from a drawn seed; a full one (`-m full`) takes seeds 0 to 999 of decode on each arch, 0 to
+299 of decode with a window or a tree of drafts, and 0 to 499 of sparse_decode. A problem that fails is named by the
+call that makes it again.
 """
 
 from __future__ import annotations
@@ -31,6 +32,12 @@ def test_some_dense_problems(emulated, seeded):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
+def test_some_masked_problems(emulated, seeded):
+    for seed in range(seeded, seeded + FEW):
+        random_problems.check_masked(emulated, seed)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
 def test_some_sparse_problems(emulated, seeded):
     for seed in range(seeded, seeded + FEW):
         random_problems.check_sparse(emulated, seed)
@@ -42,6 +49,14 @@ def test_some_sparse_problems(emulated, seeded):
 def test_dense_problems(emulated, first):
     for seed in range(first, first + PER_TEST):
         random_problems.check_dense(emulated, seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first", range(0, random_problems.MASKED, PER_TEST))
+@pytest.mark.parametrize("arch", ARCHS)
+def test_masked_problems(emulated, first):
+    for seed in range(first, first + PER_TEST):
+        random_problems.check_masked(emulated, seed)
 
 
 @pytest.mark.full

@@ -34,8 +34,14 @@ class DecodeKernel {
     const int first_row = mla::block_id_y() * Problem::rows;
     for (TileScheduler scheduler(reread_params<mla::DecodeParams>(), mla::block_id_x()); scheduler.has_next();) {
       const mla::DecodeParams& p = reread_params<mla::DecodeParams>();
-      mla::WorkTile tile = scheduler.fetch_next(p, [&](int b) { return p.seq_lens[b]; });
-      const mla::SequenceRows rows = mla::SequenceRows::of(p, tile.sequence);
+      mla::SequenceRows rows;
+      mla::WorkTile tile = scheduler.fetch_next(p, [&](int sequence) {
+        rows = mla::SequenceRows::of(p, sequence);
+        return rows.kv_len - mla::window_origin(rows.first_read(p));
+      });
+      const int first_read = rows.first_read(p), origin = mla::window_origin(first_read);
+      tile.first_key = origin + tile.first_key < first_read ? first_read : origin + tile.first_key;
+      tile.end_key += origin;
       if (first_row >= rows.rows) tile.end_key = tile.first_key;  // no query row: nothing to read
       // LLVM 20 keeps a partial row that a plan names in four registers of every lane without this hint.
       if constexpr (Mainloop::scalar_partial_row) tile.partial_row = uniform(tile.partial_row);

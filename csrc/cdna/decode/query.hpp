@@ -81,11 +81,4 @@ MLA_DEVICE float score_scale(const mla::DecodeParams& p) {
   return bits << 1 == 0 ? tiny : mla::bit_cast<float>(bits);
 }
 
-// Returns the end of the keys that are visible to the lane's row of the tile.
-MLA_DEVICE int visible_keys(const mla::DecodeParams& p, const mla::SequenceRows& rows, int first_row,
-                            const Lane& lane) {
-  const int row = first_row + lane.column < rows.rows ? first_row + lane.column : rows.rows - 1;
-  return rows.visible_keys(p, mla::SequenceRows::token_of(p, row));
-}
-
 }  // namespace cdna

@@ -11,11 +11,11 @@ from mla_suite.archs import ArchSpec, combine, decode_table
 from mla_suite.archs.attention import (
     DECODE_INPUTS,
     MAX_ROW_TILES,
-    NO_MASK,
     Shape,
     Splits,
     call_of,
     combined,
+    decode_mask_copies,
     decode_numbers,
     decode_out_is_apart,
     decode_pointers,
@@ -140,7 +140,7 @@ class CdnaConfig:
         slots, work_tiles = splits.slots(shape), splits.tiles(shape)
         if shape.plan_words:
             work_tiles = min(work_tiles, self.arch.compute_units)
-        queries, results, copies, temporaries = shape.q, shape.out, list[Copy](), list[Temporary]()
+        queries, results, copies, temporaries = shape.q, shape.out, decode_mask_copies(args), list[Temporary]()
         if args.softmax_scale < 0 or not queries.in_whole_vectors:
             queries = queries.copied()
             copies.append(Copy(DECODE_INPUTS["q"], args.softmax_scale < 0))
@@ -206,8 +206,6 @@ def supports(problem: Problem, arch: ArchSpec, rule: Rule) -> Supported | Unsupp
 
 
 def _unsupported(problem: Problem, arch: ArchSpec) -> str | None:
-    if problem.window or problem.tree:
-        return NO_MASK
     """Why the kernels cannot take a problem; None when they can."""
     fp8_kv_format, fp8_query = FP8_KV_FORMATS[arch.fp8], FP8_QUERIES[arch.fp8]
     caches = {torch.bfloat16: ("bf16", fp8_kv_format), torch.float16: ("fp16",), fp8_query: (fp8_kv_format,)}

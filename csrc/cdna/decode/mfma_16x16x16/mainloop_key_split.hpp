@@ -12,6 +12,7 @@
 #include "cdna/decode/mfma_16x16x16/producer_registers.hpp"
 #include "cdna/decode/mfma_16x16x16/softmax.hpp"
 #include "cdna/decode/query.hpp"
+#include "cdna/decode/row_mask.hpp"
 #include "common/paged_kv.hpp"
 
 namespace cdna::mfma_16x16x16 {
@@ -82,8 +83,8 @@ class KeySplitWave {
     if (wave_ >= tiles) return;
     const mla::PagedKv paged_kv(p, Problem::Format::bytes, tile_.sequence);
     query_ = Query::load(p, rows_, first_row_, lane_);
-    visible_ = min(tile_.end_key, visible_keys(p, rows_, first_row_, lane_));
-    visible_to_all_ = min(tile_.end_key, uniform(rows_.visible_keys(p, mla::SequenceRows::token_of(p, first_row_))));
+    whole_ = WholeTiles::of<tile_keys>(p, rows_, tile_, first_row_);
+    mask_ = RowMask::of(p, rows_, tile_, whole_.first, first_row_, lane_);
 
     Producer producer(paged_kv, tile_, lane_, kv_);
     int first = tile_.first_key + wave_ * tile_keys;
@@ -200,7 +201,9 @@ class KeySplitWave {
 
   // Softmax and PV of the tile that begins at key `first`.
   MLA_DEVICE void accumulate(f32x4 s, int first) {
-    if (__builtin_expect(first + tile_keys > visible_to_all_, false)) s = Softmax::mask(s, first, visible_, lane_);
+    const int position = first - whole_.first;
+    if (__builtin_expect(!whole_.begins_one(position), false))
+      mask_.apply<1>(&s, position + 4 * lane_.rematerialized().group);
     const float lane_max = Softmax::lane_max(s);
     if (__builtin_expect(any_lane(softmax_.exceeded_by(lane_max * scale_)), false)) {
       output_.scale(Softmax::raise_max(softmax_, lane_max, scale_, lane_));
@@ -228,8 +231,6 @@ class KeySplitWave {
     wave_lds_fence();
   }
 
-  MLA_DEVICE static int min(int a, int b) { return a < b ? a : b; }
-
   const mla::WorkTile tile_;
   const mla::SequenceRows rows_;
   const int first_row_;
@@ -240,8 +241,8 @@ class KeySplitWave {
   const KeyMap key_map_;
   const ColumnLdsMap<typename Lds::Tile> column_map_;
   const float scale_;
-  int visible_;         // end of the keys that the lane's row may see
-  int visible_to_all_;  // end of the keys that every row of the tile may see
+  WholeTiles whole_;
+  RowMask mask_;
   Query query_;
   KvRegisters<Problem> kv_;
   mla::RowSoftmax softmax_;

@@ -12,6 +12,7 @@
 #include "cdna/decode/mfma_16x16x16/merge_key_groups.hpp"
 #include "cdna/decode/mfma_16x16x16/softmax.hpp"
 #include "cdna/decode/query.hpp"
+#include "cdna/decode/row_mask.hpp"
 #include "common/paged_kv.hpp"
 
 namespace cdna::mfma_16x16x16 {
@@ -93,17 +94,14 @@ class RowSplitWave {
     if (count <= 0) return;
     const mla::PagedKv paged_kv(p, Problem::Format::bytes, tile_.sequence);
     Producer producer(paged_kv, tile_, p.rope_cos_sin, count, lds_, lane_, wave_);
+    if (tiles > 0) whole_ = WholeTiles::of<tile_keys>(p, rows_, tile_, first_row_[0]);
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
       const Lane lane = lane_.rematerialized();
       query_[r] = QueryTile<Problem>::load(p, rows_, first_row_[r], lane);
       if constexpr (Problem::Format::StoredQuery::bytes == 1)
         query_[r].pass_through_lds(lds_ + Producer::private_bytes_of(wave_), lane);
-      visible_[r] = min(tile_.end_key, visible_keys(p, rows_, first_row_[r], lane));
-    }
-    if (tiles > 0) {
-      visible_to_all_ =
-          min(tile_.end_key, uniform(rows_.visible_keys(p, mla::SequenceRows::token_of(p, first_row_[0]))));
+      mask_[r] = RowMask::of(p, rows_, tile_, whole_.first, first_row_[r], lane);
     }
     wait_all_loads();
 
@@ -156,15 +154,15 @@ class RowSplitWave {
       producer.copy(n, filled);
       filled = Producer::next_stage(filled);
     }
-    int first = tile_.first_key;
+    int position = tile_.first_key - whole_.first;
     for (int n = 0; n < count; ++n) {
       producer.wait(n, used);
       mla::block_sync();
       if (n + Producer::prefetch < count) producer.copy(n + Producer::prefetch, filled);
       filled = Producer::next_stage(filled);
-      accumulate(lds_ + used, first);
+      accumulate(lds_ + used, position);
       used = Producer::next_stage(used);
-      first += tile_keys;
+      position += tile_keys;
     }
   }
 
@@ -173,7 +171,7 @@ class RowSplitWave {
   template <class Producer>
   MLA_DEVICE void process_stage_pairs(Producer& producer, int count) {
     for (int n = 0; n < min(2, count); ++n) producer.copy(n, 0);
-    int first = tile_.first_key;
+    int position = tile_.first_key + key_group_ * tile_keys - whole_.first;
     for (int n = 0; n < count; n += 2) {
       wait_vmcnt<0>();
       mla::block_sync();
@@ -182,21 +180,22 @@ class RowSplitWave {
       mla::block_sync();
       if (n + 2 < count) producer.copy(n + 2, 0);
       if (n + 3 < count) producer.copy(n + 3, 0);
-      if (n + key_group_ < count) accumulate(lds_ + key_group_ * Producer::stage_bytes, first + key_group_ * tile_keys);
-      first += 2 * tile_keys;
+      if (n + key_group_ < count) accumulate(lds_ + key_group_ * Producer::stage_bytes, position);
+      position += 2 * tile_keys;
     }
   }
 
-  // QK^T, softmax and PV of the tile that begins at key `first` and at `stage` in LDS.
-  MLA_DEVICE void accumulate(LdsBytes stage, int first) {
+  // QK^T, softmax and PV of the tile at `stage` in LDS whose first key has `position`, counted from whole_.first.
+  MLA_DEVICE void accumulate(LdsBytes stage, int position) {
     if (tiles == 0) return;
     f32x4 s[array];
     scores(stage, s);
     u32x4 values[4];
     read_values(stage, 0, values);
-    if (__builtin_expect(first + tile_keys > visible_to_all_, false)) {
+    if (__builtin_expect(!whole_.begins_one(position), false)) {
+      const int of_lane = position + 4 * lane_.rematerialized().group;
 #pragma unroll
-      for (int r = 0; r < tiles; ++r) s[r] = Softmax::mask(s[r], first, visible_[r], lane_);
+      for (int r = 0; r < tiles; ++r) mask_[r].template apply<1>(&s[r], of_lane);
     }
     rescale(s);
     u32x2 p[array];
@@ -309,9 +308,9 @@ class RowSplitWave {
   const int key_group_;
   const KvStageReadMap<Problem> read_map_;
   const float scale_;
-  int visible_to_all_;  // end of the keys that every row of the first tile may see
+  WholeTiles whole_ = {};
   int first_row_[array];
-  int visible_[array];  // end of the keys that the lane's row of each tile may see
+  RowMask mask_[array];
   mla::RowSoftmax softmax_[array];
   QueryTile<Problem> query_[array];
   Output output_[array];

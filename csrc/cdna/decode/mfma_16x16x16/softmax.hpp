@@ -49,17 +49,6 @@ struct AccumO {
 // Online softmax of one tile's scores. Element r of a lane is key `first_key` + 4 * lane.group + r.
 template <class Policy, class Element>
 struct TileSoftmax {
-  // Scores of keys that the row may not see become -inf.
-  MLA_DEVICE static f32x4 mask(f32x4 scores, int first_key, int visible, const Lane& kept) {
-    const Lane lane = kept.rematerialized();
-#pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      const float score = scores[r];
-      scores[r] = first_key + 4 * lane.group + r < visible ? score : mla::MINUS_INFINITY;
-    }
-    return scores;
-  }
-
   MLA_DEVICE static float lane_max(f32x4 scores) {
     return __builtin_fmaxf(__builtin_fmaxf(scores[0], scores[1]), __builtin_fmaxf(scores[2], scores[3]));
   }

@@ -10,6 +10,7 @@
 #include "cdna/common/lds_copy.hpp"
 #include "cdna/decode/mfma_16x16x32/products.hpp"
 #include "cdna/decode/mfma_16x16x32/softmax.hpp"
+#include "cdna/decode/row_mask.hpp"
 #include "common/paged_kv.hpp"
 
 namespace cdna::mfma_16x16x32 {
@@ -80,9 +81,9 @@ class RowSplitWave {
       : tile_(tile),
         rows_(rows),
         lane_(Lane::current()),
-        wave_(wave),
+        wave_(of_this_tile(wave)),
         lds_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds))),
-        key_group_(wave / row_waves),
+        key_group_(wave_ / row_waves),
         key_map_(lane_),
         column_map_(lane_),
         scale_(score_scale<typename Problem::Format>(p)) {
@@ -91,7 +92,7 @@ class RowSplitWave {
     column_map_.first += key_group_ * (tile_keys / 8 * Tile::group_bytes);
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
-      first_row_[r] = first_row + 16 * (wave % row_waves + r * row_waves);
+      first_row_[r] = first_row + 16 * (wave_ % row_waves + r * row_waves);
       softmax_[r].clear();
       output_[r].clear();
     }
@@ -104,14 +105,11 @@ class RowSplitWave {
     if (count <= 0) return;
     const mla::PagedKv paged_kv(p, Problem::Format::bytes, tile_.sequence);
     Producer producer(paged_kv, tile_, p.rope_cos_sin, count, lds_, lane_, wave_);
+    if (tiles > 0) whole_ = WholeTiles::of<tile_keys>(p, rows_, tile_, first_row_[0]);
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
       query_[r] = Query::load(p, rows_, first_row_[r], lane_);
-      visible_[r] = min(tile_.end_key, visible_keys(p, rows_, first_row_[r], lane_));
-    }
-    if (tiles > 0) {
-      visible_to_all_ =
-          min(tile_.end_key, uniform(rows_.visible_keys(p, mla::SequenceRows::token_of(p, first_row_[0]))));
+      mask_[r] = RowMask::of(p, rows_, tile_, whole_.first, first_row_[r], lane_);
     }
     wait_all_loads();
 
@@ -120,15 +118,15 @@ class RowSplitWave {
       producer.copy(n, filled);
       filled = Producer::next_stage(filled);
     }
-    int first = tile_.first_key + key_group_ * tile_keys;
+    int position = tile_.first_key + key_group_ * tile_keys - whole_.first;
     for (int n = 0; n < count; ++n) {
       producer.wait(n, used);
       mla::block_sync();
       if (n + Producer::prefetch < count) producer.copy(n + Producer::prefetch, filled);
       filled = Producer::next_stage(filled);
-      accumulate(lds_ + used, first);
+      accumulate(lds_ + used, position);
       used = Producer::next_stage(used);
-      first += shared_keys;
+      position += shared_keys;
     }
   }
 
@@ -212,16 +210,17 @@ class RowSplitWave {
     if (r == 0 || t < Output::tiles - in_vgpr) pin_to_agpr(output_[r].tile[t]);
   }
 
-  // QK^T, softmax and PV of the tile that begins at key `first` and at `stage` in LDS.
-  MLA_DEVICE void accumulate(uint32_t stage, int first) {
+  // QK^T, softmax and PV of the tile at `stage` in LDS whose first key has `position`, counted from whole_.first.
+  MLA_DEVICE void accumulate(uint32_t stage, int position) {
     if (tiles == 0) return;
     f32x4 s[array][score_tiles];
     scores(stage, s);
     u32x2 values[column_group][reads];
     read_values(stage, 0, values);
-    if (__builtin_expect(first + tile_keys > visible_to_all_, false)) {
+    if (__builtin_expect(!whole_.begins_one(position), false)) {
+      const int of_lane = position + 4 * lane_.rematerialized().group;
 #pragma unroll
-      for (int r = 0; r < tiles; ++r) Softmax::mask(s[r], first, visible_[r], lane_.rematerialized());
+      for (int r = 0; r < tiles; ++r) mask_[r].template apply<score_tiles>(s[r], of_lane);
     }
     rescale(s);
     typename Softmax::P p[array];
@@ -367,6 +366,13 @@ class RowSplitWave {
     }
   }
 
+  // Returns the wave as a new value: with key groups, and with P in fp8, LLVM 22 would keep what follows from it for the
+  // next work tiles, in more scalar registers than there are.
+  MLA_DEVICE static int of_this_tile(int wave) {
+    if constexpr (key_groups > 1 || Pv::normalizes_by_rounded_sum) asm volatile("" : "+s"(wave));
+    return wave;
+  }
+
   // This is a member because LLVM 22 compiles 32, 48, 80 and 96 rows otherwise with a function of the namespace.
   MLA_DEVICE static int min(int a, int b) { return a < b ? a : b; }
 
@@ -379,9 +385,9 @@ class RowSplitWave {
   KeyReadMap<Tile> key_map_;
   ColumnReadMap<Tile> column_map_;
   const float scale_;
-  int visible_to_all_;  // end of the keys that every row of the first tile may see
+  WholeTiles whole_ = {};
   int first_row_[array];
-  int visible_[array];  // end of the keys that the lane's row of each tile may see
+  RowMask mask_[array];
   typename Softmax::Row softmax_[array];
   Query query_[array];
   Output output_[array];

@@ -77,18 +77,6 @@ struct TileSoftmax {
   using P = typename Pv::Rows[products];
   using Row = SoftmaxRow<Pv::normalizes_by_rounded_sum>;
 
-  // Scores of keys that the row may not see become -inf.
-  MLA_DEVICE static void mask(Scores& scores, int first_key, int visible, const Lane& lane) {
-    const int seen = visible - first_key - 4 * lane.group;
-#pragma unroll
-    for (int T = 0; T < score_tiles; ++T)
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const float score = scores[T][r];
-        scores[T][r] = 16 * T + r < seen ? score : mla::MINUS_INFINITY;
-      }
-  }
-
   // Raises the row's running max so that no P exceeds 2^headroom. Returns alpha, the factor of what was accumulated so
   // far.
   MLA_DEVICE static float raise_max(Row& row, float lane_max, float scale, const Lane& lane) {
