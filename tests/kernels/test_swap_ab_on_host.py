@@ -76,11 +76,6 @@ WINDOW_FAULTS = {
         "first < first_key(tile.length, 1,",
         "first < first_key(tile.length, 40,",
     ),
-    "splits of the whole sequence": (
-        "tile_scheduler.hpp",
-        "keys = length - origin;\n    int size",
-        "keys = length;\n    int size",
-    ),
 }
 
 
