@@ -154,8 +154,8 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         if self._trees and call.forward_batch.forward_mode.is_target_verify():
             given = f"verification of a tree of drafts with {', '.join(call.options) or 'keys of each head'}"
             refuse(NAME, given, "scores are plain softmax over latents: choose another attention backend")
-        given = {name: value for name, value in kwargs.items() if value is not None}
-        return super().forward_extend(*args, **given)
+        stated = {name: value for name, value in kwargs.items() if value is not None}
+        return super().forward_extend(*args, **stated)
 
     def _is_short(self, call: _Call) -> bool:
         """Returns whether these query tokens are drafts of `tree_mask`'s kind, or extends of few tokens a sequence."""

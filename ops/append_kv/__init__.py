@@ -85,9 +85,9 @@ def check(args: AppendKvArgs) -> tuple[Output, ...]:
     if not kind.dense:
         # A seamless record takes its row divided anywhere, so a latent whose end is rotated already as well.
         divided = latent if kind.seamless and 0 < latent <= kind.head_dim else kind.latent
-        for name, given, width in (("kv_c", args.kv_c, divided), ("k_pe", args.k_pe, kind.head_dim - divided)):
+        for name, values, width in (("kv_c", args.kv_c, divided), ("k_pe", args.k_pe, kind.head_dim - divided)):
             part = "latent" if name == "kv_c" else "rope"
-            checks.shape("append_kv", name, given, (tokens, width), f"[tokens, {part}] of kv_format {kind.name!r}")
+            checks.shape("append_kv", name, values, (tokens, width), f"[tokens, {part}] of kv_format {kind.name!r}")
     caches.check(kind, args.kv_cache, latent + rope, op="append_kv", argument="kv_cache", like=args.kv_c)
     checks.written_whole("append_kv", "kv_cache", args.kv_cache)
     caches.check_descale(kind, args.kv_descale, args.kv_c, op="append_kv", argument="kv_descale")
