@@ -111,7 +111,7 @@ class ProducerFp8 : ProducerBase<Traits> {
     if (count > 0) {
       const int key = keys.first + lane * run;
       const int in_table = this->page_of(key);
-      from += __ldg(keys.pages + in_table) * params_.kv_page_stride + this->in_page(key, in_table) * ROW_BYTES;
+      from += keys.pages[in_table] * params_.kv_page_stride + this->in_page(key, in_table) * ROW_BYTES;
     }
     mbarrier_wait(barriers_.raw_empty(stage), copied_ / Traits::RAW_STAGES % 2 ^ 1);
     if (lane == 0) mbarrier_expect_tx(full, stage_keys * ROW_BYTES);
