@@ -8,8 +8,8 @@ import importlib.util
 from pathlib import Path
 
 __version__ = "0.1.0"
-__all__ = ["allow_reference", "append_kv", "check", "combine", "convert_kv", "debug", "decode", "emulate", "explain"]
-__all__ += ["plan", "sparse_decode"]
+__all__ = ["allow_reference", "append_kv", "check", "combine", "convert_kv", "debug", "decode", "early_launch"]
+__all__ += ["emulate", "explain", "plan", "sparse_decode"]
 
 for _link in ("ops", "csrc"):
     if not (Path(__file__).parent / _link).is_dir():
@@ -23,6 +23,7 @@ if importlib.util.find_spec("torch") is not None:
     from mla_suite.core.checks import debug as debug
     from mla_suite.core.dispatch import allow_reference as allow_reference
     from mla_suite.core.explain import explain as explain
+    from mla_suite.launch import early_launch as early_launch
     from mla_suite.launch import emulate as emulate
     from mla_suite.ops.append_kv import append_kv as append_kv
     from mla_suite.ops.combine import combine as combine

@@ -18,6 +18,7 @@ from pathlib import Path
 from mla_suite.archs import ArchSpec
 from mla_suite.build.manifest import KernelEntry
 from mla_suite.launch.driver import Buffer, DriverError, Grid, Kernel, Start, TorchDevice
+from mla_suite.launch.early_launch import allowed as early_launch_allowed
 from mla_suite.launch.gpu_driver import GpuDriver
 
 # CUlaunchConfig: grid, block, shared bytes, padding, stream, attributes, their number.
@@ -101,7 +102,9 @@ class CudaDriver(GpuDriver):
         return kernel
 
     def bind(self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, overlap: bool = False) -> Start:
-        """`overlap` allows the kernel to begin before the previous one on the stream ends (see `_OVERLAP`)."""
+        """`overlap` allows the kernel to begin before the previous one on the stream ends (see `_OVERLAP`), unless
+        `early_launch` forbids it."""
+        may_be_early = early_launch_allowed.get
         current, ordinal, stream_of, launch = self._current, self.ordinal, self._stream, self._launch
         handle, size = kernel.handle, kernel.params_size
         fits = block == kernel.threads and dynamic_lds <= kernel.max_dynamic_lds
@@ -115,12 +118,15 @@ class CudaDriver(GpuDriver):
             if len(params) != size or not fits:
                 kernel.check(block, dynamic_lds, params)
             stream = stream_of(ordinal)
-            config = configs.get(stream)
+            early = may_be_early()
+            key = stream if early else ~stream
+            config = configs.get(key)
             if config is None:
-                config = CONFIG.pack(*grid, block, 1, 1, dynamic_lds, stream, attributes, overlap)
+                given = (attributes, overlap) if early else (0, False)
+                config = CONFIG.pack(*grid, block, 1, 1, dynamic_lds, stream, *given)
                 if len(configs) >= _MAX_STREAMS:
                     configs.clear()
-                configs[stream] = config
+                configs[key] = config
             # ctypes passes bytes as the address of their contents; byref of a c_char_p is a one-entry array of such
             # addresses, as kernelParams wants. Both live for this call only, so threads share nothing.
             code = launch(config, handle, byref(c_char_p(params)), None)

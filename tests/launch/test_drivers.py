@@ -5,12 +5,14 @@ import dataclasses
 import threading
 
 import pytest
+import torch
 from stub_drivers import FakeTorch, Stub
 
 from mla_suite import archs as arch
 from mla_suite.launch import cuda
 from mla_suite.launch.cuda import CudaDriver
 from mla_suite.launch.driver import DriverError, LaunchError
+from mla_suite.launch.early_launch import early_launch
 from mla_suite.launch.hip import HipDriver
 
 NAME = "scale_threads-64"
@@ -234,6 +236,29 @@ def test_overlap_is_an_attribute_on_cuda_and_nothing_on_hip(rig):
     rig.launch(overlap=True)
     rig.launch()
     assert [call.text.split()[5] for call in rig.launches()] == ["1" if rig.kind == "cuda" else "0", "0"]
+
+
+@pytest.mark.parametrize("rig", ["cuda"], indirect=True)
+def test_early_launch_is_switched_off_where_a_call_runs(rig):
+    """Also a compiled one: the block around the call counts, not that around the compilation."""
+
+    @torch.library.custom_op("mla_suite_test::launched", mutates_args=())
+    def launched(x: torch.Tensor) -> torch.Tensor:
+        rig.launch(overlap=True)
+        return x.clone()
+
+    launched.register_fake(torch.empty_like)
+    compiled = torch.compile(lambda x: launched(x) + 1, backend="aot_eager", fullgraph=True)
+    x = torch.ones(3)
+    for call in (launched, compiled):
+        for allow in (True, False, True):
+            with early_launch(allow):
+                call(x)
+        call(x)
+    with early_launch(False), early_launch(True):
+        rig.launch(overlap=True)
+    attributes = [call.text.split()[5] for call in rig.launches()]
+    assert attributes == ["1", "0", "1", "1"] * 2 + ["1"]
 
 
 @pytest.mark.parametrize("rig", ["cuda"], indirect=True)

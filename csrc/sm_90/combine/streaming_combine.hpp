@@ -33,8 +33,10 @@ struct StreamingCombine {
         Merge::team_of(p, static_cast<uint32_t>(block_id_x()), static_cast<uint32_t>(p.batch), at);
     Merge::resolve_splits(p, sequence, at);
     Merge::materialize_params(p);
-    // decode lets this kernel start after its own wait, so the sinks are there.
-    const float sink = at.sink == nullptr ? 0.0f : *at.sink;
+    // decode lets this kernel start after its own wait, so the sinks are there; past L1, as all that is loaded before
+    // a wait.
+    const float sink =
+        at.sink == nullptr ? 0.0f : bit_cast<float>(ld_relaxed_gpu(reinterpret_cast<const int32_t*>(at.sink)));
     wait_for_own(p, at);
     float share[Merge::owned];
     const LseAccum row = Merge::merge_own_lse(p, at, share);
@@ -76,9 +78,12 @@ struct StreamingCombine {
     }
   }
 
+  // How long a wait may take, 0 for ever. It comes as `workgroups`, which this kernel has no other use for.
+  MLA_DEVICE static int seconds(const CombineParams& p) { return p.workgroups; }
+
   MLA_DEVICE static float wait_for_lse(const CombineParams& p, const RowAssignment& at, int split) {
     const float* from = Merge::lse_at(p, at, split);
-    SpinLimit limit("decode has stored the log-sum-exp of a partial");
+    TimeLimit limit("decode has stored the log-sum-exp of a partial", seconds(p));
     uint32_t word;
     do word = static_cast<uint32_t>(ld_relaxed_gpu(reinterpret_cast<const int32_t*>(from)));
     while (word == SENTINEL && limit.again());
@@ -116,7 +121,7 @@ struct StreamingCombine {
         const uint32_t word = bit_cast<int>(weight[i]) != 0 ? SENTINEL : 0;
         words[i] = make_uint4(word, word, word, word);
       }
-      SpinLimit limit("decode has stored the columns of a partial");
+      TimeLimit limit("decode has stored the columns of a partial", seconds(p));
       while (load_missing(from, apart, words) && limit.again()) __nanosleep(PAUSE);
 #pragma unroll
       for (int i = 0; i < in_flight; ++i) add(weight[i], words[i], sum[c]);

@@ -1,0 +1,29 @@
+"""Whether a kernel may begin while the one ahead of it on its stream still runs (programmatic dependent launch)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+allowed: ContextVar[bool] = ContextVar("mla_suite_early_launch", default=True)
+
+
+@contextmanager
+def early_launch(allow: bool) -> Iterator[None]:
+    """Within the block, and in this thread, kernels may begin early on NVIDIA GPUs, or with False may not.
+
+    By default they may: a kernel's first instructions run, and its workgroups take their SMs, while the kernel ahead of
+    it still runs, and it waits itself before it reads that one's results. Where its workgroups would keep SMs from
+    another stream that must make progress, such as a collective's, switch it off; results are the same, and a call
+    takes longer.
+
+    What counts is the block in which a kernel is enqueued. A call that is captured keeps, at every replay, what held
+    when it was captured; a compiled function obeys the block in which it is called, and with CUDA graphs of its own
+    (`mode="reduce-overhead"`) that in which it records them. Enter the block outside a compiled function, not in it.
+    """
+    token = allowed.set(allow)
+    try:
+        yield
+    finally:
+        allowed.reset(token)
