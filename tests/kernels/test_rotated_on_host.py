@@ -49,7 +49,7 @@ PROBLEMS = {
 
 def compiled(folder: Path, dtype: str, source: str, *first: Path) -> Path:
     """The program of an instance."""
-    constants = {"DTYPE": dtype, "KV_SOURCE": source, "HOST_BLOCK_THREADS": 512}
+    constants = {"MASKED": 1, "DTYPE": dtype, "KV_SOURCE": source, "HOST_BLOCK_THREADS": 512}
     return compiled_program("rotated.cpp", folder / "rotated", constants, *first)
 
 

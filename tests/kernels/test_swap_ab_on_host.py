@@ -41,7 +41,8 @@ PROBLEMS = {
 
 def compiled(folder: Path, dtype: str, rows: int, *first: Path, max_tries: int | None = None) -> Path:
     """The program of an instance; with `max_tries`, as a debug build's waits are."""
-    constants = {"DTYPE": dtype, "Q_ROWS": rows} | ({} if max_tries is None else {"MLA_MAX_TRIES": max_tries})
+    constants = {"MASKED": 1, "DTYPE": dtype, "Q_ROWS": rows}
+    constants |= {} if max_tries is None else {"MLA_MAX_TRIES": max_tries}
     return compiled_program("swap_ab.cpp", folder / "swap_ab", constants, *first)
 
 

@@ -110,7 +110,7 @@ class PvMma {
   // waited for.
   template <class Meanwhile>
   MLA_DEVICE void multiply(int command, const Meanwhile& meanwhile) {
-    if constexpr (Cluster::EXCHANGES_P)
+    if constexpr (Cluster::EXCHANGES_P && HAS_MASKS)
       if (of_peer() && params_.window_left >= 0) clear_peer_before_window();
     begin_product(command & ~RESCALE);
     meanwhile();

@@ -346,7 +346,7 @@ class QkSoftmax {
     }
     load_q();
     int first = tile_.template first_stage<Traits::SPLIT_ALIGNMENT>();
-    if constexpr (Traits::SPLIT_ALIGNMENT > 1)
+    if constexpr (HAS_MASKS && Traits::SPLIT_ALIGNMENT > 1)
       if (first < tile_.first_key) {  // here, because scores take registers
         mbarrier_wait(barriers_.kv_full(kv_.stage), kv_.parity);
         clear_values(kv_.stage, 0, tile_.first_key - first);

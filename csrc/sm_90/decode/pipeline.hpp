@@ -4,7 +4,17 @@
 
 #include "common/device.hpp"
 
+// Defined by an instance with windows and trees (arch.toml).
+#ifndef MASKED
+#define MASKED 0
+#endif
+
 namespace mla::sm_90 {
+
+// Whether window_left and tree_mask are looked at. Their code makes a short call up to 8 % longer, so most instances
+// are without.
+constexpr bool HAS_MASKS = MASKED != 0;
+
 
 // Which keys of which sequence a block attends to, and where its result goes. It is mla::WorkTile with the sequence's
 // length, which masks need.
@@ -19,6 +29,7 @@ struct WorkTile {
   // lies before it is in memory that may hold anything. `end_key` of a tile without keys.
   template <int ALIGNMENT>
   MLA_DEVICE int first_stage() const {
+    if constexpr (!HAS_MASKS) return first_key;
     return first_key < end_key ? first_key & -ALIGNMENT : end_key;
   }
 };

@@ -65,7 +65,7 @@ class ProloguePrefetch {
     const int sequence = first_sequence();
     const int number = part_ - sequence * params_.num_splits;
     const int length = ld_relaxed_gpu(params_.seq_lens + sequence);
-    const int begin = first_key(length, params_.q_len, params_.window_left);
+    const int begin = HAS_MASKS ? first_key(length, params_.q_len, params_.window_left) : 0;
     const int first = EvenSplit(params_, number, length, begin, BLOCK_N).first & -BLOCK_N;
     const int in_table = divided(first, params_.page_reciprocal, params_.page_shift);
     if (static_cast<uint32_t>(in_table) >= static_cast<uint32_t>(params_.page_ids_width)) return;

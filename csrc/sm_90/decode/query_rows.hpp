@@ -57,7 +57,7 @@ struct QueryRow {
   // the sequence, and each query before it one key fewer.
   MLA_DEVICE int key_limit(const DecodeTmaParams& params, const Queries& queries, const WorkTile& tile) const {
     int seen = tile.length;
-    if (params.causal && params.tree_mask == nullptr) {
+    if (params.causal && !(HAS_MASKS && params.tree_mask != nullptr)) {
       const int later = queries.count - 1 - token;
       const int32_t* totals = params.cp_tot_seq_lens;
       seen = totals ? keys_of_rank(params, ld_global(totals + tile.sequence) - later) : seen - later;
@@ -77,12 +77,12 @@ struct QueryRow {
 };
 
 MLA_DEVICE bool has_window_or_tree(const DecodeTmaParams& params) {
-  return params.window_left >= 0 || params.tree_mask != nullptr;
+  return HAS_MASKS && (params.window_left >= 0 || params.tree_mask != nullptr);
 }
 
 // The first key that any query token of a sequence sees; none before it is read.
 MLA_DEVICE int first_read(const DecodeTmaParams& params, int sequence, int length) {
-  if (__builtin_expect(params.window_left < 0, 1)) return 0;
+  if (!HAS_MASKS || params.window_left < 0) return 0;
   return first_key(length, Queries(params, sequence).count, params.window_left);
 }
 
@@ -90,9 +90,9 @@ MLA_DEVICE int first_read(const DecodeTmaParams& params, int sequence, int lengt
 // some row begins behind `first`.
 MLA_DEVICE int common_limit(const DecodeTmaParams& params, const Heads& heads, const Queries& queries,
                             const WorkTile& tile, int first) {
-  if (first < first_key(tile.length, 1, params.window_left)) return 0;
+  if (HAS_MASKS && first < first_key(tile.length, 1, params.window_left)) return 0;
   const int limit = QueryRow(heads, queries, 0).key_limit(params, queries, tile);
-  return params.tree_mask == nullptr ? limit : min(limit, tile.length - queries.count);
+  return !HAS_MASKS || params.tree_mask == nullptr ? limit : min(limit, tile.length - queries.count);
 }
 
 // Elements from the lse of the sequence's first token to that of a row; in sparse decode all rows are of one token.

@@ -118,7 +118,7 @@ class TileSchedulerOf {
 
   // The same from a window's first page on, once the tile's keys are known.
   MLA_DEVICE void prefetch_window_pages() const {
-    if (params_.window_left < 0) return;
+    if (!HAS_MASKS || params_.window_left < 0) return;
     prefetch_pages_from(divided(tile_.first_key, params_.page_reciprocal, params_.page_shift));
   }
 

@@ -90,6 +90,7 @@ class KvLoad:
 
 _NARROW = "decode_narrow_dtype-{dtype}_dqk-{width}_kvsource-{kv_load}_clustermode-none_dv-{head_dim_v}"
 _ROTATED = "decode_rotated_dtype-{{dtype}}_dqk-{{width}}_kvsource-{}_clustermode-{{cluster_mode}}_rotate-1"
+MASKED_WIDTH = 576
 _NARROW_STAGES = {(width, BLOCK_M): 9 if width > 192 else 15 for width in NARROW}
 _NARROW_COSTS = dict.fromkeys(NARROW, "cp_async")  # the loads of the cost model that have no clusters
 KV_LOADS = {
@@ -163,6 +164,7 @@ class Sm90Config:
               of their last work tiles where these are splits of one sequence ('reduce_last'); 'none' without a
               cluster
     q_rows    query rows of a CTA at most; fewer than 64 only with 'swap_ab'
+    masked    it has windows and trees, whose code would make a short call of the others longer, and no clusters
     """
 
     arch: ArchSpec = field(repr=False)
@@ -171,6 +173,7 @@ class Sm90Config:
     kv_load: str
     cluster_mode: str = "none"
     q_rows: int = BLOCK_M
+    masked: bool = False
 
     def __post_init__(self) -> None:
         if self.arch.name != "sm_90":
@@ -178,7 +181,7 @@ class Sm90Config:
         self._check("kv_load", tuple(KV_LOADS))
         self._check("width", tuple(self.load.cluster_modes))
         self._check("dtype", self.load.narrow if self.narrow else self.load.dtypes)
-        self._check("cluster_mode", self.load.cluster_modes[self.width])
+        self._check("cluster_mode", ("none",) if self.masked else self.load.cluster_modes[self.width])
         self._check("q_rows", tuple(rows for width, rows in self.load.stages if width == self.width))
         if self.lds > self.arch.lds_bytes:
             self._raise(f"it needs {self.lds} bytes of shared memory of {self.arch.lds_bytes}")
@@ -236,17 +239,18 @@ class Sm90Config:
     def instance(self) -> str:
         if self.narrow:
             return _NARROW.format(**vars(self), head_dim_v=self.head_dim_v)
-        return self.load.instance.format_map(vars(self))
+        name = self.load.instance.format_map(vars(self))
+        return f"masked_{name}_masked-1" if self.masked else name
 
     @property
     def costs_as(self) -> str:
         """The kv_load whose times the cost model has."""
-        return self.load.costs_as[self.width]
+        return "cp_async" if self.masked else self.load.costs_as[self.width]  # that load has no clusters either
 
     @property
     def cluster_modes(self) -> tuple[str, ...]:
         """The modes that `clustered` takes."""
-        return ("none",) if self.narrow else KV_LOADS[self.costs_as].cluster_modes[self.width]
+        return ("none",) if self.narrow or self.masked else KV_LOADS[self.costs_as].cluster_modes[self.width]
 
     def clustered(self, cluster_mode: str) -> Sm90Config:
         """The instance with a cluster mode. One without clusters gives way to the one that it costs as."""
@@ -270,16 +274,17 @@ class Sm90Config:
 
 def config_for(problem: Problem, arch: ArchSpec) -> Sm90Config:
     """The instance for a problem. It sees neither batch nor lengths, so a batch-invariant call may use it."""
+    masked = problem.window or problem.tree
     if problem.kv_format == "fp8":
         element, rows = ELEMENTS[problem.q_dtype], problem.heads * problem.q_len
         for width, q_rows in KV_LOADS["swap_ab"].stages:
             if width == problem.head_dim and rows <= q_rows:
-                return Sm90Config(arch, element, width, "swap_ab", q_rows=q_rows)
-        return Sm90Config(arch, element, problem.head_dim, "fp8")
+                return Sm90Config(arch, element, width, "swap_ab", q_rows=q_rows, masked=masked)
+        return Sm90Config(arch, element, problem.head_dim, "fp8", masked=masked)
     kv_load = "tma" if problem.page % BLOCK_N == 0 else "cp_async"
     if problem.rope:
         kv_load += "_rotated"
-    return Sm90Config(arch, ELEMENTS[problem.q_dtype], problem.head_dim, kv_load)
+    return Sm90Config(arch, ELEMENTS[problem.q_dtype], problem.head_dim, kv_load, masked=masked)
 
 
 def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
@@ -308,6 +313,9 @@ def _unsupported(problem: Problem) -> str | None:
         return f"rows of {problem.head_dim} values with head_dim_v {problem.head_dim_v}; it takes {possible}"
     if problem.head_dim in NARROW and problem.q_dtype == torch.float16:
         return f"float16 queries of {problem.head_dim} values; it takes bfloat16 or float8_e4m3fn"
+    if (problem.window or problem.tree) and (problem.rope or problem.head_dim != MASKED_WIDTH):
+        given = "rope_cos_sin" if problem.rope else f"rows of {problem.head_dim} values"
+        return f"window_left or tree_mask with {given}; it has them for rotated rows of {MASKED_WIDTH}"
     if problem.rope and (problem.rope != ROPE or problem.head_dim != 576 or problem.kv_format == "fp8"):
         given = f"rope_cos_sin of {problem.rope} values with {problem.kv_format} rows of {problem.head_dim}"
         return f"{given}; it rotates {ROPE} of bf16 or fp16 rows of 576"
