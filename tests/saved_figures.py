@@ -338,6 +338,14 @@ def unrotated_caches() -> Iterator[Sourced]:
     yield Sourced(README, DECODE_LOG, [f"{span(shares)} times as long as rotated ones"])
 
 
+def narrow_latents() -> Iterator[Sourced]:
+    ratios = {width: row[2][0] for width, row in log_table(DECODE_LOG, "Narrow latents", "width | us").items()}
+    widths = ("256 + 64", "256 + 32", "128 + 32")
+    first, second, last = (f"{ratios[width]:.2f}" for width in widths)
+    phrase = f"take {first}, {second} and {last} of the time of rows padded to 512 + 64"
+    yield Sourced(README, DECODE_LOG, [phrase])
+
+
 def batch_invariant() -> Iterator[Sourced]:
     text = section(COMBINE_LOG, "combine in batch-invariant mode")
     (mean,) = re.findall(r"geometric mean of the call without \| [\d.]+ \| ([\d.]+) \|", text)
@@ -380,6 +388,7 @@ SOURCES: tuple[Callable[[], Iterator[Sourced]], ...] = (
     two_gpus,
     e4m3_caches,
     unrotated_caches,
+    narrow_latents,
     batch_invariant,
     check_mode,
     amd_time,

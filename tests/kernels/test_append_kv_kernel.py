@@ -10,9 +10,10 @@ from backend_calls import BackendCalls
 from built import require_built
 
 import mla_suite
-from mla_suite import archs, emulator
-from mla_suite.archs.append_kv import MAX_TOKENS, AppendConfig
+from mla_suite import archs, emulator, launch
+from mla_suite.archs.append_kv import ENCODINGS, MAX_TOKENS, AppendConfig
 from mla_suite.core import dispatch
+from mla_suite.core.dispatch import Unsupported
 from mla_suite.kv_formats import KV_FORMATS, get_kv_format
 from mla_suite.kv_formats import cache as caches
 from mla_suite.launch import launcher
@@ -84,8 +85,30 @@ def descale_of(kind):
     return torch.tensor([0.0371]) if kind.per_tensor_descale else None
 
 
+def answer_of(arch, name):
+    """What `arch` says to a cache of kv_format `name` where all kernels that it declares are built."""
+    kind = get_kv_format(name)
+    call = (*rows(kind, 2), caches.empty(kind, 2, 4), torch.arange(2), descale_of(kind))
+    with launch.declared_kernels():
+        return NATIVE.supports(APPEND_KV.problem(*call, kv_format=name), archs.get(arch))
+
+
+REFUSED = [(arch, name) for arch in ARCHS for name in KV_FORMATS if isinstance(answer_of(arch, name), Unsupported)]
+TAKEN = [name for name in KV_FORMATS if name not in {refused for _, refused in REFUSED}]
+
+
+@pytest.mark.parametrize(("arch_name", "name"), REFUSED)
+def test_a_kv_format_is_refused_only_for_what_it_declares(arch_name, name):
+    kind = get_kv_format(name)
+    reasons = [f"holds {each}; it takes" for each in sorted(kind.encodings - {*ENCODINGS, "pad"})]
+    if kind.scaled > kind.latent:
+        reasons.append("scales its rope values too")
+    answer = answer_of(arch_name, name)
+    assert any(f"kv_format {name} {reason}" in answer.reason for reason in reasons), answer.reason
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("name", KV_FORMATS)
+@pytest.mark.parametrize("name", TAKEN)
 def test_every_kv_format_and_input_type(arch, name, dtype):
     kind = get_kv_format(name)
     kv_c, k_pe = rows(kind, 6, dtype)
@@ -98,7 +121,7 @@ def test_every_kv_format_and_input_type(arch, name, dtype):
     assert_same_bytes(name, 5, 3, kv_c, k_pe, slots.int(), padded=False)
 
 
-@pytest.mark.parametrize("name", KV_FORMATS)
+@pytest.mark.parametrize("name", TAKEN)
 def test_any_bits(arch, name):
     """Random fp32 patterns: denormals, both zeros, every exponent, values that saturate. NaN and inf apart."""
     kind = get_kv_format(name)
@@ -112,7 +135,7 @@ def test_any_bits(arch, name):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("name", KV_FORMATS)
+@pytest.mark.parametrize("name", TAKEN)
 def test_nan_and_infinity(arch, name, dtype):
     kind = get_kv_format(name)
     kv_c, k_pe = rows(kind, 4, dtype)
@@ -159,7 +182,7 @@ def test_several_tokens_to_a_workgroup(arch, name, tokens):
 
 @pytest.mark.parametrize("tokens", [1, 45])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("name", KV_FORMATS)
+@pytest.mark.parametrize("name", TAKEN)
 def test_rows_in_whole_octets(arch, name, dtype, tokens):
     """Any finite 16-bit value, rotated both ways, several rows to a wave; skipped tokens may have any position."""
     kind = get_kv_format(name)
@@ -194,7 +217,7 @@ def test_many_tokens_share_workgroups():
         slots = torch.empty(tokens, dtype=torch.int64, device="meta")
         problem = APPEND_KV.problem(*inputs, filled(get_kv_format("bf16"), 2, 4), slots, kv_format="bf16")
         answer = NATIVE.supports(problem, gfx950)
-        if isinstance(answer, dispatch.Unsupported):
+        if isinstance(answer, Unsupported):
             pytest.skip(answer.reason)
         assert answer.config.tokens == group
 
@@ -230,10 +253,10 @@ def test_refusals_are_sentences(monkeypatch):
     kv_c, k_pe = rows(kind, 2)
     problem = APPEND_KV.problem(kv_c, k_pe, odd, torch.arange(2), kv_format="v32")
     answer = NATIVE.supports(problem, archs.get("gfx950"))
-    assert isinstance(answer, dispatch.Unsupported)
+    assert isinstance(answer, Unsupported)
     assert "aligned to 1 bytes; kv_format v32 needs 4" in answer.reason
     monkeypatch.setattr(launcher, "has_kernel", lambda arch, instance: False)
     even = APPEND_KV.problem(kv_c, k_pe, filled(kind, 2, 4), torch.arange(2), kv_format="v32")
     answer = NATIVE.supports(even, archs.get("gfx950"))
-    assert isinstance(answer, dispatch.Unsupported)
+    assert isinstance(answer, Unsupported)
     assert "python -m mla_suite build" in answer.reason

@@ -253,6 +253,8 @@ def test_every_word_of_a_launch(monkeypatch):
         "cp_period_shift": 0,
         "cp_offset": 0,
         "rope_cos_sin": 0,
+        "tree_mask": 0,
+        "window_left": -1,
     }
     scale = fields.pop("softmax_scale")
     assert fields == expected
