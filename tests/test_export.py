@@ -87,23 +87,26 @@ def test_an_operator_is_exported_as_one_node(op):
     assert equal((result, own), (wanted, other)), "results, and what was written in place"
 
 
-class Step5(torch.nn.Module):
-    """All five operators in one graph: cache two tokens, plan, attend densely and sparsely, merge the two halves."""
+class WholeStep(torch.nn.Module):
+    """Every operator in one graph: cache tokens, plan, attend densely, and sparsely in a copy, merge the two halves."""
 
     def forward(self, q, kv_c, k_pe, kv_cache, slot_mapping, block_table, seq_lens, indices):
         ops = torch.ops.mla_suite
         ops.append_kv(kv_c, k_pe, kv_cache, slot_mapping, kv_format="bf16")
         plan = ops.plan(seq_lens, num_heads=q.shape[2], max_seqlen_q=q.shape[1], num_sm_parts=4, max_seqlen_kv=0)
         dense, lse = ops.decode(q, kv_cache, seq_lens, block_table, plan=plan, softmax_scale=0.05)
+        copy = torch.zeros_like(kv_cache)
+        every = torch.arange(copy.shape[0] * copy.shape[1], device=copy.device)
+        ops.convert_kv(kv_cache, copy, every, every, source_format="bf16", destination_format="bf16")
         chosen, chosen_lse = ops.sparse_decode(
-            q, [kv_cache], [indices], [None], [None], kv_formats=["bf16"], softmax_scale=0.05
+            q, [copy], [indices], [None], [None], kv_formats=["bf16"], softmax_scale=0.05
         )
         halves = torch.stack((dense, chosen), 1).float().flatten(0, 1).flatten(1, 2)
         lses = torch.stack((lse, chosen_lse), 1).flatten(0, 1).flatten(1, 2)
         return mla_suite.combine(halves, lses, num_splits=2)
 
 
-def step5_inputs(batch, width):
+def whole_step_inputs(batch, width):
     generator = torch.Generator().manual_seed(batch)
     pages = batch * width + 1
     return (
@@ -125,12 +128,12 @@ def test_all_operators_in_a_package_at_another_batch(tmp_path):
     dims = (one, one, one, None, one, {0: batch, 1: width}, one, one)
     # A plan's size has a rounding in it; that decode's plan is long enough is then asserted when the program runs.
     program = torch.export.export(
-        Step5(), step5_inputs(3, 4), dynamic_shapes=dims, prefer_deferred_runtime_asserts_over_guards=True
+        WholeStep(), whole_step_inputs(3, 4), dynamic_shapes=dims, prefer_deferred_runtime_asserts_over_guards=True
     )
     compiled = packaged(program, tmp_path)
     for batch, width in ((3, 4), (7, 5)):
-        own, other = step5_inputs(batch, width), step5_inputs(batch, width)
-        assert equal((compiled(*own), own[3]), (Step5()(*other), other[3]))
+        own, other = whole_step_inputs(batch, width), whole_step_inputs(batch, width)
+        assert equal((compiled(*own), own[3]), (WholeStep()(*other), other[3]))
 
 
 class Merge(torch.nn.Module):
@@ -196,10 +199,10 @@ def test_a_decode_step_of_mla(tmp_path):
 
 def test_the_operators_are_named_in_the_package_not_compiled_into_it(tmp_path):
     """A loader of C++ alone would lack these: the kernels are calls to torch's dispatcher, filled by Python."""
-    program = torch.export.export(Step5(), step5_inputs(3, 4))
+    program = torch.export.export(WholeStep(), whole_step_inputs(3, 4))
     torch.export.save(program, tmp_path / "step.pt2")
     loaded = torch.export.load(tmp_path / "step.pt2")
     targets = {str(node.target) for node in loaded.graph.nodes if "mla_suite" in str(node.target)}
     assert {target.split(".")[1] for target in targets} == set(register.registry()), targets
-    own, other = step5_inputs(3, 4), step5_inputs(3, 4)
-    assert equal(loaded.module()(*own), Step5()(*other))
+    own, other = whole_step_inputs(3, 4), whole_step_inputs(3, 4)
+    assert equal(loaded.module()(*own), WholeStep()(*other))

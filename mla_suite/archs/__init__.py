@@ -48,6 +48,7 @@ class ArchKernels(Protocol):
     arch: ArchSpec
     wavefront: int  # lanes that the kernels are written for
     tile_rows: int  # query rows that a workgroup of decode holds
+    fp8_query_rows: int | None  # of a sequence, from which fp8 queries of an fp8 cache beat 16-bit ones; None: never
 
     def decode(self, problem: Any) -> Supported | Unsupported: ...
 

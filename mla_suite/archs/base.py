@@ -15,10 +15,12 @@ class CommonKernels:
 
     plan_waves         as in `PlanConfig`
     append_bulk_bytes  as in `AppendConfig`
+    fp8_query_rows     as in `ArchKernels`
     """
 
     plan_waves: tuple[tuple[str, tuple[int, int]], ...]
     append_bulk_bytes = 0
+    fp8_query_rows: int | None = None
 
     def __init__(self, arch: ArchSpec) -> None:
         self.arch = arch

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 import mla_suite
+from mla_suite import archs
 from mla_suite.integrations import FP8, KV_FORMATS, capturing, refuse
 from mla_suite.launch import current_arch
 
@@ -49,12 +50,6 @@ except ImportError as error:
 
 PAGE_SIZE = 64  # native kernels read whole pages of 64 keys by TMA; smaller pages are gathered row by row
 INVARIANT_SPLIT = 1024  # keys per split when vLLM asks for batch-invariant results
-FP8_QUERY_ROWS = {"sm_90": 64, "gfx950": 1}
-"""By arch: query rows of a sequence from which fp8 queries beside an fp8 cache are faster than 16-bit ones.
-
-With the kernel that quantises them, an H100 takes 0.93 to 1.00 of the time with 64 rows or more, and as long with 16
-(csrc/sm_90/decode/PERF.md). gfx950 multiplies fp8 as it is stored, and gfx942 converts it in either case.
-"""
 
 
 class MLASuiteAnswers:
@@ -352,12 +347,13 @@ class MLASuiteImpl(MLASuiteLayer, MLACommonImpl):
 def _fp8_queries_are_faster(heads: int) -> bool:
     """Whether it is so for a token, with as many drafts as the server verifies, on the device where models are made."""
     arch = current_arch(torch.empty(0))
-    if arch is None or arch.name not in FP8_QUERY_ROWS:
+    kernels = None if arch is None else archs.kernels(arch)
+    if kernels is None or kernels.fp8_query_rows is None:
         return False
     config = get_current_vllm_config()
     drafts = getattr(config.speculative_config, "num_speculative_tokens", 0) or 0
     # Results for fp8 queries are bfloat16, which vLLM goes on with in the model's own type.
-    return config.model_config.dtype == torch.bfloat16 and heads * (1 + drafts) >= FP8_QUERY_ROWS[arch.name]
+    return config.model_config.dtype == torch.bfloat16 and heads * (1 + drafts) >= kernels.fp8_query_rows
 
 
 @cache

@@ -20,6 +20,8 @@ from mla_suite.bench import inputs
 from mla_suite.core import dispatch, register
 from mla_suite.core.dispatch import Supported
 from mla_suite.core.op import Sample
+from mla_suite.kv_formats import cache as caches
+from mla_suite.kv_formats import get_kv_format
 
 CPU = torch.device("cpu")
 Values = tuple[tuple[Any, ...], dict[str, Any]]
@@ -27,7 +29,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 CASES = [(op.name, sample) for op in register.registry().values() for sample in op.samples()]
 FIRST = [(op.name, op.samples()[0]) for op in register.registry().values()]
-EXACT = ("plan", "append_kv")
+EXACT = ("plan", "append_kv", "convert_kv")
 """Operators whose results are integers or bytes: equal to the definition's, to the last bit."""
 
 
@@ -109,12 +111,25 @@ def _vary_append(args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch
     slot_mapping.copy_(slots)
 
 
+def _vary_convert(args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator) -> None:
+    """Other rows in `source`, and other slots on both sides, one of them skipped."""
+    source, destination, *slot_lists, descale, _ = args
+    kind = get_kv_format(kwargs["source_format"])
+    shape = (*source.shape[:2], source.shape[2] if kind.dense else kind.head_dim)
+    rows = caches.pack(kind, torch.randn(shape, generator=generator), descale=descale)
+    source.copy_(rows.view(source.dtype))
+    for cache, slots in zip((source, destination), slot_lists, strict=True):
+        slots.copy_(torch.randperm(cache.shape[0] * cache.shape[1], generator=generator)[: len(slots)])
+    slot_lists[1][:1] = -1
+
+
 _VARY: dict[str, Callable[[tuple[Any, ...], dict[str, Any], torch.Generator], None]] = {
     "plan": _vary_plan,
     "decode": _vary_decode,
     "sparse_decode": _vary_sparse,
     "combine": _vary_combine,
     "append_kv": _vary_append,
+    "convert_kv": _vary_convert,
 }
 
 

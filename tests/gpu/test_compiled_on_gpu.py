@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_problems import FIRST, Problem, moved, steps, tensors, written
-from test_export import Call, Step5, packaged, step5_inputs
+from test_export import Call, WholeStep, packaged, whole_step_inputs
 from torch._dynamo.utils import counters
 
 from mla_suite.core.op import Sample
@@ -74,15 +74,15 @@ def test_export(name: str, sample: Sample) -> None:
 
 
 def test_all_operators_in_a_package(tmp_path: Path) -> None:
-    """AOTInductor's code runs the five operators, in this process, at other values than it was made with."""
-    inputs = moved(step5_inputs(3, 4), GPU)
-    compiled = packaged(torch.export.export(Step5(), inputs), tmp_path)
+    """AOTInductor's code runs every operator, in this process, at other values than it was made with."""
+    inputs = moved(whole_step_inputs(3, 4), GPU)
+    compiled = packaged(torch.export.export(WholeStep(), inputs), tmp_path)
     for seed in (0, 1):
-        own, other = moved(step5_inputs(3, 4), GPU), moved(step5_inputs(3, 4), GPU)
+        own, other = moved(whole_step_inputs(3, 4), GPU), moved(whole_step_inputs(3, 4), GPU)
         for pair in zip((own[0], own[6]), (other[0], other[6]), strict=True):
             for tensor in pair:
                 tensor.copy_(tensor.roll(seed, 0))
-        wanted = (*tensors(Step5()(*other)), other[3])
+        wanted = (*tensors(WholeStep()(*other)), other[3])
         got = (*tensors(compiled(*own)), own[3])
         for mine, theirs in zip(got, wanted, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=2**-7)

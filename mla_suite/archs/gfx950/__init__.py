@@ -79,6 +79,7 @@ class SparseConfig(CdnaSparseConfig):
 
 class Kernels(CdnaKernels):
     sparse_config = SparseConfig
+    fp8_query_rows = 1  # fp8 is multiplied as it is stored; gfx942 converts it whatever the queries are
 
     def decode_config(self, problem: DecodeProblem, most: int) -> Gfx950Config:
         """The instance for a problem, in tiles of at most `most` rows.

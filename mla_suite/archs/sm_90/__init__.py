@@ -14,6 +14,9 @@ from mla_suite.ops.sparse_decode import Problem as SparseDecodeProblem
 # On an H200 five warps, a split a lane for 132 SM parts, are the fastest as long as each sequence has a thread, too.
 PLAN_WAVES = (("search", (5, 8)), ("balanced", (5, 16)), ("uniform", (8, 8)))
 APPEND_BULK_BYTES = 90_112  # dynamic shared memory of the bulk kernel, as csrc/sm_90/append_kv/append_bulk.hpp has it
+# With the kernel that quantises them, fp8 queries take an H100 0.93 to 1.00 of the time of 16-bit ones from 64 rows on,
+# and as long with 16 (csrc/sm_90/decode/PERF.md).
+FP8_QUERY_ROWS = 64
 
 
 class Kernels(CommonKernels):
@@ -21,6 +24,7 @@ class Kernels(CommonKernels):
     tile_rows = BLOCK_M
     plan_waves = PLAN_WAVES
     append_bulk_bytes = APPEND_BULK_BYTES
+    fp8_query_rows = FP8_QUERY_ROWS
 
     def decode(self, problem: DecodeProblem) -> Supported | Unsupported:
         return decode.supports(problem, self.arch)
