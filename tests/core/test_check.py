@@ -30,8 +30,8 @@ from mla_suite.ops.decode.samples import decode_sample
 ARCHS = ("gfx942", "gfx950")
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parent.parent.parent
-MASK = r"v_cmp_lt_i32_e32 vcc, (v\d+|[1-9]\d*), v\d+", "v_cmp_lt_i32", "v_cmp_ge_i32"
-"""Lines of decode's machine code that compare a key's position with the last that a row sees, and what they become."""
+MASK = r"v_cmp_lt_u32_e32 vcc, (v\d+|[1-9]\d*), v\d+", "v_cmp_lt_u32", "v_cmp_ge_u32"
+"""Lines of decode's machine code that ask whether a row sees a key by its position, and what they become."""
 FAULTS = {
     "append_kv": (1, (r"0x7fff\b", "0x7fff", "0xfff")),  # half a unit of bf16, which rounding adds
     "combine": (0, (r"v_sub_f32_e32", "v_sub_f32", "v_add_f32")),  # of the largest lse
@@ -250,7 +250,7 @@ import torch, mla_suite
 from mla_suite.build.manifest import KernelEntry
 from mla_suite.ops.decode.samples import decode_sample
 usual = KernelEntry.read_text
-KernelEntry.read_text = lambda self: usual(self).replace("v_cmp_lt_i32_e32 vcc, v", "v_cmp_ge_i32_e32 vcc, v")
+KernelEntry.read_text = lambda self: usual(self).replace("v_cmp_lt_u32_e32 vcc, v", "v_cmp_ge_u32_e32 vcc, v")
 args, kwargs = decode_sample((130, 40), heads=16, q_len=2, num_splits=1).make(torch.device("cpu"))
 def decode():
     for _ in range(5):
