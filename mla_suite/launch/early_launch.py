@@ -11,7 +11,7 @@ allowed: ContextVar[bool] = ContextVar("mla_suite_early_launch", default=True)
 
 @contextmanager
 def early_launch(allow: bool) -> Iterator[None]:
-    """Within the block, and in this thread, kernels may begin early on NVIDIA GPUs, or with False may not.
+    """Within the block, and in this thread, kernels may begin early on GPUs that can, or with False may not.
 
     By default they may: a kernel's first instructions run, and its workgroups take their SMs, while the kernel ahead of
     it still runs, and it waits itself before it reads that one's results. Where its workgroups would keep SMs from
