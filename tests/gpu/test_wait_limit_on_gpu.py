@@ -17,7 +17,7 @@ WITHOUT_DECODE = """
 import torch
 import mla_suite
 from mla_suite.core import dispatch
-from mla_suite.launch import run, scratch
+from mla_suite.launch import run
 from mla_suite.ops.decode.samples import decode_sample
 
 def without_decode(op, call, outputs, tensors):
@@ -25,7 +25,6 @@ def without_decode(op, call, outputs, tensors):
     return run.prepare(op, call._replace(launches=call.launches[1:]), outputs, tensors)
 
 dispatch.set_launcher(without_decode)
-scratch.take(torch.device("cuda"), 1 << 20).view(torch.int32).fill_(-1)  # the sentinel, which decode would store
 args, kwargs = decode_sample((700,), heads=16, num_splits=8).make(torch.device("cuda"))
 torch.ops.mla_suite.decode(*args, **kwargs)
 torch.cuda.synchronize()
