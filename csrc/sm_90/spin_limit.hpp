@@ -1,13 +1,11 @@
-// The end of a wait for another thread or kernel that never does its part: a trap, for which stderr names the file,
-// line and function that wait, the block and the thread, and the launch fails with a device-side assert.
-//
-// SpinLimit counts tries, in a debug build (`python -m mla_suite build --debug`), where MLA_MAX_TRIES is defined; a
-// release build waits forever. TimeLimit counts time, in every build: for waits for another kernel, whose loops have
-// room for it. Barriers that hardware waits at (`bar.sync`, clusters, griddepcontrol) have no loop that could end.
+// The end of a wait for another thread or kernel that never does its part. A release build waits forever. In a debug
+// build (`python -m mla_suite build --debug`) MLA_MAX_TRIES is defined, and a loop that has tried so often ends in a
+// trap: stderr names the file, line and function that wait, the block and the thread, and the launch fails with a
+// device-side assert. Barriers that hardware waits at (`bar.sync`, clusters, griddepcontrol) have no loop that could
+// end.
 #pragma once
 
 #include "common/device.hpp"
-#include "sm_90/ptx/timer.hpp"
 
 namespace mla::sm_90 {
 
@@ -51,46 +49,6 @@ class SpinLimit {
   WaitSite site_;
   int tries_ = 0;
 #endif
-};
-
-// Measures the time of one wait for another kernel, while this one runs: what passes between two looks at the clock
-// counts as a millisecond at most. So the time slices of another process, the stops of a debugger, and most of what a
-// sanitizer takes are left out.
-class TimeLimit {
- public:
-  // `event` says what the wait is for; 0 seconds are no limit.
-  MLA_DEVICE TimeLimit(const char* event, int seconds, const char* file = __builtin_FILE(), int line = __builtin_LINE(),
-                       const char* function = __builtin_FUNCTION())
-      : event_(event), seconds_(seconds), file_(file), line_(line), function_(function) {}
-
-  // Called after a try that failed: returns true, or ends in the trap.
-  MLA_DEVICE bool again() {
-    if (++tries_ % TRIES_BETWEEN_LOOKS == 0) look();
-    return true;
-  }
-
- private:
-  static constexpr uint32_t TRIES_BETWEEN_LOOKS = 256;   // a fifth of a millisecond
-  static constexpr uint32_t MOST_NS = 1 << 20;           // from one look to the next
-  static constexpr uint32_t UNITS_PER_SECOND = 976'563;  // of 1,024 ns
-
-  MLA_DEVICE void look() {
-    const uint32_t now = global_timer_low();
-    if (tries_ > TRIES_BETWEEN_LOOKS) waited_ += (now - last_ < MOST_NS ? now - last_ : MOST_NS) >> 10;
-    last_ = now;
-    if (seconds_ == 0 || waited_ < seconds_ * UNITS_PER_SECOND) return;
-    __assert_fail(event_, file_, line_, function_);
-    __builtin_unreachable();  // else registers would be saved around the call
-  }
-
-  const char* event_;
-  uint32_t seconds_;
-  const char* file_;
-  int line_;
-  const char* function_;
-  uint32_t tries_ = 0;
-  uint32_t last_ = 0;
-  uint32_t waited_ = 0;
 };
 
 }  // namespace mla::sm_90
