@@ -12,7 +12,7 @@
 namespace mla {
 
 // The turns of all sequences that a plan split, in order. A wave finds them together, four sequences a lane at a time.
-template <class Wave, class Rows>
+template <class Wave>
 class TurnScheduler {
  public:
   struct Turn {
@@ -75,7 +75,7 @@ class TurnScheduler {
 #pragma unroll
     for (int i = 0; i <= each; ++i) {
       const int bound = base + thread_id() % Wave::lanes * each + i;
-      bounds_[i] = Rows::load_before_wait(p.split_indptr + (bound < p.batch ? bound : p.batch));
+      bounds_[i] = p.split_indptr[bound < p.batch ? bound : p.batch];
     }
   }
 
@@ -87,9 +87,6 @@ class TurnScheduler {
 
 // Every row of a sequence that was split is combined.
 struct EveryRow {
-  // Loads a word of the plan, before decode has ended.
-  MLA_DEVICE static int load_before_wait(const int32_t* address) { return *address; }
-
   template <class Merge>
   MLA_DEVICE static bool leaves_out(const CombineParams&, const typename Merge::RowAssignment&) {
     return false;
@@ -132,8 +129,8 @@ struct PersistentCombine {
 
   MLA_DEVICE static void run(const CombineParams& p) {
     // The plan is older than decode, whose workgroups have all waited for the kernels before them.
-    const int partials = Rows::load_before_wait(p.split_indptr + (PlanHeader::partial_rows - PlanHeader::words));
-    TurnScheduler<Wave, Rows> list(p);
+    const int partials = p.split_indptr[PlanHeader::partial_rows - PlanHeader::words];
+    TurnScheduler<Wave> list(p);
     if (partials == 0) {
       Wave::release_consumer();
       Wave::wait_for_producer();  // the next kernel waits for this launch alone
@@ -158,7 +155,7 @@ struct PersistentCombine {
 
  private:
   template <class Merge>
-  MLA_DEVICE static void merge(const CombineParams& p, const typename TurnScheduler<Wave, Rows>::Turn& turn) {
+  MLA_DEVICE static void merge(const CombineParams& p, const typename TurnScheduler<Wave>::Turn& turn) {
     typename Merge::RowAssignment at;
     Merge::team_of(p, turn.number, 1, at);
     at.first = turn.first;

@@ -11,9 +11,6 @@ struct MergedRows {
   // The value of `skip_none` behind a decode that may have merged rows.
   static constexpr int MAY_BE_MERGED = 2;
 
-  // Past L1, which may hold what was there before the plan was written.
-  MLA_DEVICE static int load_before_wait(const int32_t* address) { return ld_relaxed_gpu(address); }
-
   // Whether the row's first split has SENTINEL as its log-sum-exp. All teams of a row know; called by whole warps.
   template <class Merge>
   MLA_DEVICE static bool leaves_out(const CombineParams& p, const typename Merge::RowAssignment& at) {

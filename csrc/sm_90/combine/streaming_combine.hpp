@@ -33,10 +33,8 @@ struct StreamingCombine {
         Merge::team_of(p, static_cast<uint32_t>(block_id_x()), static_cast<uint32_t>(p.batch), at);
     Merge::resolve_splits(p, sequence, at);
     Merge::materialize_params(p);
-    // decode lets this kernel start after its own wait, so the sinks are there; past L1, as all that is loaded before
-    // a wait.
-    const float sink =
-        at.sink == nullptr ? 0.0f : bit_cast<float>(ld_relaxed_gpu(reinterpret_cast<const int32_t*>(at.sink)));
+    // decode lets this kernel start after its own wait, so the sinks are there.
+    const float sink = at.sink == nullptr ? 0.0f : *at.sink;
     wait_for_own(p, at);
     float share[Merge::owned];
     const LseAccum row = Merge::merge_own_lse(p, at, share);

@@ -65,7 +65,7 @@ class ProducerCpAsync : ProducerBase<Traits> {
       from[i] = nullptr;
       if (key < end) {
         const int in_table = this->page_of(key);
-        const int64_t page = pages[in_table];
+        const int64_t page = __ldg(pages + in_table);
         from[i] = cache + piece * 16 +
                   2 * (page * params_.kv_page_stride + this->in_page(key, in_table) * Traits::HEAD_DIM_QK);
       }

@@ -114,7 +114,7 @@ class ProducerFp8 : ProducerBase<Traits> {
     const char* from = static_cast<const char*>(params_.kv_cache);
     if (count > 0) {
       const int in_table = this->page_of(key);
-      from += keys.pages[in_table] * params_.kv_page_stride + this->in_page(key, in_table) * ROW_BYTES;
+      from += __ldg(keys.pages + in_table) * params_.kv_page_stride + this->in_page(key, in_table) * ROW_BYTES;
     }
     mbarrier_wait(barriers_.raw_empty(stage), copied_ / Traits::RAW_STAGES % 2 ^ 1);
     if (lane == 0) mbarrier_expect_tx(full, (end - begin) * ROW_BYTES);

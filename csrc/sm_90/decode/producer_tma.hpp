@@ -132,7 +132,7 @@ class ProducerTma : protected ProducerBase<Traits> {
     const uint64_t hint = params_.partial_out != nullptr ? EVICT_FIRST : EVICT_NORMAL;
     const int in_table = this->page_of(first);
     const int row = first - in_table * params_.page;
-    const int page = pages[in_table];
+    const int page = __ldg(pages + in_table);
     this->wait_for_tma_stage(to);
     if (warpgroup_thread() % 32 != 0) return;
     mbarrier_expect_tx(to.full, BYTES);

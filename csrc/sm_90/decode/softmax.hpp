@@ -30,7 +30,7 @@ MLA_DEVICE float lse_of_row(float row_max, float sum) {
 template <class Params>
 MLA_DEVICE float sink_term(const Params& params, int half, float row_max) {
   const int row = first_row() + quad_row() + half * 8;
-  return exp2_approx(params.attn_sink[row % params.heads] * LOG2_E - row_max);
+  return exp2_approx(__ldg(params.attn_sink + row % params.heads) * LOG2_E - row_max);
 }
 
 MLA_DEVICE float quad_max(float x) {

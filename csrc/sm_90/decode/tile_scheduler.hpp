@@ -10,8 +10,8 @@ namespace mla::sm_90 {
 // Four words of a plan. Its tiles begin at multiples of 16 bytes from the plan's first word, which a caller may have
 // put at any multiple of 4 bytes.
 MLA_DEVICE int4 load_plan_tile(const int32_t* words) {
-  if (reinterpret_cast<uintptr_t>(words) % 16 == 0) return *reinterpret_cast<const int4*>(words);
-  return make_int4(words[0], words[1], words[2], words[3]);
+  if (reinterpret_cast<uintptr_t>(words) % 16 == 0) return __ldg(reinterpret_cast<const int4*>(words));
+  return make_int4(__ldg(words), __ldg(words + 1), __ldg(words + 2), __ldg(words + 3));
 }
 
 // Whether each CTA has at most one SM part of a plan. Otherwise a cluster has no last tiles to merge.

@@ -55,9 +55,9 @@ MLA_DEVICE void prefetch_l1(const void* address) {
   asm volatile("{\n.reg .b32 word;\nld.global.ca.b32 word, [%0];\n}\n" ::"l"(address));
 }
 
-// Loads a word that the previous kernel may have written, at an address that is known before griddep_wait. No kernel
-// loads such words by `__ldg`, which is `ld.global.nc`: PTX lets that read only what does not change while the kernel
-// runs, and a kernel begins while the previous one still writes; ptxas has hoisted it above the wait.
+// Loads a word that the previous kernel may have written, at an address that is known before griddep_wait. `__ldg` and
+// `ld.global.nc` are wrong here: they read data that is taken to be constant, and ptxas has hoisted them above the
+// wait. They are right where the address itself depends on a word loaded this way.
 MLA_DEVICE int ld_global(const int32_t* address) {
   int value;
   asm volatile("ld.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");

@@ -35,7 +35,7 @@ class SparseTileScheduler {
 
   // Returns the query token of the next tile.
   MLA_DEVICE int token() const {
-    return params_.plan != nullptr ? warp_uniform(*plan_tile(read(CURSOR))) : read(CURSOR) / params_.num_splits;
+    return params_.plan != nullptr ? warp_uniform(__ldg(plan_tile(read(CURSOR)))) : read(CURSOR) / params_.num_splits;
   }
 
   // Takes the next tile of a token with `keys` keys.
@@ -47,11 +47,11 @@ class SparseTileScheduler {
     tile.length = keys;
     if (params_.plan != nullptr) {
       const int32_t* at = plan_tile(cursor);
-      tile.first_key = warp_uniform(at[1]);
-      tile.end_key = warp_uniform(at[2]);
-      tile.partial_row = warp_uniform(at[3]);
+      tile.first_key = warp_uniform(__ldg(at + 1));
+      tile.end_key = warp_uniform(__ldg(at + 2));
+      tile.partial_row = warp_uniform(__ldg(at + 3));
       const int part = read(PART);
-      if (cursor + 1 < warp_uniform(bounds()[part + 1]))
+      if (cursor + 1 < warp_uniform(__ldg(bounds() + part + 1)))
         write(CURSOR, cursor + 1);
       else
         open_part(part + params_.grid_stride);
@@ -82,21 +82,21 @@ class SparseTileScheduler {
   }
 
   MLA_DEVICE const int32_t* plan_tile(int number) const {
-    const int work_tiles = warp_uniform(params_.plan[PlanHeader::work_tiles]);
+    const int work_tiles = warp_uniform(__ldg(params_.plan + PlanHeader::work_tiles));
     return params_.plan + work_tiles + PlanHeader::work_tile_words * static_cast<int64_t>(number);
   }
-  MLA_DEVICE int plan_parts() const { return warp_uniform(params_.plan[PlanHeader::num_sm_parts]); }
+  MLA_DEVICE int plan_parts() const { return warp_uniform(__ldg(params_.plan + PlanHeader::num_sm_parts)); }
   MLA_DEVICE const int32_t* bounds() const {
-    return params_.plan + warp_uniform(params_.plan[PlanHeader::work_indptr]);
+    return params_.plan + warp_uniform(__ldg(params_.plan + PlanHeader::work_indptr));
   }
 
   // Opens the first SM part with tiles from `part` on, in steps of the launch's parts.
   MLA_DEVICE void open_part(int part) const {
     const int count = plan_parts();
     for (; part < count; part += params_.grid_stride) {
-      const int first = warp_uniform(bounds()[part]);
+      const int first = warp_uniform(__ldg(bounds() + part));
       write(CURSOR, first);
-      if (first < warp_uniform(bounds()[part + 1])) break;
+      if (first < warp_uniform(__ldg(bounds() + part + 1))) break;
     }
     write(PART, part);
   }

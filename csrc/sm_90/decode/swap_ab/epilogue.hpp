@@ -39,7 +39,7 @@ class SwapAbEpilogue {
     float denominator = sum;
     const bool partial = tile.partial_row >= 0;
     if (any && !partial && params_.attn_sink != nullptr)
-      denominator += exp2_approx(params_.attn_sink[row.index % params_.heads] * LOG2_E - max);
+      denominator += exp2_approx(__ldg(params_.attn_sink + row.index % params_.heads) * LOG2_E - max);
     const int64_t first_partial = static_cast<int64_t>(tile.partial_row) * Traits::Problem::rows(params_);
     int64_t to = -1;
     if (row.valid) {

@@ -86,7 +86,7 @@ class SwapAbProducer : ProducerBase<Traits> {
     if (mine > 0) {
       const int key = first + begin;
       const int in_table = this->page_of(key);
-      from += pages[in_table] * params_.kv_page_stride + this->in_page(key, in_table) * ROW_BYTES;
+      from += __ldg(pages + in_table) * params_.kv_page_stride + this->in_page(key, in_table) * ROW_BYTES;
     }
     const auto to = this->kv_stage(kv_);
     this->wait_for_tma_stage(to);
