@@ -20,8 +20,6 @@ KINDS = (
     {"kv_format": "fp16", "dtype": torch.float16},
     {"kv_format": "fp8"},
     {"kv_format": "fp8", "dtype": torch.float8_e4m3fn},
-    {"rope": 0},
-    {"rotate": True},
 )
 
 

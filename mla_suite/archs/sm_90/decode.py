@@ -164,7 +164,7 @@ class Sm90Config:
               of their last work tiles where these are splits of one sequence ('reduce_last'); 'none' without a
               cluster
     q_rows    query rows of a CTA at most; fewer than 64 only with 'swap_ab'
-    masked    it has windows and trees, whose code would make a short call of the others longer, and no clusters
+    masked    it has windows and trees, whose code would make a short call of the others longer
     """
 
     arch: ArchSpec = field(repr=False)
@@ -181,7 +181,7 @@ class Sm90Config:
         self._check("kv_load", tuple(KV_LOADS))
         self._check("width", tuple(self.load.cluster_modes))
         self._check("dtype", self.load.narrow if self.narrow else self.load.dtypes)
-        self._check("cluster_mode", ("none",) if self.masked else self.load.cluster_modes[self.width])
+        self._check("cluster_mode", self.load.cluster_modes[self.width])
         self._check("q_rows", tuple(rows for width, rows in self.load.stages if width == self.width))
         if self.lds > self.arch.lds_bytes:
             self._raise(f"it needs {self.lds} bytes of shared memory of {self.arch.lds_bytes}")
@@ -245,18 +245,18 @@ class Sm90Config:
     @property
     def costs_as(self) -> str:
         """The kv_load whose times the cost model has."""
-        return "cp_async" if self.masked else self.load.costs_as[self.width]  # that load has no clusters either
+        return self.load.costs_as[self.width]
 
     @property
     def cluster_modes(self) -> tuple[str, ...]:
         """The modes that `clustered` takes."""
-        return ("none",) if self.narrow or self.masked else KV_LOADS[self.costs_as].cluster_modes[self.width]
+        return ("none",) if self.narrow else KV_LOADS[self.costs_as].cluster_modes[self.width]
 
     def clustered(self, cluster_mode: str) -> Sm90Config:
         """The instance with a cluster mode. One without clusters gives way to the one that it costs as."""
         if cluster_mode in self.load.cluster_modes[self.width]:
             return replace(self, cluster_mode=cluster_mode)
-        return Sm90Config(self.arch, self.dtype, self.width, self.costs_as, cluster_mode)
+        return Sm90Config(self.arch, self.dtype, self.width, self.costs_as, cluster_mode, masked=self.masked)
 
     @property
     def box_blocks(self) -> int:
