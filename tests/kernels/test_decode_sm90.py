@@ -41,14 +41,16 @@ NARROW = [
 ]
 POINTS += NARROW
 SWAP_AB = [(dtype, 576, "swap_ab", "none", rows) for dtype in ("bf16", "fp16", "fp8") for rows in (16, 32)]
+MASKED = [(*point, BLOCK_M, True) for point in POINTS if point[1] == 576 and point not in ROTATED]
+MASKED += [(*point, True) for point in SWAP_AB]
 HALF = {"kv_format": "fp16", "dtype": torch.float16}
 FP8 = {"kv_format": "fp8", "dtype": torch.float8_e4m3fn}
 
 
 def test_every_point_is_declared():
-    kernels = ("decode", "decode_rotated", "decode_narrow", "swap_ab_decode")
+    kernels = ("decode", "decode_rotated", "decode_narrow", "swap_ab_decode", "masked_decode", "masked_swap_ab_decode")
     declared = {item.id: item for item in instances("sm_90") if item.kernel in kernels}
-    points = POINTS + SWAP_AB
+    points = POINTS + SWAP_AB + MASKED
     assert set(declared) == {Sm90Config(H200, *point).instance for point in points}
     for point in points:
         config = Sm90Config(H200, *point)
@@ -78,6 +80,8 @@ def test_every_point_is_declared():
         ({"q_rows": 16}, "q_rows is one of 64"),
         ({"cluster_mode": "keys"}, "cluster_mode is one of none, reduce_o, reduce_last, exchange_p"),
         ({"kv_load": "cp_async", "cluster_mode": "reduce_o"}, "cluster_mode is one of none"),
+        ({"width": 512, "masked": True}, "windows and trees are of rotated rows of 576"),
+        ({"kv_load": "tma_rotated", "masked": True}, "windows and trees are of rotated rows of 576"),
     ],
 )
 def test_an_illegal_config_says_why(changed, sentence):
@@ -86,7 +90,7 @@ def test_an_illegal_config_says_why(changed, sentence):
 
 
 def test_a_config_prints_its_point_alone():
-    printed = "Sm90Config(dtype='bf16', width=576, kv_load='tma', cluster_mode='none', q_rows=64)"
+    printed = "Sm90Config(dtype='bf16', width=576, kv_load='tma', cluster_mode='none', q_rows=64, masked=False)"
     assert str(Sm90Config(H200, "bf16", 576, "tma")) == printed
 
 
@@ -120,7 +124,7 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
 
 
 def test_what_was_built():
-    configs = [Sm90Config(H200, *point) for point in POINTS + SWAP_AB]
+    configs = [Sm90Config(H200, *point) for point in POINTS + SWAP_AB + MASKED]
     require_built("sm_90", configs[0].instance)
     for config in configs:
         entry = manifest.installed().find("sm_90", config.instance)

@@ -183,6 +183,8 @@ class Sm90Config:
         self._check("dtype", self.load.narrow if self.narrow else self.load.dtypes)
         self._check("cluster_mode", self.load.cluster_modes[self.width])
         self._check("q_rows", tuple(rows for width, rows in self.load.stages if width == self.width))
+        if self.masked and (self.width != MASKED_WIDTH or self.load.rotates):
+            self._raise(f"windows and trees are of rotated rows of {MASKED_WIDTH}")
         if self.lds > self.arch.lds_bytes:
             self._raise(f"it needs {self.lds} bytes of shared memory of {self.arch.lds_bytes}")
 
