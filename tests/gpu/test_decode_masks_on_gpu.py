@@ -15,6 +15,8 @@ import torch
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode
 
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
+
 KINDS = (
     {},
     {"kv_format": "fp16", "dtype": torch.float16},
