@@ -275,8 +275,8 @@ def test_layers_that_mla_cannot_replace_keep_all_but_their_attention(changes):
 def test_models_we_do_not_know_are_refused_in_a_sentence():
     with pytest.raises(TypeError, match="Linear has no layers of multi-head latent attention"):
         patch(torch.nn.Linear(1, 1))
-    model = make_model("v3", kv_lora_rank=640)
-    with pytest.raises(ValueError, match="kv_lora_rank 640 and qk_rope_head_dim 64; a cached token is 512"):
+    model = make_model("v3", kv_lora_rank=1088)
+    with pytest.raises(ValueError, match="kv_lora_rank 1088 and qk_rope_head_dim 64; a cached token is 1024"):
         patch(model)
     assert type(model.model.layers[0].self_attn).__name__ == "DeepseekV3Attention"
     with pytest.raises(TypeError, match=r"a model in torch\.float64"):

@@ -8,6 +8,7 @@
 #include "cdna/decode/mfma_16x16x16/producer_kv_stage.hpp"
 #include "cdna/decode/mfma_16x16x16/softmax.hpp"
 #include "cdna/decode/query.hpp"
+#include "cdna/decode/row_mask.hpp"
 #include "gfx942/policy.hpp"
 
 using namespace cdna;
@@ -103,7 +104,8 @@ MLA_KERNEL(64, 1) void softmax(Arrays p) {
   mla::RowSoftmax row = mla::RowSoftmax::empty();
   for (int tile = 0; tile < 2; ++tile) {
     f32x4 scores = static_cast<const f32x4*>(p.in)[tile * 64 + lane.index];
-    if (tile == 1) scores = Softmax::mask(scores, 0, 16 - lane.column, lane);   // row r sees 16 - r keys of the second
+    // Row r sees 16 - r keys of the second.
+    if (tile == 1) RowMask{0, static_cast<uint32_t>(16 - lane.column), 0}.apply<1>(&scores, 4 * lane.group);
     const float lane_max = Softmax::lane_max(scores);
     if (any_lane(row.exceeded_by(lane_max * 0.5f))) Softmax::raise_max(row, lane_max, 0.5f, lane);
     static_cast<u32x2*>(p.out)[tile * 64 + lane.index] = Softmax::compute_p(scores, 0.5f, row);
