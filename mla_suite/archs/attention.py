@@ -28,6 +28,9 @@ from mla_suite.ops.sparse_decode import SparseDecodeArgs, splits_by_size
 
 MAX_ROW_TILES = 65535  # of a grid's second dimension
 MIN_SCALE = 1e-30  # stands for 0, where a masked score of -inf times the scale would be NaN
+WIDTHS = {576: 512, 512: 512, 320: 256, 288: 256, 160: 128}
+"""Values of a row that dense decode has kernels for -> those of them that are V."""
+NARROW = tuple(width for width, head_dim_v in WIDTHS.items() if head_dim_v < 512)
 MIN_SPLIT = 256  # keys: below this, combining costs more than another compute unit saves
 DECODE_INPUTS = inputs(DecodeArgs)
 SPARSE_INPUTS = inputs(SparseDecodeArgs)

@@ -12,9 +12,8 @@ from mla_suite.core.op import Op, Output
 from mla_suite.core.register import register
 from mla_suite.kv_formats import KVFormat, get_kv_format
 from mla_suite.kv_formats import cache as caches
+from mla_suite.ops.append_kv import SLOT_DTYPES
 from mla_suite.ops.convert_kv import compare, reference, samples
-
-SLOT_DTYPES = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from mla_suite.archs import ArchSpec, combine, decode_table
 from mla_suite.archs.attention import (
     DECODE_INPUTS,
     MAX_ROW_TILES,
+    NARROW,
+    WIDTHS,
     Shape,
     Splits,
     call_of,
@@ -33,9 +35,6 @@ from mla_suite.ops.plan.metadata import splits_of
 
 TILE = 16  # rows of a matrix instruction
 MAX_ROWS = 128
-WIDTHS = {576: 512, 512: 512, 320: 256, 288: 256, 160: 128}
-"""Values of a cached row -> those of them that are V."""
-NARROW = tuple(width for width, head_dim_v in WIDTHS.items() if head_dim_v < 512)
 NARROW_ROWS = (16, 32, 64, 128)
 """Tiles of query rows that NARROW rows of bf16 have instances for."""
 STAGES = {512: 3, 256: 5, 128: 8}

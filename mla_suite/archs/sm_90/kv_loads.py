@@ -1,0 +1,100 @@
+"""The ways in which keys come to decode on sm_90, and the instances that have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mla_suite.archs.attention import NARROW, WIDTHS
+from mla_suite.archs.sm_90.tile import BLOCK_M
+
+CLUSTER_MODES = ("none", "reduce_o", "reduce_last", "exchange_p")
+
+
+@dataclass(frozen=True)
+class KvLoad:
+    """One way in which keys come, and the instances that have it.
+
+    dtypes         types of queries
+    cluster_modes  width of a cached row -> its cluster modes
+    stages         (width, most query rows of a CTA) -> stages of its ring of keys; with 'exchange_p' EXCHANGE_STAGES
+    costs_as       width -> the kv_load whose times the cost model has (`Estimate`)
+    by_box         the copy engine brings keys, 32 of one page at a time
+    rotates        keys are un-rotated in the cache: 'rotated' in REGISTER_STEPS, and ROTATED_KEY_BYTES
+    narrow         types of queries for rows of NARROW widths
+    instance       its name, from the members of Sm90Config
+    threads        of a CTA: four warpgroups of which one loads keys, one computes P and two hold the result; or three
+                   of which one loads keys and two compute P and the result
+    """
+
+    dtypes: tuple[str, ...]
+    cluster_modes: Mapping[int, tuple[str, ...]]
+    stages: Mapping[tuple[int, int], int]
+    costs_as: Mapping[int, str]
+    instance: str = "decode_dtype-{dtype}_dqk-{width}_kvsource-{kv_load}_clustermode-{cluster_mode}"
+    narrow: tuple[str, ...] = ()
+    threads: int = 512
+    by_box: bool = False
+    rotates: bool = False
+
+
+_ROTATED = "decode_rotated_dtype-{{dtype}}_dqk-{{width}}_kvsource-{}_clustermode-{{cluster_mode}}_rotate-1"
+_NARROW_STAGES = {(width, BLOCK_M): 9 if width > 192 else 15 for width in NARROW}
+_NARROW_COSTS = dict.fromkeys(NARROW, "cp_async")  # the loads of the cost model that have no clusters
+KV_LOADS = {
+    "tma": KvLoad(
+        dtypes=("bf16", "fp16"),
+        cluster_modes={576: CLUSTER_MODES, 512: CLUSTER_MODES} | dict.fromkeys(NARROW, ("none",)),
+        stages={(576, BLOCK_M): 5, (512, BLOCK_M): 5} | _NARROW_STAGES,
+        costs_as={576: "tma", 512: "tma"} | _NARROW_COSTS,
+        narrow=("bf16",),
+        by_box=True,
+    ),
+    "cp_async": KvLoad(
+        dtypes=("bf16", "fp16"),
+        cluster_modes=dict.fromkeys(WIDTHS, ("none",)),
+        stages={(576, BLOCK_M): 5, (512, BLOCK_M): 5} | _NARROW_STAGES,
+        costs_as=dict.fromkeys(WIDTHS, "cp_async"),
+        narrow=("bf16",),
+    ),
+    "fp8": KvLoad(  # beside five stages of 512 values there is no room for what a cluster needs
+        dtypes=("bf16", "fp16", "fp8"),
+        cluster_modes={576: ("none", "reduce_o"), 512: ("none",)} | dict.fromkeys(NARROW, ("none",)),
+        stages={(576, BLOCK_M): 4, (512, BLOCK_M): 5} | {(width, BLOCK_M): 5 for width in NARROW},
+        costs_as={576: "fp8", 512: "cp_async"} | _NARROW_COSTS,
+        narrow=("bf16", "fp8"),
+    ),
+    "swap_ab": KvLoad(
+        dtypes=("bf16", "fp16", "fp8"),
+        cluster_modes={576: ("none",)},
+        stages={(576, 16): 11, (576, 32): 9},
+        costs_as={576: "fp8"},
+        instance="swap_ab_decode_dtype-{dtype}_qrows-{q_rows}",
+        threads=384,
+    ),
+    "tma_rotated": KvLoad(  # the warp that a streaming combine needs rotates, and a peer's keys find no room
+        dtypes=("bf16", "fp16"),
+        cluster_modes={576: ("none", "reduce_o", "reduce_last")},
+        stages={(576, BLOCK_M): 4},
+        costs_as={576: "tma_rotated"},
+        instance=_ROTATED.format("tma"),
+        by_box=True,
+        rotates=True,
+    ),
+    "cp_async_rotated": KvLoad(
+        dtypes=("bf16", "fp16"),
+        cluster_modes={576: ("none",)},
+        stages={(576, BLOCK_M): 4},
+        costs_as={576: "cp_async"},
+        instance=_ROTATED.format("cp_async"),
+        rotates=True,
+    ),
+}
+"""The ways in which keys come, by the values of `kv_load`.
+
+tma       the copy engine brings 32 keys of one page at a time
+cp_async  threads bring keys of any pages
+fp8       keys of any pages are e4m3, which threads convert
+swap_ab   the same, converted where they are multiplied, as the first operand (csrc/sm_90/decode/swap_ab), for few rows
+tma_rotated, cp_async_rotated  as 'tma' and 'cp_async' bring them, then their rope parts are rotated in shared memory
+"""
