@@ -90,7 +90,7 @@ def test_a_cpu_that_stands_for_another_arch(known):
 
 
 def test_a_tensor_whose_gradient_is_enabled_later(known):
-    """torch's guards compare requires_grad in either mode, so a call without gradients is like one that asks for them."""
+    """torch's guards compare requires_grad in either mode: a call without gradients is like one that asks for them."""
     needs = torch.zeros(4, 6, requires_grad=True)
     known.keep((needs, C), (), PREPARED)
     assert known.find((needs, C), ()) is PREPARED
