@@ -7,8 +7,8 @@ indexer leaves positions in a buffer that layers share, and every token, of a pr
 vLLM's own builder makes the metadata. GLM-5.3's rows have no rope values: 16-bit ones are of 512 values, and records of
 528 bytes, which `mla_suite.append_kv` writes, where vLLM's are of 656 with zeros in them.
 
-DeepSeek V4 selects its kernels in its model's code: on ROCm through
-`rocm_sparse_attn_decode`, which `mla_suite.integrations.vllm_rocm` stands in for.
+DeepSeek V4 selects its kernels in its model's code: on ROCm through `rocm_sparse_attn_decode`, which
+`mla_suite.integrations.vllm_rocm` stands in for.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def hold(runner, layer, slots, q, k, selected, out):
 
 
 def step(backend, runner, mode, lengths, q_lens, *, in_two=True, captured=False, compare=hold):
-    """One pass over both layers; `lengths` include the new tokens. `compare` sees what each layer is given and gives."""
+    """One pass over both layers; `lengths` include the new tokens. `compare` sees a layer's arguments and result."""
     width = LATENT + runner.token_to_kv_pool.qk_rope_head_dim
     table = runner.req_to_token_pool.req_to_token
     owner = [row for row, q_len in zip(POOL_ROWS, q_lens, strict=True) for _ in range(q_len)]
@@ -210,9 +210,8 @@ CALLS = {"decode": [1, 1, 1], "target_verify": [theirs.DRAFTS] * 3, "extend": [8
 def test_pools_of_keys_and_those_behind_them(monkeypatch, decodes, dtype, call):
     """GLM-5.3's selections are wider than topk. Prompts over its records are ours: no prefill of SGLang reads them."""
     mode, q_lens, make = ForwardMode[call.upper()], CALLS[call], torch.tensor
-    monkeypatch.setattr(
-        torch, "tensor", lambda *given, pin_memory=False, **options: make(*given, **options)
-    )  # on a CPU
+    # A CPU without a GPU has no pinned memory, in which SGLang lays out a prompt's plan.
+    monkeypatch.setattr(torch, "tensor", lambda *given, pin_memory=False, **options: make(*given, **options))
     with theirs.server(monkeypatch):
         runner = theirs.runner(dtype, topk=TOPK, qk_rope_head_dim=0, index_kpool=POOL_KEYS)
         backend = theirs.backend(runner)
