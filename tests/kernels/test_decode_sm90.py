@@ -134,7 +134,8 @@ def test_what_was_built():
 
 
 def answer_of(monkeypatch, built=True, **options):
-    monkeypatch.setattr(launcher, "has_kernel", lambda arch, instance: built)
+    declared = {item.id for item in instances("sm_90")} if built else ()
+    monkeypatch.setattr(launcher, "usable_kernels", lambda arch: declared)
     args, kwargs = decode_sample(options.pop("lens", (70,)), **options).make(CPU)
     return NATIVE.supports(DECODE.problem(*args, **kwargs), H200)
 
@@ -189,8 +190,7 @@ def test_what_it_cannot_take_is_refused_in_a_sentence(monkeypatch, options, sent
     assert sentence in answer.reason
 
 
-def test_a_cache_off_alignment_is_refused(monkeypatch):
-    monkeypatch.setattr(launcher, "has_kernel", lambda arch, instance: True)
+def test_a_cache_off_alignment_is_refused():
     args, kwargs = decode_sample((70,)).make(CPU)
     flat = torch.zeros(args[1].numel() + 4, dtype=torch.bfloat16)
     shifted = flat[4:].view(args[1].shape)
