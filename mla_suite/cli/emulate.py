@@ -112,6 +112,7 @@ def measure(op: Op, sample: Sample, arch: str, time: bool = False) -> dict[str, 
     bound = None
     if op.name == "decode" and fp8_weights(explanation.config):
         bound = testing.fp8_weights_bound(*args, **kwargs)
+    times = [report.modelled for report in reports if report.modelled]
     return {
         "op": op.name,
         "sample": sample.name,
@@ -121,7 +122,7 @@ def measure(op: Op, sample: Sample, arch: str, time: bool = False) -> dict[str, 
         "wrong": _wrong(op, expected, got, bound),
         "keys": keys,
         "launches": [launch_record(report, record, keys) for report in reports],
-        "modelled": str(timing.total([report.modelled for report in reports])) if time and reports else None,
+        "modelled": str(timing.total(times)) if times else None,
     }
 
 
