@@ -43,14 +43,16 @@ POINTS += NARROW
 SWAP_AB = [(dtype, 576, "swap_ab", "none", rows) for dtype in ("bf16", "fp16", "fp8") for rows in (16, 32)]
 MASKED = [(*point, BLOCK_M, True) for point in POINTS if point[1] == 576 and point not in ROTATED]
 MASKED += [(*point, True) for point in SWAP_AB]
+SCALED = [("bf16", 576, "fp8", mode, BLOCK_M, False, True) for mode in ("none", "reduce_o")]
 HALF = {"kv_format": "fp16", "dtype": torch.float16}
 FP8 = {"kv_format": "fp8", "dtype": torch.float8_e4m3fn}
 
 
 def test_every_point_is_declared():
     kernels = ("decode", "decode_rotated", "decode_narrow", "swap_ab_decode", "masked_decode", "masked_swap_ab_decode")
+    kernels += ("scaled_decode",)
     declared = {item.id: item for item in instances("sm_90") if item.kernel in kernels}
-    points = POINTS + SWAP_AB + MASKED
+    points = POINTS + SWAP_AB + MASKED + SCALED
     assert set(declared) == {Sm90Config(H200, *point).instance for point in points}
     for point in points:
         config = Sm90Config(H200, *point)
@@ -90,7 +92,7 @@ def test_an_illegal_config_says_why(changed, sentence):
 
 
 def test_a_config_prints_its_point_alone():
-    printed = "Sm90Config(dtype='bf16', width=576, kv_load='tma', cluster_mode='none', q_rows=64, masked=False)"
+    printed = "Sm90Config(dtype='bf16', width=576, kv_load='tma', cluster_mode='none', q_rows=64, masked=False, scaled=False)"
     assert str(Sm90Config(H200, "bf16", 576, "tma")) == printed
 
 

@@ -30,15 +30,18 @@ def scheduler_costs(num_q_rows: int) -> SchedulerCosts:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Times of parts of a launch, in microseconds; only differences between split counts matter.
+    """Times of parts of a launch, in microseconds at `clock_mhz`; only differences between split counts matter.
 
-    Fitted to times on an H200, which the sum meets within 7 % on average (csrc/sm_90/combine/PERF.md).
+    Fitted to times on an H200, which the sum meets within 7 % on average (csrc/sm_90/combine/PERF.md). What the device
+    reads of memory takes as many clocks as its record says (`ArchSpec.on_device`), so memory counts for more on a card
+    whose memory is slower or whose clock is higher.
     """
+
+    clock_mhz: int = 1980
 
     stage: float = 0.72  # one stage of keys in a CTA
     busy_stage: float = 0.12  # more where every SM is busy, and in proportion: power holds the clock down
     tile: float = 4.5  # one work tile of a CTA beside its stages
-    read_bytes: float = 4.6e6  # bytes that the device reads per microsecond
     combine: float = 2.6  # combine, however little it combines
     combined_bytes: float = 0.1e6  # bytes of partials that an SM writes and reads per microsecond
     late_combine: float = 3.1  # more of combine where some of its CTAs found no SM before decode ended
@@ -59,6 +62,7 @@ FITTED = CostModel()
 _LEAST_COMBINE = FITTED.combine - max(FITTED.streaming_gain, FITTED.exchange_streaming_gain - FITTED.cluster_exchange)
 """More than two splits take no less to combine, but for cluster_mode reduce_o, which saves a share of decode's time."""
 _LEAST_REDUCE = FITTED.combine + FITTED.cluster_reduce
+SCALED_STAGES = 24
 MAX_WAVES = 8  # waves of CTAs through equal splits; more even out the last wave by little and cost scratch
 PROLOGUE_ROWS = 32  # rows whose sentinels a CTA writes while its first TMA loads are in flight
 PROLOGUE_STAGES = 4  # stages that a split must have where more rows than that are filled
@@ -84,6 +88,15 @@ def pairing_pays(batch: int, rows: int, groups: int, bound: int) -> bool:
     return gain > FITTED.pairing + (FITTED.pairing_apart if tiles == 2 else 0.0) + 0.5
 
 
+def scaling_pays(stages: float) -> bool:
+    """Whether bf16 queries of e4m3 rows are multiplied as fp16 in work tiles of so many stages.
+
+    To scale a tile's queries takes 0.8 us before its first product, and each stage of keys is then 0.045 us faster
+    (F10 in csrc/sm_90/decode/PERF.md).
+    """
+    return stages >= SCALED_STAGES
+
+
 class Estimate:
     """Times of decode, in microseconds, where sequences have at most `stages` x 32 keys.
 
@@ -100,7 +113,8 @@ class Estimate:
         self.units = arch.compute_units
         self.tiles = -(-rows // BLOCK_M)
         self.max_groups = groups_of(arch, 1 << 62, self.tiles)
-        self.read = batch * stages * BLOCK_N * (576 if kv_load == "fp8" else 1152) / FITTED.read_bytes
+        read_bytes = arch.memory_bytes_per_s / 1e6 * FITTED.clock_mhz / arch.clock_mhz  # per microsecond of the model
+        self.read = batch * stages * BLOCK_N * (576 if kv_load == "fp8" else 1152) / read_bytes
         self.resident = _resident(arch, batch * rows)
         self.tall = min(rows, BLOCK_M) > PROLOGUE_ROWS
 

@@ -25,7 +25,7 @@ from mla_suite.archs.attention import (
 )
 from mla_suite.archs.combine import OUTPUTS, AnyCombineConfig
 from mla_suite.archs.sm_90 import combine, tensor_maps
-from mla_suite.archs.sm_90.costs import Estimate, best_splits, pairing_pays
+from mla_suite.archs.sm_90.costs import Estimate, best_splits, pairing_pays, scaling_pays
 from mla_suite.archs.sm_90.kv_loads import KV_LOADS, KvLoad
 from mla_suite.archs.sm_90.tile import (
     BLOCK_M,
@@ -56,7 +56,7 @@ NARROW_RAW_STAGES = 8
 EXCHANGE_BYTES = 2 * BLOCK_N * 512 + 2 * P_BYTES + 5 * 4 * BLOCK_M + 8 * (2 + 2 * 2 + 2 * 2 + 2 * 4) + 16 + 1024
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
 ROPE = 64
-MASKED_WIDTH = 576
+MASKED_WIDTH = SCALED_WIDTH = 576
 _NARROW = "decode_narrow_dtype-{dtype}_dqk-{width}_kvsource-{kv_load}_clustermode-none_dv-{head_dim_v}"
 ROTATED_KEY_BYTES = 2 * ROPE + 4 * ROPE  # beside an un-rotated key: what rounding its rope part leaves, and its angles
 
@@ -74,6 +74,8 @@ class Sm90Config:
               cluster
     q_rows    query rows of a CTA at most; fewer than 64 only with 'swap_ab'
     masked    it has windows and trees, whose code would make a short call of the others longer
+    scaled    bf16 queries of e4m3 rows are multiplied as fp16, to which keys are converted in fewer instructions; each
+              row is scaled to it first, which only long work tiles repay (csrc/sm_90/decode/scaled_queries.hpp)
     """
 
     arch: ArchSpec = field(repr=False)
@@ -83,6 +85,7 @@ class Sm90Config:
     cluster_mode: str = "none"
     q_rows: int = BLOCK_M
     masked: bool = False
+    scaled: bool = False
 
     def __post_init__(self) -> None:
         if self.arch.name != "sm_90":
@@ -94,6 +97,8 @@ class Sm90Config:
         self._check("q_rows", tuple(rows for width, rows in self.load.stages if width == self.width))
         if self.masked and (self.width != MASKED_WIDTH or self.load.rotates):
             self._raise(f"windows and trees are of rotated rows of {MASKED_WIDTH}")
+        if self.scaled and not self.may_scale:
+            self._raise(f"only bf16 queries of e4m3 rows of {SCALED_WIDTH} without windows and trees are scaled")
         if self.lds > self.arch.lds_bytes:
             self._raise(f"it needs {self.lds} bytes of shared memory of {self.arch.lds_bytes}")
 
@@ -104,6 +109,11 @@ class Sm90Config:
     def _raise(self, why: str) -> None:
         point = f"dtype={self.dtype} width={self.width} kv_load={self.kv_load}"
         raise ValueError(f"decode: no kernel at {point} on {self.arch.name}: {why}")
+
+    @property
+    def may_scale(self) -> bool:
+        """Whether an instance like this one scales queries."""
+        return (self.dtype, self.width, self.kv_load, self.masked) == ("bf16", SCALED_WIDTH, "fp8", False)
 
     @property
     def head_dim_v(self) -> int:
@@ -151,6 +161,8 @@ class Sm90Config:
         if self.narrow:
             return _NARROW.format(**vars(self), head_dim_v=self.head_dim_v)
         name = self.load.instance.format_map(vars(self))
+        if self.scaled:
+            return f"scaled_{name}_scaleq-1"
         return f"masked_{name}_masked-1" if self.masked else name
 
     @property
@@ -206,10 +218,16 @@ def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
     if row is not None and row.values["use"] == decode_table.TRITON:
         return Unsupported(f"{decode_table.reason(row)} leaves it to the triton kernel")
     config = config_for(problem, arch)
-    clusters = [config.clustered(mode).instance for mode in config.cluster_modes]
+    variants = [config.clustered(mode) for mode in config.cluster_modes]
+    clusters = [variant.instance for variant in variants] + [v.instance for v in map(scaled, variants) if v.scaled]
     reason = f"tiles of {config.q_rows} rows for {problem.q_len} x {problem.heads} query rows"
     answer = Supported(config, reason if row is None else f"{reason}, by {decode_table.reason(row)}")
     return missing(arch, *clusters, *combine_kernels.invariant_instances(arch, problem.head_dim_v)) or answer
+
+
+def scaled(config: Sm90Config) -> Sm90Config:
+    """The instance that scales queries; the same one where there is none."""
+    return replace(config, scaled=True) if config.may_scale else config
 
 
 def _unsupported(problem: Problem) -> str | None:
@@ -248,6 +266,19 @@ def split_count(config: Sm90Config, args: DecodeArgs, shape: Shape) -> int:
     return tuned_splits(config.arch, args, shape) or best_splits(
         config.arch, config.costs_as, shape.batch, shape.rows, -(-shape.keys // BLOCK_N)
     )
+
+
+def _scaled_for(config: Sm90Config, shape: Shape, splits: Splits) -> Sm90Config:
+    """The instance that scales queries where work tiles are long; in batch-invariant mode by split_size alone."""
+    stages = -(-shape.keys // BLOCK_N)
+    if splits.size:
+        of_tile = splits.size / BLOCK_N
+    elif shape.plan_words:  # SM parts split as many sequences at most as there are parts
+        groups = groups_of(config.arch, splits.tiles(shape), config.tiles(shape.rows))
+        of_tile = shape.batch * stages / (shape.batch + groups)
+    else:
+        of_tile = stages / splits.number
+    return scaled(config) if scaling_pays(of_tile) else config
 
 
 def _split(
@@ -307,6 +338,7 @@ def _spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArg
         notes.append("the plan is not read: equal splits take less time for these sequences")
     shape = decode_shape(args, out)
     config, splits, streaming = _split(config, args, shape)
+    config = _scaled_for(config, shape, splits)
     slots, tiles = splits.slots(shape), config.tiles(shape.rows)
     groups = groups_of(config.arch, splits.tiles(shape), tiles)
     queries, results, copies, temporaries = shape.q, shape.out, decode_mask_copies(args), list[Temporary]()
