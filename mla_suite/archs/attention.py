@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from math import prod
+from math import gcd, prod
 from typing import NamedTuple, Protocol
 
 import torch
 
-from mla_suite.archs import ArchSpec, combine, decode_table
+from mla_suite.archs import ArchSpec, combine
 from mla_suite.archs.combine import OUTPUTS, AnyCombineConfig
 from mla_suite.build.params import reciprocal
 from mla_suite.core.dispatch import Supported, Unsupported
@@ -53,8 +53,7 @@ class Rows(NamedTuple):
     @property
     def in_whole_vectors(self) -> bool:
         """Whether 16-byte accesses reach every row."""
-        size = self.dtype.itemsize
-        return self.aligned and self.strides[-1] == 1 and not any(s * size % 16 for s in self.strides[:-1])
+        return self.aligned and self.strides[-1] == 1 and gcd(*self.strides[:-1]) * self.dtype.itemsize % 16 == 0
 
     def copied(self) -> Rows:
         """The same rows in contiguous memory of their own."""
@@ -72,15 +71,11 @@ class Shape(NamedTuple):
     batch: int
     heads: int
     q_len: int  # query tokens of the longest sequence
+    rows: int  # query rows of a sequence
     ragged: bool  # sequences differ in their query tokens
     page_size: int
     keys: int  # of a sequence at most, from its window's origin on; of sparse_decode in the mean
     plan_words: int  # 0 without a plan
-
-    @property
-    def rows(self) -> int:
-        """Query rows of a sequence."""
-        return self.heads * self.q_len
 
 
 class Splits(NamedTuple):
@@ -178,7 +173,7 @@ def decode_shape(args: DecodeArgs, out: torch.Tensor) -> Shape:
     ragged, page_size = args.cu_seqlens_q is not None, args.kv_cache.shape[1]
     pages = 0 if args.kv_indices is None else args.kv_indices.shape[0]
     pages = args.block_table.shape[1] if args.block_table is not None else pages
-    q_len = args.max_seqlen_q if ragged else args.q.shape[1]
+    heads, q_len = args.q.shape[-2], args.max_seqlen_q if ragged else args.q.shape[1]
     keys = args.max_seqlen_kv or pages * page_size
     if args.window_left >= 0:
         keys = min(keys, args.window_left + q_len + SPLIT_ALIGNMENT)  # the origin is rounded down
@@ -186,8 +181,9 @@ def decode_shape(args: DecodeArgs, out: torch.Tensor) -> Shape:
         Rows.of(args.q),
         Rows.of(out),
         args.seq_lens.shape[0],
-        args.q.shape[-2],
+        heads,
         q_len,
+        heads * q_len,
         ragged,
         page_size,
         keys,
@@ -241,20 +237,10 @@ def decode_out_is_apart(shape: Shape) -> bool:
     return not out.in_whole_vectors or (not shape.ragged and out.strides[0] != shape.q_len * out.strides[1])
 
 
-def default_splits(arch: ArchSpec, tiles: int, args: DecodeArgs, shape: Shape) -> int:
-    """Splits per sequence, whose keys `tiles` workgroups share, where neither arguments nor a table say: the device
-    filled once, MIN_SPLIT keys at least."""
-    tuned = tuned_splits(arch, args, shape)
-    return tuned or max(1, min(arch.compute_units // (shape.batch * tiles), shape.keys // MIN_SPLIT))
-
-
-def tuned_splits(arch: ArchSpec, args: DecodeArgs, shape: Shape) -> int:
-    """Splits of each sequence that the arch's tuned table says, as far as there are keys; 0 where it says nothing."""
-    row = decode_table.row_for(
-        arch, args.q.dtype, args.kv_format, shape.heads, shape.q_len, shape.batch, shape.keys, args.split_size > 0
-    )
-    tuned = 0 if row is None else int(row.values["num_splits"])
-    return max(1, min(tuned, shape.keys // MIN_SPLIT)) if tuned else 0
+def default_splits(arch: ArchSpec, tiles: int, shape: Shape) -> int:
+    """Splits per sequence, whose keys `tiles` workgroups share, where arguments say nothing: the device filled once,
+    MIN_SPLIT keys at least."""
+    return max(1, min(arch.compute_units // (shape.batch * tiles), shape.keys // MIN_SPLIT))
 
 
 # sparse_decode
@@ -343,7 +329,8 @@ def sparse_shape(args: SparseDecodeArgs, out: torch.Tensor) -> Shape:
     queries, results = _token_rows(args.q), _token_rows(out)
     tokens, heads, _ = results.shape
     keys = sum([index.numel() for index in args.indices]) // max(tokens, 1)
-    return Shape(queries, results, tokens, heads, 1, False, 0, keys, 0 if args.plan is None else args.plan.shape[0])
+    plan_words = 0 if args.plan is None else args.plan.shape[0]
+    return Shape(queries, results, tokens, heads, 1, heads, False, 0, keys, plan_words)
 
 
 def sparse_splits(args: SparseDecodeArgs, shape: Shape, own: Callable[[], int]) -> Splits:

@@ -278,9 +278,10 @@ def invariant(arch: ArchSpec, head_dim_v: int, rows: int) -> CombineConfig:
     return few_rows if few_rows.grid(rows) <= few_rows.resident * arch.compute_units else many_rows
 
 
+@lru_cache(maxsize=256)
 def invariant_instances(arch: ArchSpec, head_dim_v: int) -> tuple[str, ...]:
     """The instances that `invariant` names."""
-    return tuple(dict.fromkeys(config.instance for config in _invariants(arch, head_dim_v)))
+    return tuple(dict.fromkeys([config.instance for config in _invariants(arch, head_dim_v)]))
 
 
 def _invariants(arch: ArchSpec, head_dim_v: int) -> tuple[CombineConfig, CombineConfig]:

@@ -23,7 +23,7 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from mla_suite.archs import CSRC
@@ -213,6 +213,7 @@ def packer(count: int) -> struct.Struct:
     return struct.Struct(f"<{count}Q")
 
 
+@lru_cache(maxsize=1024)
 def reciprocal(n: int) -> tuple[int, int]:
     """(m, shift) by which kernels divide by n >= 1: x // n == x * m >> 31 + shift for 0 <= x < 2^31."""
     shift = (n - 1).bit_length()

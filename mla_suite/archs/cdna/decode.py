@@ -188,7 +188,7 @@ def supports(problem: Problem, arch: ArchSpec, rule: Rule) -> Supported | Unsupp
     if why is not None:
         return Unsupported(why)
     row = decode_table.row_of(arch, problem)
-    use = decode_table.ANY if row is None else str(row.values["use"])
+    use = "" if row is None else str(row.values["use"])
     if row is not None and use == decode_table.TRITON:
         return Unsupported(f"{decode_table.reason(row)} leaves it to the triton kernel")
     config = rule(problem, decode_table.TILES.get(use, MAX_ROWS))
@@ -236,5 +236,5 @@ def _splits(config: CdnaConfig, args: DecodeArgs, shape: Shape) -> Splits:
         return Splits(1, 1, args.split_size)
     has_sink = args.attn_sink is not None
     by_size = int(splits_of(shape.keys, args.split_size, has_sink)) if args.split_size else 0
-    count = args.num_splits or by_size or default_splits(config.arch, config.tiles(shape.rows), args, shape)
+    count = args.num_splits or by_size or default_splits(config.arch, config.tiles(shape.rows), shape)
     return Splits(count, count, args.split_size)

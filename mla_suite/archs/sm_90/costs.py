@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
@@ -48,7 +47,7 @@ class CostModel:
     shared_port: float = 0.7  # more when both SMs of a TPC write partials: they share one port to L2
     streaming_gain: float = 1.3  # less where combine streams: it need not wait for the end of decode
     cluster_reduce: float = 1.0  # cluster_mode reduce_o
-    cluster_reduce_gain: float = 0.1  # less this share of decode's own time, which partials would draw out
+    cluster_reduce_gain: float = 0.1  # less this share of the time of decode's CTAs, which partials would draw out
     cluster_exchange: float = -0.5  # cluster_mode exchange_p: one read of the queries serves both CTAs
     exchange_streaming_gain: float = 0.7  # as streaming_gain, with exchange_p
     partial_bytes: float = 4.3e6  # bytes of partials that the device writes or reads per microsecond
@@ -128,7 +127,8 @@ class Estimate:
         work_tiles = self.batch * splits
         busy = np.minimum(work_tiles, self.max_groups) * self.tiles
         waves, length = np.ceil(work_tiles / self.max_groups), np.ceil(self.stages / splits)
-        times = self._decode(length, waves, busy, np.maximum)
+        ctas = self._ctas(length, waves, busy)
+        times = self._with_memory(ctas)
         free = self.units - busy
         room = free >= min([grid / resident for resident, grid in self.resident])  # for all CTAs of combine
         # Clusters combine each two splits; no combine reads with more than all SMs.
@@ -139,7 +139,7 @@ class Estimate:
             combine[0] = 0.0
             return times, free, times + combine
         least = _LEAST_COMBINE if self.tma else FITTED.combine
-        reduced = (1 - FITTED.cluster_reduce_gain) * times
+        reduced = times - FITTED.cluster_reduce_gain * ctas
         bounds = np.minimum(times + least, reduced + _LEAST_REDUCE) + combine
         bounds[:2] = reduced[:2] + FITTED.cluster_exchange  # nothing runs behind decode
         return times, free, bounds
@@ -150,13 +150,22 @@ class Estimate:
 
     def decode(self, splits: int) -> float:
         """The CTAs of decode, up to their partials."""
-        waves, length = -(-self.batch * splits // self.max_groups), -(-self.stages // splits)
-        time: float = self._decode(length, waves, self.busy(splits), max)
+        time: float = self._with_memory(self.ctas(splits))
         return time
 
-    def _decode(self, length: Any, waves: Any, busy: Any, most: Callable[[Any, Any], Any]) -> Any:
+    def ctas(self, splits: int) -> float:
+        """The same, were memory no limit."""
+        waves, length = -(-self.batch * splits // self.max_groups), -(-self.stages // splits)
+        time: float = self._ctas(length, waves, self.busy(splits))
+        return time
+
+    def _ctas(self, length: Any, waves: Any, busy: Any) -> Any:
         stage = FITTED.stage + FITTED.busy_stage * busy / self.units
-        return most(waves * (length * stage + FITTED.tile), self.read)
+        return waves * (length * stage + FITTED.tile)
+
+    def _with_memory(self, ctas: Any) -> Any:
+        """The longer of what CTAs and memory take, and up to 12 % more where both take about as long."""
+        return ctas * (1 + (self.read / ctas) ** 6) ** (1 / 6)
 
     def combine(self, free: int, partials: int) -> float:
         """combine, with this number of partials of each sequence, where decode leaves `free` SMs.
@@ -202,8 +211,8 @@ class Estimate:
         """Whether the two CTAs of a cluster can combine each two splits."""
         return splits % 2 == 0 and self.one_tile(splits)
 
-    def combines(self, splits: int, decode: float | None = None) -> dict[str, float]:
-        """Time to combine the splits of each sequence, by cluster_mode; `decode` is the time of decode if known."""
+    def combines(self, splits: int) -> dict[str, float]:
+        """Time to combine the splits of each sequence, by cluster_mode."""
         if splits == 1:
             return {"none": 0.0}
         busy = self.busy(splits)
@@ -216,8 +225,8 @@ class Estimate:
         if not self.in_pairs(splits):
             return times
         behind = self.combine(free, splits // 2) if splits > 2 else 0.0
-        own = self.decode(splits) if decode is None else decode
-        times["reduce_o"] = FITTED.cluster_reduce - FITTED.cluster_reduce_gain * own + 2 * port + behind
+        gain = FITTED.cluster_reduce_gain * self.ctas(splits)
+        times["reduce_o"] = FITTED.cluster_reduce - gain + 2 * port + behind
         if "exchange_p" not in self.clusters:
             return times
         times["exchange_p"] = FITTED.cluster_exchange + behind
@@ -287,7 +296,7 @@ def best_splits(arch: ArchSpec, kv_load: str, batch: int, rows: int, stages: int
         if before is not None and before[0] < count < most and before[1] <= decode:
             continue
         fewer[kind] = count, decode
-        total = decode + min(estimate.combines(count, decode).values())
+        total = decode + min(estimate.combines(count).values())
         tried.append((total, count == 1, count))  # one split where all others take longer
         least = min(least, total)
     return min(tried)[2]
