@@ -52,7 +52,7 @@ def copied(root: Path, old: str, new: str, *changes: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("units", [78, 114, 228])
 def test_the_device_says_how_many_units_it_has(units, monkeypatch):
-    """An H20 has 78, an H100 PCIe 114; the record's figures are an H200's. So with clocks and the memory's bus width."""
+    """An H20 has 78, an H100 PCIe 114; the record's figures are an H200's. So with clocks and memory's bus width."""
     clocks = dict(clock_rate=1_755_000, memory_clock_rate=2_619_000)
     properties = SimpleNamespace(major=9, minor=0, multi_processor_count=units, memory_bus_width=5120, **clocks)
     monkeypatch.setattr(torch.version, "hip", None)

@@ -41,6 +41,8 @@ class CostModel:
     stage: float = 0.72  # one stage of keys in a CTA
     busy_stage: float = 0.12  # more where every SM is busy, and in proportion: power holds the clock down
     tile: float = 4.5  # one work tile of a CTA beside its stages
+    read_share: float = 1.04  # of the memory's rate, where nothing else is near to being the limit
+    uneven_read: float = 0.07  # more of the time to read, at most, where CTAs are one and two to a TPC
     combine: float = 2.6  # combine, however little it combines
     combined_bytes: float = 0.1e6  # bytes of partials that an SM writes and reads per microsecond
     late_combine: float = 3.1  # more of combine where some of its CTAs found no SM before decode ended
@@ -51,6 +53,7 @@ class CostModel:
     cluster_exchange: float = -0.5  # cluster_mode exchange_p: one read of the queries serves both CTAs
     exchange_streaming_gain: float = 0.7  # as streaming_gain, with exchange_p
     partial_bytes: float = 4.3e6  # bytes of partials that the device writes or reads per microsecond
+    kept_partials: float = 8e6  # bytes of partials behind which the others take as long as they take to be written
     plan: float = 4.0  # a plan of one tile a CTA: to read it, and to combine its partials behind decode
     pairing: float = 1.4  # cluster_mode reduce_last: clusters start later, and tiles wait for a look at the plan
     pairing_apart: float = 2.5  # more of two row tiles: the SMs of a TPC no longer read the same keys
@@ -99,8 +102,8 @@ def scaling_pays(stages: float) -> bool:
 class Estimate:
     """Times of decode, in microseconds, where sequences have at most `stages` x 32 keys.
 
-    kv_load  'tma', 'cp_async', 'fp8' or 'tma_rotated': clusters are for all but 'cp_async', those that exchange P and
-             streaming for 'tma' alone
+    kv_load  'tma', 'cp_async', 'fp8', 'swap_ab' or 'tma_rotated': clusters are for all but 'cp_async' and 'swap_ab',
+             those that exchange P and streaming for 'tma' alone
     """
 
     __slots__ = ("arch", "batch", "clusters", "max_groups", "read", "resident", "rows", "stages", "tall", "tiles",
@@ -108,12 +111,14 @@ class Estimate:
 
     def __init__(self, arch: ArchSpec, kv_load: str, batch: int, rows: int, stages: int) -> None:
         self.arch, self.tma, self.batch, self.rows, self.stages = arch, kv_load == "tma", batch, rows, stages
-        self.clusters = () if kv_load == "cp_async" else ("reduce_o", "exchange_p") if self.tma else ("reduce_o",)
+        clustered = ("reduce_o", "exchange_p") if self.tma else ("reduce_o",)
+        self.clusters = () if kv_load in ("cp_async", "swap_ab") else clustered
         self.units = arch.compute_units
         self.tiles = -(-rows // BLOCK_M)
         self.max_groups = groups_of(arch, 1 << 62, self.tiles)
-        read_bytes = arch.memory_bytes_per_s / 1e6 * FITTED.clock_mhz / arch.clock_mhz  # per microsecond of the model
-        self.read = batch * stages * BLOCK_N * (576 if kv_load == "fp8" else 1152) / read_bytes
+        key_bytes = 576 if kv_load in ("fp8", "swap_ab") else 1152
+        read_bytes = FITTED.read_share * arch.memory_bytes_per_s / 1e6 * FITTED.clock_mhz / arch.clock_mhz
+        self.read = batch * stages * BLOCK_N * key_bytes / read_bytes
         self.resident = _resident(arch, batch * rows)
         self.tall = min(rows, BLOCK_M) > PROLOGUE_ROWS
 
@@ -128,7 +133,7 @@ class Estimate:
         busy = np.minimum(work_tiles, self.max_groups) * self.tiles
         waves, length = np.ceil(work_tiles / self.max_groups), np.ceil(self.stages / splits)
         ctas = self._ctas(length, waves, busy)
-        times = self._with_memory(ctas)
+        times = self._with_memory(ctas, busy)
         free = self.units - busy
         room = free >= min([grid / resident for resident, grid in self.resident])  # for all CTAs of combine
         # Clusters combine each two splits; no combine reads with more than all SMs.
@@ -150,8 +155,7 @@ class Estimate:
 
     def decode(self, splits: int) -> float:
         """The CTAs of decode, up to their partials."""
-        time: float = self._with_memory(self.ctas(splits))
-        return time
+        return float(self._with_memory(self.ctas(splits), self.busy(splits)))
 
     def ctas(self, splits: int) -> float:
         """The same, were memory no limit."""
@@ -163,9 +167,14 @@ class Estimate:
         stage = FITTED.stage + FITTED.busy_stage * busy / self.units
         return waves * (length * stage + FITTED.tile)
 
-    def _with_memory(self, ctas: Any) -> Any:
-        """The longer of what CTAs and memory take, and up to 12 % more where both take about as long."""
-        return ctas * (1 + (self.read / ctas) ** 6) ** (1 / 6)
+    def _with_memory(self, ctas: Any, busy: Any) -> Any:
+        """The longer of what CTAs and memory take, and up to 12 % more where both take about as long.
+
+        Where some TPCs have two CTAs and others one, those that share a TPC's way to memory end later.
+        """
+        shared = np.maximum(2 * busy / self.units - 1, 0)
+        read = self.read * (1 + FITTED.uneven_read * 4 * shared * (1 - shared))
+        return ctas * (1 + (read / ctas) ** 6) ** (1 / 6)
 
     def combine(self, free: int, partials: int) -> float:
         """combine, with this number of partials of each sequence, where decode leaves `free` SMs.
@@ -176,9 +185,10 @@ class Estimate:
         resident, grid = self.resident[(partials > 31) + (partials > 96)]
         early = min(1.0, free * resident / grid)
         time = early * size / (max(free, 1) * FITTED.combined_bytes)
+        beyond = max(size - FITTED.kept_partials, 0.0) / FITTED.partial_bytes
         if early < 1:
             time = max(time, FITTED.late_combine + (1 - early) * size / (self.units * FITTED.combined_bytes))
-        return FITTED.combine + time
+        return FITTED.combine + time + beyond
 
     def streams(self, splits: int, cluster_mode: str = "none") -> bool:
         """Whether a streaming combine may run beside decode: not before all of its sentinels are filled."""
@@ -248,18 +258,19 @@ def _resident(arch: ArchSpec, rows: int) -> tuple[tuple[int, int], ...]:
     return tuple((config.resident, config.grid(rows)) for config in configs)
 
 
-def splits_worth_trying(most: int, stages: int) -> Any:
+def splits_worth_trying(most: int, stages: int, full: int = 0) -> Any:
     """Split counts up to `most`: of those with equally many stages in a split, the fewest and the fewest even ones.
 
     More splits of the same length only add CTAs, which slow each other down, and partials. `most` itself is one more:
-    it leaves combine to the end of decode, when all SMs are free for it.
+    it leaves combine to the end of decode, when all SMs are free for it. So are the most and the most even ones up to
+    `full`, which give all TPCs as many CTAs.
     """
     splits = np.arange(1, most + 1)
     lengths = np.ceil(stages / splits)
     tried = np.ones(most, dtype=bool)
     np.not_equal(lengths[1:], lengths[:-1], out=tried[1:])
     tried[1::2] |= tried[: most - 1 : 2]  # an even count behind an odd one, which is the first of its length
-    tried[-1] = True
+    tried[[-1, *[count - 1 for count in (full, full & -2) if 0 < count <= most]]] = True
     return splits[tried]
 
 
@@ -278,7 +289,7 @@ def best_splits(arch: ArchSpec, kv_load: str, batch: int, rows: int, stages: int
     if most == 1:
         return 1
     estimate = Estimate(arch, kv_load, batch, rows, stages)
-    splits = splits_worth_trying(most, stages)
+    splits = splits_worth_trying(most, stages, estimate.max_groups // batch)
     decodes, free, bounds = estimate.bounds(splits)
     tried = []
     least = inf
