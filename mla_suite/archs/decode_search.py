@@ -54,4 +54,4 @@ def leaves(backend: str) -> Mapping[str, Value] | None:
     return dict(use=decode_table.TRITON) if backend == decode_table.TRITON else None
 
 
-SPACES = {"native": SearchSpace(candidates, FORMAT, str, facts, cells, plans=False, leaves=leaves)}
+SPACE = SearchSpace(candidates, FORMAT, facts, cells, plans=False, leaves=leaves)

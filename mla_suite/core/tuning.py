@@ -311,22 +311,20 @@ def _check_provenance(cells: Mapping[str, str], timed: bool) -> None:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The configurations of one backend of one operator that a tuner may try, and the table that keeps the best.
+    """The configurations of an operator's kernels that a tuner may try, and the table that keeps the best.
 
-    candidates  (problem, arch) -> configurations that are legal there; each is given to the backend's `run`
-    form        schema of its table
-    table       arch name -> the table's name: its file without `.csv`
+    candidates  (problem, arch) -> configurations that are legal there; each is given to the native backend's `run`
+    form        schema of its tables, one for each arch
     facts       (problem, arch) -> values of the table's key columns
     cells       (problem, arch, configuration) -> values of its configuration columns
     build       (arch, progress) -> number of kernels compiled for a search, beyond those that ship
-    plans       whether its table decides calls with a plan too
+    plans       whether its tables decide calls with a plan too
     leaves      another backend's name -> values of the configuration columns that leave a shape to it; None where the
                 table cannot
     """
 
     candidates: Callable[[Any, ArchSpec], Iterable[Any]]
     form: Format
-    table: Callable[[str], str]
     facts: Callable[[Any, ArchSpec], Mapping[str, Value]]
     cells: Callable[[Any, ArchSpec, Any], Mapping[str, Value]]
     build: Callable[[ArchSpec, Callable[[int, int], None]], int] = lambda arch, progress: 0

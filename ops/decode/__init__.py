@@ -16,6 +16,7 @@ from mla_suite.kv_formats import get_kv_format
 from mla_suite.ops.decode import compare, reference, samples, validate_data
 from mla_suite.ops.plan import check_splits, check_window, check_words, longest_counted
 from mla_suite.ops.plan.metadata import OPEN
+from mla_suite.ops.plan.window import most_keys
 
 Q_FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 MAX_TREE = 64  # query tokens of a sequence whose tree a word of 64 bits describes
@@ -199,11 +200,7 @@ def check(args: DecodeArgs) -> tuple[Output, ...]:
     _check_pages(args, batch)
     if args.head_dim_v < 1 or args.head_dim_v > head_dim:
         checks.fail("decode", "head_dim_v", f"is {args.head_dim_v}", f"it takes 1..{head_dim}, the head_dim of q")
-    if args.q_descale is not None:
-        checks.tensor("decode", "q_descale", args.q_descale, rank=(0, 1), dtypes=checks.FLOAT32, like=args.q)
-        if args.q_descale.numel() != 1:
-            given = f"has shape {tuple(args.q_descale.shape)}"
-            checks.fail("decode", "q_descale", given, "it takes one value: [] or [1]")
+    caches.check_single(args.q_descale, args.q, op="decode", argument="q_descale")
     caches.check_descale(kind, args.kv_descale, args.q, op="decode", argument="kv_descale")
     if args.attn_sink is not None:
         checks.tensor("decode", "attn_sink", args.attn_sink, rank=1, dtypes=checks.FLOAT32, like=args.q)
@@ -309,7 +306,7 @@ def describe(args: DecodeArgs) -> Problem:
         context, context_from = pages * page // max(batch, 1), "kv_indices per sequence x page"
     q_len = args.q.shape[1] if args.cu_seqlens_q is None else args.max_seqlen_q
     if args.window_left >= 0 and args.split_size == 0:
-        context, context_from = min(context, args.window_left + q_len), "window_left"
+        context, context_from = most_keys(context, q_len, args.window_left), "window_left"
     return Problem(
         batch=batch,
         heads=args.q.shape[-2],

@@ -10,8 +10,8 @@ import torch
 from bench_reduce import KEYS_PER_SPLIT
 
 from mla_suite import archs
-from mla_suite.archs.attention import decode_shape, default_splits
-from mla_suite.archs.cdna.decode import CdnaConfig
+from mla_suite.archs.attention import decode_shape
+from mla_suite.archs.cdna.decode import CdnaConfig, default_splits
 from mla_suite.archs.sm_90.decode import Sm90Config, split_count
 from mla_suite.ops.decode import DecodeArgs
 

@@ -22,7 +22,6 @@ from mla_suite.archs.attention import (
     decode_out_is_apart,
     decode_pointers,
     decode_shape,
-    default_splits,
 )
 from mla_suite.archs.combine import OUTPUTS
 from mla_suite.core import dispatch
@@ -35,6 +34,7 @@ from mla_suite.ops.plan.metadata import splits_of
 
 TILE = 16  # rows of a matrix instruction
 MAX_ROWS = 128
+MIN_SPLIT = 256  # keys: below this, combining costs more than another compute unit saves
 NARROW_ROWS = (16, 32, 64, 128)
 """Tiles of query rows that NARROW rows of bf16 have instances for."""
 STAGES = {512: 3, 256: 5, 128: 8}
@@ -229,6 +229,12 @@ def _unsupported(problem: Problem, arch: ArchSpec) -> str | None:
     if rows < 1 or -(-rows // MAX_ROWS) > MAX_ROW_TILES:
         return f"{rows} query rows per sequence; it takes 1 to {MAX_ROWS * MAX_ROW_TILES}"
     return None
+
+
+def default_splits(arch: ArchSpec, tiles: int, shape: Shape) -> int:
+    """Splits per sequence, whose keys `tiles` workgroups share, where arguments say nothing: the device filled once,
+    MIN_SPLIT keys at least."""
+    return max(1, min(arch.compute_units // (shape.batch * tiles), shape.keys // MIN_SPLIT))
 
 
 def _splits(config: CdnaConfig, args: DecodeArgs, shape: Shape) -> Splits:

@@ -37,7 +37,7 @@ from mla_suite.archs.sm_90.tile import (
     groups_of,
     swap_ab_bytes,
 )
-from mla_suite.build.params import reciprocal
+from mla_suite.build.params import divisor
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.launch import missing, tensor_map
 from mla_suite.launch.spec import CallSpec, Copy, LaunchSpec, Temporary
@@ -385,7 +385,6 @@ def _spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArg
     q_row_stride = tensor_maps.pitch(queries.shape, queries.strides)
     if q_row_stride is None:
         raise RuntimeError(f"decode: rows of queries with strides {queries.strides} are not evenly apart, even copied")
-    splits_reciprocal, splits_shift = reciprocal(splits.number)
     table = args.block_table
     wanted_lse = LseLayout.of(lse), args.plus_inf_lse
     numbers = dict(
@@ -395,8 +394,7 @@ def _spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArg
         page_ids_stride=0 if table is None else table.stride(0),
         page_ids_width=0 if table is None else table.shape[1],
         plan_words=shape.plan_words,
-        splits_reciprocal=splits_reciprocal,
-        splits_shift=splits_shift,
+        **divisor("splits", splits.number),
         grid_stride=groups,
         streaming=int(streaming is not None),
         **decode_numbers(args, shape, results, splits),
