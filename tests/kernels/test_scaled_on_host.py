@@ -44,7 +44,7 @@ FAULTS = {
 }
 
 
-@each_of(FAULTS, "not scaled")
+@each_of(FAULTS, "not scaled", place=lambda header, right, broken: (f"sm_90/decode/{header}", right))
 def test_a_fault_is_found(tmp_path, name):
     header, right, broken = FAULTS[name]
     own = with_a_fault(tmp_path / "csrc", f"sm_90/decode/{header}", right, broken)
