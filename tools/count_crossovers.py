@@ -19,7 +19,7 @@ import torch
 import mla_suite
 from mla_suite import archs, emulator
 from mla_suite.archs import ArchSpec
-from mla_suite.archs.attention import MIN_SPLIT
+from mla_suite.archs.cdna.decode import MIN_SPLIT
 from mla_suite.archs.decode_table import FORMAT
 from mla_suite.cli import bar
 from mla_suite.ops.decode.samples import decode_sample

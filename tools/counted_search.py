@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for arch in searched:
         if not arch.emulable:
             parser.error(f"{arch.name} is not emulated; the emulator executes gfx942 and gfx950")
-    space = combine_search.SPACES["native"]
+    space = combine_search.SPACE
     for arch in searched:
         rows: list[dict[str, object]] = []
         try:

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 
 from mla_suite.archs import ArchSpec
-from mla_suite.build.params import reciprocal
+from mla_suite.build.params import divisor
 from mla_suite.core import checks
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.kv_formats import get_kv_format
@@ -112,13 +112,11 @@ def _of_kv_format(kv_format: str, latent: int, rope: int, page: int) -> dict[str
     """The parameters that follow from the kv_format and the page size."""
     kind = get_kv_format(kv_format).sized(latent, rope)
     rule = kind.scale_rule
-    page_reciprocal, page_shift = reciprocal(page)
     found: dict[str, int | float] = dict(
         latent=latent,
         rope=rope,
         page=page,
-        page_reciprocal=page_reciprocal,
-        page_shift=page_shift,
+        **divisor("page", page),
         tile=0 if rule is None else rule.tile,
         divisor=1.0 if rule is None else rule.divisor,
         smallest=0.0 if rule is None else rule.smallest,

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from math import prod
-from typing import NamedTuple, Protocol
+from math import gcd, prod
+from typing import Any, NamedTuple
 
 import torch
 
-from mla_suite.archs import ArchSpec, combine, decode_table
+from mla_suite.archs import ArchSpec, combine
 from mla_suite.archs.combine import OUTPUTS, AnyCombineConfig
-from mla_suite.build.params import reciprocal
+from mla_suite.build.params import divisor, reciprocal
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.kv_formats import get_kv_format
 from mla_suite.launch import missing
@@ -22,7 +22,7 @@ from mla_suite.launch.spec import CallSpec, Copy, Input, LaunchSpec, Scratch, Sl
 from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.decode import DecodeArgs
 from mla_suite.ops.plan.metadata import HEADER_WORDS, most_work_tiles
-from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT
+from mla_suite.ops.plan.window import most_keys
 from mla_suite.ops.sparse_decode import Problem as SparseDecodeProblem
 from mla_suite.ops.sparse_decode import SparseDecodeArgs, splits_by_size
 
@@ -31,7 +31,6 @@ MIN_SCALE = 1e-30  # stands for 0, where a masked score of -inf times the scale 
 WIDTHS = {576: 512, 512: 512, 320: 256, 288: 256, 160: 128}
 """Values of a row that dense decode has kernels for -> those of them that are V."""
 NARROW = tuple(width for width, head_dim_v in WIDTHS.items() if head_dim_v < 512)
-MIN_SPLIT = 256  # keys: below this, combining costs more than another compute unit saves
 DECODE_INPUTS = inputs(DecodeArgs)
 SPARSE_INPUTS = inputs(SparseDecodeArgs)
 PARTIALS: Mapping[str, Slot] = {"partial_out": Scratch("partial_out"), "partial_lse": Scratch("partial_lse")}
@@ -53,8 +52,7 @@ class Rows(NamedTuple):
     @property
     def in_whole_vectors(self) -> bool:
         """Whether 16-byte accesses reach every row."""
-        size = self.dtype.itemsize
-        return self.aligned and self.strides[-1] == 1 and not any(s * size % 16 for s in self.strides[:-1])
+        return self.aligned and self.strides[-1] == 1 and gcd(*self.strides[:-1]) * self.dtype.itemsize % 16 == 0
 
     def copied(self) -> Rows:
         """The same rows in contiguous memory of their own."""
@@ -72,15 +70,11 @@ class Shape(NamedTuple):
     batch: int
     heads: int
     q_len: int  # query tokens of the longest sequence
+    rows: int  # query rows of a sequence
     ragged: bool  # sequences differ in their query tokens
     page_size: int
     keys: int  # of a sequence at most, from its window's origin on; of sparse_decode in the mean
     plan_words: int  # 0 without a plan
-
-    @property
-    def rows(self) -> int:
-        """Query rows of a sequence."""
-        return self.heads * self.q_len
 
 
 class Splits(NamedTuple):
@@ -178,28 +172,16 @@ def decode_shape(args: DecodeArgs, out: torch.Tensor) -> Shape:
     ragged, page_size = args.cu_seqlens_q is not None, args.kv_cache.shape[1]
     pages = 0 if args.kv_indices is None else args.kv_indices.shape[0]
     pages = args.block_table.shape[1] if args.block_table is not None else pages
-    q_len = args.max_seqlen_q if ragged else args.q.shape[1]
-    keys = args.max_seqlen_kv or pages * page_size
-    if args.window_left >= 0:
-        keys = min(keys, args.window_left + q_len + SPLIT_ALIGNMENT)  # the origin is rounded down
-    return Shape(
-        Rows.of(args.q),
-        Rows.of(out),
-        args.seq_lens.shape[0],
-        args.q.shape[-2],
-        q_len,
-        ragged,
-        page_size,
-        keys,
-        0 if args.plan is None else args.plan.shape[0],
-    )
+    heads, q_len = args.q.shape[-2], args.max_seqlen_q if ragged else args.q.shape[1]
+    keys = most_keys(args.max_seqlen_kv or pages * page_size, q_len, args.window_left)
+    sizes = args.seq_lens.shape[0], heads, q_len, heads * q_len
+    plan_words = 0 if args.plan is None else args.plan.shape[0]
+    return Shape(Rows.of(args.q), Rows.of(out), *sizes, ragged, page_size, keys, plan_words)
 
 
 def decode_numbers(args: DecodeArgs, shape: Shape, out: Rows, splits: Splits) -> dict[str, int | float]:
     """The parameters that the decode kernels of every arch take."""
-    page_reciprocal, page_shift = reciprocal(shape.page_size)
     cp_period = args.cp_interleave * args.cp_world_size
-    cp_period_reciprocal, cp_period_shift = reciprocal(cp_period)
     return dict(
         kv_page_stride=args.kv_cache.stride(0),
         out_token_stride=out.strides[-3],
@@ -209,16 +191,14 @@ def decode_numbers(args: DecodeArgs, shape: Shape, out: Rows, splits: Splits) ->
         q_len=shape.q_len,
         rows=shape.rows,
         page=shape.page_size,
-        page_reciprocal=page_reciprocal,
-        page_shift=page_shift,
+        **divisor("page", shape.page_size),
         num_splits=splits.number,
         split_size=splits.size if splits.number > 1 and not args.num_splits else 0,
         causal=int(args.causal),
         window_left=args.window_left,
         cp_interleave=args.cp_interleave,
         cp_period=cp_period,
-        cp_period_reciprocal=cp_period_reciprocal,
-        cp_period_shift=cp_period_shift,
+        **divisor("cp_period", cp_period),
         cp_offset=args.cp_interleave * args.cp_rank,
         softmax_scale=max(abs(args.softmax_scale), MIN_SCALE),
     )
@@ -239,22 +219,6 @@ def decode_out_is_apart(shape: Shape) -> bool:
     """Whether results need a temporary: 16-byte stores must reach every row, and one stride every next token."""
     out = shape.out
     return not out.in_whole_vectors or (not shape.ragged and out.strides[0] != shape.q_len * out.strides[1])
-
-
-def default_splits(arch: ArchSpec, tiles: int, args: DecodeArgs, shape: Shape) -> int:
-    """Splits per sequence, whose keys `tiles` workgroups share, where neither arguments nor a table say: the device
-    filled once, MIN_SPLIT keys at least."""
-    tuned = tuned_splits(arch, args, shape)
-    return tuned or max(1, min(arch.compute_units // (shape.batch * tiles), shape.keys // MIN_SPLIT))
-
-
-def tuned_splits(arch: ArchSpec, args: DecodeArgs, shape: Shape) -> int:
-    """Splits of each sequence that the arch's tuned table says, as far as there are keys; 0 where it says nothing."""
-    row = decode_table.row_for(
-        arch, args.q.dtype, args.kv_format, shape.heads, shape.q_len, shape.batch, shape.keys, args.split_size > 0
-    )
-    tuned = 0 if row is None else int(row.values["num_splits"])
-    return max(1, min(tuned, shape.keys // MIN_SPLIT)) if tuned else 0
 
 
 # sparse_decode
@@ -315,21 +279,10 @@ def _sparse_unsupported(problem: SparseDecodeProblem, records: Mapping[tuple[str
     return None
 
 
-class SparseConfig(Protocol):
-    """The configuration of a sparse_decode kernel."""
-
-    @property
-    def instance(self) -> str: ...
-    @property
-    def record(self) -> str: ...
-    @property
-    def rows(self) -> int: ...
-
-
 def sparse_supports(
     problem: SparseDecodeProblem,
     arch: ArchSpec,
-    config_for: Callable[[SparseDecodeProblem, ArchSpec], SparseConfig],
+    config_for: Callable[[SparseDecodeProblem, ArchSpec], Any],
     records: Mapping[tuple[str, int], str] = RECORDS,
 ) -> Supported | Unsupported:
     """The instance that `config_for` gives for the problem, if it was built, and the combine behind it."""
@@ -346,7 +299,8 @@ def sparse_shape(args: SparseDecodeArgs, out: torch.Tensor) -> Shape:
     queries, results = _token_rows(args.q), _token_rows(out)
     tokens, heads, _ = results.shape
     keys = sum([index.numel() for index in args.indices]) // max(tokens, 1)
-    return Shape(queries, results, tokens, heads, 1, False, 0, keys, 0 if args.plan is None else args.plan.shape[0])
+    plan_words = 0 if args.plan is None else args.plan.shape[0]
+    return Shape(queries, results, tokens, heads, 1, heads, False, 0, keys, plan_words)
 
 
 def sparse_splits(args: SparseDecodeArgs, shape: Shape, own: Callable[[], int]) -> Splits:

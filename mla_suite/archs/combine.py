@@ -12,7 +12,7 @@ import torch
 from mla_suite import archs
 from mla_suite.archs import ArchSpec
 from mla_suite.build.instances import instance_id
-from mla_suite.build.params import reciprocal
+from mla_suite.build.params import divisor
 from mla_suite.core import dispatch, tuning
 from mla_suite.core.dispatch import Supported, Unsupported, cached
 from mla_suite.launch import has_kernel, missing
@@ -201,8 +201,6 @@ def launch_of(
     whole = (partial[0] | partial[1]) % 4 == 0 and (out[0] | out[1]) * out_dtype.itemsize % 16 == 0
     if config.vec > 1 and not (aligned and whole):
         config = unaligned(config.arch, config.head_dim_v)
-    rows_reciprocal, rows_shift = reciprocal(rows)
-    heads_reciprocal, heads_shift = reciprocal(heads)
     grid = config.grid(batch * rows)
     numbers = dict(
         partial_split_stride=partial[0],
@@ -220,10 +218,8 @@ def launch_of(
         out_type=OUT_TYPES[out_dtype][0],
         skip_none=skip[0],
         skip_single=int(skip[1]),
-        rows_reciprocal=rows_reciprocal,
-        rows_shift=rows_shift,
-        heads_reciprocal=heads_reciprocal,
-        heads_shift=heads_shift,
+        **divisor("rows", rows),
+        **divisor("heads", heads),
         workgroups=grid,
     )
     some = any(skip) or pointers["cu_seqlens_q"] is not None
@@ -233,13 +229,11 @@ def launch_of(
 
 def lse_numbers(layout: LseLayout, plus_inf: bool) -> dict[str, int | float]:
     """The parameters that say where and how a kernel stores lse."""
-    lse_tokens_reciprocal, lse_tokens_shift = reciprocal(layout.tokens)
     return dict(
         lse_token_stride=layout.token,
         lse_head_stride=layout.head,
         lse_batch_stride=layout.batch,
-        lse_tokens_reciprocal=lse_tokens_reciprocal,
-        lse_tokens_shift=lse_tokens_shift,
+        **divisor("lse_tokens", layout.tokens),
         empty_lse=empty_lse(plus_inf),
     )
 
@@ -278,9 +272,10 @@ def invariant(arch: ArchSpec, head_dim_v: int, rows: int) -> CombineConfig:
     return few_rows if few_rows.grid(rows) <= few_rows.resident * arch.compute_units else many_rows
 
 
+@lru_cache(maxsize=256)
 def invariant_instances(arch: ArchSpec, head_dim_v: int) -> tuple[str, ...]:
     """The instances that `invariant` names."""
-    return tuple(dict.fromkeys(config.instance for config in _invariants(arch, head_dim_v)))
+    return tuple(dict.fromkeys([config.instance for config in _invariants(arch, head_dim_v)]))
 
 
 def _invariants(arch: ArchSpec, head_dim_v: int) -> tuple[CombineConfig, CombineConfig]:

@@ -72,4 +72,4 @@ def cells(problem: Any, arch: ArchSpec, point: CombineConfig) -> Mapping[str, Va
     return found | {"fixed_splits": point.fixed_splits}
 
 
-SPACES = {"native": SearchSpace(candidates, configs.FORMAT, str, facts, cells, build)}
+SPACE = SearchSpace(candidates, configs.FORMAT, facts, cells, build)

@@ -43,15 +43,15 @@ def facts(problem: Any, arch: ArchSpec) -> Mapping[str, Value]:
 
 
 def cells(problem: Any, arch: ArchSpec, config: Any) -> Mapping[str, Value]:
-    """The smallest tile of the table's that gives this kernel; the arch's rule splits."""
+    """The smallest tile of the table's that gives this kernel."""
     kernels = archs.kernels(arch)
     assert isinstance(kernels, CdnaKernels)
     use = next(name for name, most in TILES.items() if kernels.decode_config(problem, most).instance == config.instance)
-    return dict(use=use, num_splits=0)
+    return dict(use=use)
 
 
 def leaves(backend: str) -> Mapping[str, Value] | None:
-    return dict(use=decode_table.TRITON, num_splits=0) if backend == decode_table.TRITON else None
+    return dict(use=decode_table.TRITON) if backend == decode_table.TRITON else None
 
 
-SPACES = {"native": SearchSpace(candidates, FORMAT, str, facts, cells, plans=False, leaves=leaves)}
+SPACE = SearchSpace(candidates, FORMAT, facts, cells, plans=False, leaves=leaves)

@@ -1,4 +1,4 @@
-"""decode's tuned table: per arch, which kernel serves a shape, in which tiles of query rows, and with how many splits.
+"""decode's tuned table: per arch, which kernel serves a shape, and in which tiles of query rows.
 
 A row of `ops/decode/tuned/<arch>.csv` decides problems of its kind up to its rows, batch and context. With kv_indices
 the context is the mean: as many pages as they list over the batch. A caller who knows the total shortens a larger
@@ -42,10 +42,7 @@ FORMAT = tuning.Format(
         tuning.Integer("batch", 1, 1 << 20),
         tuning.Integer("context", 1, 1 << 30),
     ),
-    config=(
-        tuning.Choice("use", (*TILES, TRITON, ANY)),
-        tuning.Integer("num_splits", 0, 1024),  # splits of a sequence; 0: by the arch's rule
-    ),
+    config=(tuning.Choice("use", (*TILES, TRITON)),),
     timed=False,
 )
 
@@ -59,51 +56,33 @@ def policy(name: str) -> Iterator[None]:
         yield
 
 
-def row_for(
-    arch: ArchSpec,
-    q_dtype: torch.dtype,
-    kv_format: str,
-    heads: int,
-    q_len: int,
-    batch: int,
-    context: int,
-    invariant: bool,
-    own_splits: bool = False,
-) -> Row | None:
-    """The row that decides: by the lowest limit on rows that holds, then on batch, then on context; None without one.
+def row_of(arch: ArchSpec, problem: Problem) -> Row | None:
+    """The row that decides which kernel serves a problem, in which tiles: by the lowest limit on rows that holds, then
+    on batch, then on context; None without one.
 
     Batch-invariant problems see none, since they may see neither batch nor context. Counted rows are about the arch's
-    own splits, so a plan or a number of splits (`own_splits`) leaves them out.
+    own splits, so a plan or a number of splits leaves them out.
     """
-    policy = dispatch.policy.get()
-    if invariant or (policy == "default" and own_splits):
+    policy, rows = dispatch.policy.get(), tuning.rows(FORMAT, arch.name)
+    own_splits = problem.planned or problem.num_splits > 0
+    if not rows or problem.split_size > 0 or (policy == "default" and own_splits):
         return None
-    shape = "h32q4" if (heads, q_len) == (32, 4) else ANY
-    kind = (width(q_dtype), width(kv_format))
+    shapes = (ANY, "h32q4") if (problem.heads, problem.q_len) == (32, 4) else (ANY,)
+    kind = (width(problem.q_dtype), width(problem.kv_format))
     fitting = [
         row
-        for row in tuning.rows(FORMAT, arch.name)
+        for row in rows
         if row.values["policy"] == policy
-        and row.values["shape"] in (ANY, shape)
+        and row.values["shape"] in shapes
         and (row.values["query"], row.values["cache"]) == kind
     ]
-    asked = (heads * q_len, max(batch, 1), max(context, 1))
+    asked = (problem.heads * problem.q_len, max(problem.batch, 1), max(problem.context, 1))
     for column, value in zip(FORMAT.near, asked, strict=True):
         limit = min(
             (int(row.values[column.name]) for row in fitting if int(row.values[column.name]) >= value), default=0
         )
         fitting = [row for row in fitting if row.values[column.name] == limit]
     return fitting[0] if fitting else None
-
-
-def row_of(arch: ArchSpec, problem: Problem) -> Row | None:
-    """The row that decides which kernel serves a problem, in which tiles."""
-    return row_for(
-        arch,
-        *(problem.q_dtype, problem.kv_format, problem.heads, problem.q_len, problem.batch, problem.context),
-        invariant=problem.split_size > 0,
-        own_splits=problem.planned or problem.num_splits > 0,
-    )
 
 
 def reason(row: Row) -> str:

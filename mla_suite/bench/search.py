@@ -1,4 +1,4 @@
-"""Searches the configurations of a backend on a shape: check each, time all briefly, then the best thoroughly."""
+"""Searches the configurations of our kernels on a shape: check each, time all briefly, then the best thoroughly."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ FINALISTS = 3
 Timer = Callable[[Runner, Sequence[Call], Effort], list[float]]
 
 
-def spaces(op: str) -> Mapping[str, SearchSpace]:
-    """Returns the search spaces of an operator by backend."""
+def space_of(op: str) -> SearchSpace | None:
+    """Returns the search space of an operator's kernels; None where there is nothing to choose."""
     module = f"mla_suite.archs.{op}_search"
-    return import_module(module).SPACES if find_spec(module) is not None else {}
+    return import_module(module).SPACE if find_spec(module) is not None else None
 
 
 @dataclass
@@ -48,7 +48,6 @@ class Outcome:
     """
 
     case: Case
-    backend: str
     problem: Any
     present: Any
     present_rounds: list[float]
@@ -83,29 +82,26 @@ def on_device(runner: Runner, turns: Sequence[Call], effort: Effort) -> list[flo
 
 def search(
     case: Case,
-    backend_name: str,
     space: SearchSpace,
     arch: ArchSpec,
     device: torch.device,
     timer: Timer = on_device,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Outcome:
-    """Try every candidate on one shape. ValueError when the backend does not take the shape, or is wrong as it is."""
+    """Try every candidate on one shape. ValueError when our kernels do not take the shape, or are wrong as they are."""
     op = register.get(case.op)
     call = inputs.make(case, device)
     problem = op.problem(*call.args, **call.kwargs)
-    backend = next((b for b in op.backends if b.name == backend_name), None)
-    if backend is None:
-        raise UsageError(f"{case.op} has no backend {backend_name!r}; it has {', '.join(b.name for b in op.backends)}")
+    backend = op.backends[0]
     answer = backend.supports(problem, arch)
     if not isinstance(answer, Supported):
-        raise UsageError(f"{case.id}: {backend_name} does not take it: {answer.reason}")
+        raise UsageError(f"{case.id}: {backend.name} does not take it: {answer.reason}")
     right = inputs.expected(case, call)
     turns = inputs.rotation(call, case.sample.bytes, cold_bytes(device), MAX_CALLS)
 
     present = runners.configured(op, backend, answer.config, answer.reason)
     present.error(call, right)
-    found = Outcome(case, backend_name, problem, answer.config, [], None, [], None)
+    found = Outcome(case, problem, answer.config, [], None, [], None)
     times: list[tuple[float, Any, Runner]] = []
     for config in space.candidates(problem, arch):
         if config == answer.config:
@@ -130,7 +126,7 @@ def search(
         best = min(range(len(finalists)), key=lambda index: median(rounds[index]))
         found.best, found.best_rounds = finalists[best][1], rounds[best]
         found.verdict = judge(found.present_rounds, found.best_rounds)
-    other = _baseline(op, backend_name, problem, arch, call, turns, right, device, timer)
+    other = _baseline(op, problem, arch, call, turns, right, device, timer)
     if other is not None:
         name, us, runner = other
         own = min((found.present_rounds, found.best_rounds), key=lambda r: median(r) if r else float("inf"))
@@ -145,7 +141,6 @@ def search(
 
 def _baseline(
     op: Op,
-    tuned: str,
     problem: Any,
     arch: ArchSpec,
     call: Call,
@@ -156,8 +151,8 @@ def _baseline(
 ) -> tuple[str, float, Runner] | None:
     """The fastest other backend that users could be given, and a brief time; the reference is no baseline."""
     times = []
-    for backend in op.backends:
-        if backend.name in (tuned, "reference") or device.type not in backend.devices:
+    for backend in op.backends[1:]:
+        if backend.name == "reference" or device.type not in backend.devices:
             continue
         answer = backend.supports(problem, arch)
         if isinstance(answer, Supported):
@@ -177,7 +172,7 @@ def cells(outcome: Outcome, space: SearchSpace, arch: ArchSpec, environment: Map
     rounds, baseline, chosen = outcome.best_rounds, outcome.baseline, None
     if outcome.left_to and outcome.baseline is not None:
         rounds, chosen = outcome.baseline_rounds, space.leaves(outcome.baseline[0])
-        baseline = outcome.backend, median(outcome.present_rounds)
+        baseline = "native", median(outcome.present_rounds)
     us = median(rounds)
     beside = dict(baseline=baseline[0], baseline_microseconds=f"{baseline[1]:.3f}") if baseline else {}
     named = ("cuda", "rocm", "torch", "triton")

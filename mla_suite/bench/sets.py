@@ -16,8 +16,10 @@ import torch
 from mla_suite.core import register
 from mla_suite.core.op import Sample
 from mla_suite.errors import UsageError
+from mla_suite.ops.append_kv.samples import sample as append_sample
 from mla_suite.ops.combine.samples import sample as combine_sample
 from mla_suite.ops.decode.samples import decode_sample
+from mla_suite.ops.plan.samples import sample as plan_sample
 from mla_suite.ops.sparse_decode.samples import PoolShape
 from mla_suite.ops.sparse_decode.samples import sample as sparse_sample
 
@@ -218,6 +220,18 @@ def _counted() -> list[Case]:
     return [*dense, *narrow, *selected, *(combine(*shape) for shape in ((4, 16, 8), (4, 16, 16), (64, 16, 4))), *others]
 
 
+def _step() -> list[Case]:
+    draw = random.Random(0)
+    lens = {batch: [8192, *(draw.randint(1, 8192) for _ in range(batch - 1))] for batch in (1, 8, 32, 128, 512)}
+    plans = [
+        plan_sample(lens[batch], num_heads=rows, num_sm_parts=132, max_seqlen_kv=8192)
+        for rows in (16, 128)
+        for batch in lens
+    ]
+    appends = [append_sample(tokens, "bf16", rope=True) for tokens in (1, 128, 8192, 65536)]
+    return [*(Case("plan", made, {}) for made in plans), *(Case("append_kv", made, {}) for made in appends)]
+
+
 SETS: Mapping[str, NamedSet] = {
     "quick": NamedSet("a few small shapes of each attention operator; seconds on a CPU", _quick),
     "flashmla": NamedSet("dense decode, bf16, pages of 64: DeepSeek head counts over batch and context", _flash_mla),
@@ -242,6 +256,7 @@ SETS: Mapping[str, NamedSet] = {
     "mixed-mla-fp8": NamedSet("the same eight shapes with fp8 keys", partial(_mixed_mla, kv_format="fp8")),
     "v3.2": NamedSet("DeepSeek V3.2 sparse decode: 2048 selected keys of 656 bytes", _v32),
     "v4": NamedSet("DeepSeek V4 sparse decode: a window of 128 keys beside 512 or 1024 compressed ones, sink", _v4),
+    "step": NamedSet("plan and append_kv: what a decode step pays beside attention", _step),
     "counted": NamedSet("every kind of emulated kernel on a small problem: the stored baseline of counts", _counted),
 }
 

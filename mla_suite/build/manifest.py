@@ -205,13 +205,20 @@ def installed() -> Manifest:
 
 def is_built(arch: str, instance_id: str) -> bool:
     """Whether the manifest this process uses has that kernel; False when nothing was built."""
+    return instance_id in built(arch)
+
+
+@cache
+def built(arch: str) -> frozenset[str]:
+    """Ids of the kernels of an arch in the manifest this process uses; none when nothing was built."""
     found = _found()
-    return not isinstance(found, str) and (arch, instance_id) in found.kernels
+    return frozenset() if isinstance(found, str) else frozenset([key for name, key in found.kernels if name == arch])
 
 
 def forget() -> None:
     """Makes the next question read the manifest again."""
     _found.cache_clear()
+    built.cache_clear()
 
 
 @cache

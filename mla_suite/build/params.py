@@ -23,7 +23,7 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from mla_suite.archs import CSRC
@@ -217,3 +217,9 @@ def reciprocal(n: int) -> tuple[int, int]:
     """(m, shift) by which kernels divide by n >= 1: x // n == x * m >> 31 + shift for 0 <= x < 2^31."""
     shift = (n - 1).bit_length()
     return -(-(1 << 31 + shift) // n), shift
+
+
+@lru_cache(maxsize=1024)
+def divisor(name: str, n: int) -> dict[str, int]:
+    """The parameters by which kernels divide by n: `reciprocal`, under the names of the headers."""
+    return dict(zip((f"{name}_reciprocal", f"{name}_shift"), reciprocal(n), strict=True))

@@ -3,7 +3,7 @@
   python -m mla_suite tune --op combine --set aiter-3468           search, and print the rows
   python -m mla_suite tune --op combine --set aiter-3468 --write   search, and store the rows
   python -m mla_suite tune --op decode --shapes b8-h32 kv512       only shapes whose names contain one of these
-  python -m mla_suite tune --op decode --backend native --set aiter-3003 --write     crossovers: our tiles, or Triton
+  python -m mla_suite tune --op decode --set aiter-3003 --write    crossovers: our tiles, or Triton
   python -m mla_suite tune --build                                 compile what tables name and is not built
   python -m mla_suite tune --lint                                  check every table there is
 
@@ -20,8 +20,9 @@ what it found.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--op", help="the operator: combine or decode")
     parser.add_argument("--set", action="append", metavar="NAME", help="a set of `bench --list`; may be repeated")
     parser.add_argument("--shapes", nargs="+", metavar="PART", help="only shapes whose names contain one of these")
-    parser.add_argument("--backend", help="whose configurations are searched (default: the first that can be)")
     parser.add_argument("--write", action="store_true", help="store the rows that are worth it")
     parser.add_argument("--user", action="store_true", help="store in the user's directory")
     parser.add_argument("--commit", help="commit named in the rows, where it cannot be found out")
@@ -97,11 +97,8 @@ def _tables() -> Iterator[tuple[Any, str, Path]]:
     from mla_suite.bench import search
     from mla_suite.core import register, tuning
 
-    tables: list[tuple[Any, str]] = []
-    for op in register.registry():
-        for space in search.spaces(op).values():
-            tables += [(space.form, space.table(name)) for name in archs.names()]
-    for form, name in tables:
+    spaces = [space for op in register.registry() if (space := search.space_of(op)) is not None]
+    for form, name in itertools.product([space.form for space in spaces], archs.names()):
         for folder in (tuning.SHIPPED / form.op / "tuned", tuning.user_directory() / form.op):
             if (folder / f"{name}.csv").is_file():
                 yield form, name, folder / f"{name}.csv"
@@ -124,7 +121,7 @@ def _tune(args: argparse.Namespace) -> int:
     if facts["arch"] not in arch_records.names():
         raise UsageError(f"this GPU is {facts['arch']}; tables exist for {', '.join(arch_records.names())}")
     arch = arch_records.get(str(facts["arch"]))
-    backend, space = _space(args.op, args.backend)
+    space = _space(args.op)
     cases = _cases(args)
     if not space.plans:
         unplanned = (replace(case, planned=False) for case in cases)
@@ -148,7 +145,7 @@ def _tune(args: argparse.Namespace) -> int:
                     update(description=f"{shape} {what}"[:60])
 
                 try:
-                    outcome = search.search(case, backend, space, arch, device, progress=report)
+                    outcome = search.search(case, space, arch, device, progress=report)
                 # It cannot be searched, or the device refuses all after a kernel's fault; what others gave is kept.
                 except (ValueError, RuntimeError) as error:
                     refused += 1
@@ -160,12 +157,11 @@ def _tune(args: argparse.Namespace) -> int:
                 update(advance=1)
         except KeyboardInterrupt:
             stopped = True
-    table = space.table(arch.name)
-    path = store.path_for(space.form, table, user=args.user)
+    path = store.path_for(space.form, arch.name, user=args.user)
     for row in rows:
         print(store.line(space.form, row))
     if args.write and rows:
-        store.write(space.form, table, path, rows)
+        store.write(space.form, arch.name, path, rows)
         print(f"{len(rows)} rows stored in {path}")
     elif rows:
         print(f"{len(rows)} rows would be stored in {path}; add --write")
@@ -179,19 +175,16 @@ def _tune(args: argparse.Namespace) -> int:
     return 1 if refused else 0
 
 
-def _space(op: str, backend: str | None) -> tuple[str, SearchSpace]:
+def _space(op: str) -> SearchSpace:
     from mla_suite.bench import search
     from mla_suite.core import register
 
     register.get(op)
-    found: Mapping[str, SearchSpace] = search.spaces(op)
-    if not found:
-        tunable = ", ".join(name for name in register.registry() if search.spaces(name))
+    space = search.space_of(op)
+    if space is None:
+        tunable = ", ".join(name for name in register.registry() if search.space_of(name))
         raise UsageError(f"nothing about {op} can be tuned; operators that can: {tunable}")
-    name = backend or next(iter(found))
-    if name not in found:
-        raise UsageError(f"{op}'s {name} backend cannot be tuned; those that can: {', '.join(found)}")
-    return name, found[name]
+    return space
 
 
 def _cases(args: argparse.Namespace) -> list[Case]:

@@ -24,7 +24,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._device import DeviceContext
 
 from mla_suite.core import checks, overlap
-from mla_suite.core.op import Op
+from mla_suite.core.op import Op, converted
 from mla_suite.core.prepared import KnownCalls, PreparedCall, fixed, hashable
 
 # Bound C functions: a Python frame costs a tenth of a microsecond and more.
@@ -61,7 +61,7 @@ class Called(Protocol):
     @property
     def required(self) -> frozenset[str]: ...  # arguments without a default
     @property
-    def converters(self) -> tuple[Callable[[Any], Any] | None, ...]: ...  # for each option
+    def numbers(self) -> tuple[type | None, ...]: ...  # for each option
     @property
     def known(self) -> KnownCalls: ...
 
@@ -115,8 +115,7 @@ def observed() -> bool:
 
 def _look_up(op: Called, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> PreparedCall | None:
     """The prepared call of the key of these arguments. ValueError where it would write into memory that it reads."""
-    converted = hashable(tuple([f(value) if f else value for f, value in zip(op.converters, options, strict=True)]))
-    prepared = op.known.look_up(tensors, converted, options)
+    prepared = op.known.look_up(tensors, hashable(converted(op.numbers, options)), options)
     if prepared is not None and op.known.mutated:
         overlap.refuse(op.name, op.arguments, tensors, op.known.mutated)
     return prepared
@@ -145,10 +144,7 @@ def _refuse_transforms(op: str, tensors: tuple[Any, ...]) -> None:
 def _through_dispatcher(op: Op, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
     """The call through torch.ops, with its errors for wrong types in one sentence."""
     checks.dense(op.name, op.arguments, tensors)
-    given = {
-        name: value if convert is None else convert(value)
-        for name, value, convert in zip(op.options, options, op.converters, strict=True)
-    }
+    given = dict(zip(op.options, converted(op.numbers, options), strict=True))
     for name, value in given.items():
         if value is None and name not in op.may_be_none:  # torch takes None for False
             checks.fail(op.name, name, "is None", "it takes a value", TypeError)

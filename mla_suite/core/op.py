@@ -132,6 +132,8 @@ class Op:
         tensors = [getattr(record, name) for name in record.__match_args__]
         options = tuple([getattr(record, name) for name in self.out_options])
         rounded = self.rounded(tuple(tensors), options)
+        if rounded == options:
+            return record
         for name, size in zip(self.sized, rounded[len(options) :], strict=False):
             at = record.__match_args__.index(name)
             if tensors[at] is not None:
@@ -145,8 +147,11 @@ class Op:
 
     def choose(self, record: Any) -> Choice:
         """The backend that serves the call of an `Args`."""
-        first = self.first(record)
-        problem = self.describe(self.seen(record))
+        return self.choose_seen(self.seen(record))
+
+    def choose_seen(self, record: Any) -> Choice:
+        """The same for an `Args` that `seen` has answered."""
+        first, problem = self.first(record), self.describe(record)
         return dispatch.choose(self.name, self.backends, problem, dispatch.arch_of(first), first.device.type)
 
     @cached_property
@@ -219,10 +224,10 @@ class Op:
         return {a.name: a.default_value for a in arguments if a.kwarg_only and a.name not in self.outputs}
 
     @cached_property
-    def converters(self) -> tuple[Callable[[Any], Any] | None, ...]:
-        """For each keyword argument what torch's dispatcher does to a number: float() or int(), or None."""
-        kinds = {torch._C.FloatType: _as_float, torch._C.IntType: _as_int, torch._C.SymIntType: _as_int}
-        return tuple(kinds.get(type(a.real_type)) for a in self._arguments(self.schema) if a.kwarg_only)
+    def numbers(self) -> tuple[type | None, ...]:
+        """For each keyword argument the type that torch's dispatcher gives to a number, float or int, or None."""
+        kinds = {torch._C.FloatType: float, torch._C.IntType: int, torch._C.SymIntType: int}
+        return tuple([kinds.get(type(a.real_type)) for a in self._arguments(self.schema) if a.kwarg_only])
 
     def _arguments(self, schema: str) -> Any:
         return torch._C.parse_schema(self.qualname + schema).arguments
@@ -241,6 +246,12 @@ class Op:
         return f"({', '.join([*positional, *(['*'] if options else []), *options])})"
 
 
+def converted(numbers: Sequence[type | None], options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Options as torch's dispatcher passes them on; `numbers` are those of `Op`."""
+    pairs = zip(numbers, options, strict=True)
+    return tuple([value if kind is None or value.__class__ is kind else _CONVERT[kind](value) for kind, value in pairs])
+
+
 def _as_float(value: Any) -> Any:
     """An int or a NumPy number as a float; anything else as it is, for torch to refuse."""
     return float(value) if isinstance(value, int) or (hasattr(value, "__array__") and not value.shape) else value
@@ -251,3 +262,6 @@ def _as_int(value: Any) -> Any:
     if type(value) is int or isinstance(value, (float, str, bool)) or not hasattr(value, "__index__"):
         return value
     return value.item() if hasattr(value, "__array__") and not value.shape else value
+
+
+_CONVERT = {float: _as_float, int: _as_int}

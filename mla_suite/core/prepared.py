@@ -56,6 +56,7 @@ class _Guard:
     on_gpu: bool
     written: list[int]  # positions among the present tensors of those that the call writes
     sizes: list[int]  # bytes that the present tensors reach over, where any is written
+    requires_grad: bool  # whether one of the present tensors does, as it may while gradients are not enabled
     admitted: set[tuple[int, ...]]  # addresses of calls that `admits` said yes to
     unrounded: tuple[Any, ...] | None = None  # options of the last call, where they alone round to `options`
 
@@ -122,7 +123,7 @@ class KnownCalls:
         """The prepared call of one of the last arguments that `keep` was given, if these are like them.
 
         One call of C++ compares types, dtypes, devices, sizes, strides, dispatch keys (a negated or a zero tensor has
-        others) and, while gradients are enabled, requires_grad.
+        others) and requires_grad. It does not ask whether gradients are enabled.
         """
         guards, unrounded = self.guards, None
         if not guards:
@@ -142,6 +143,8 @@ class KnownCalls:
             if guard.kinds == kinds and guard.options == options:
                 given = guard.present(tensors)
                 if guard.same(*given) and (guard.on_gpu or guard.emulated is _emulated()):
+                    if guard.requires_grad and _grad_enabled():
+                        return None
                     addresses = tuple(map(_data_ptr, given))
                     if addresses not in guard.admitted and not guard.admits(addresses):
                         return None
@@ -188,6 +191,7 @@ class KnownCalls:
             given[0].is_cuda,
             [at for at, position in enumerate(positions) if position in written],
             [overlap.reach(tensor) for tensor in given] if written else [],
+            any(tensor.requires_grad for tensor in given),
             set(),
         )
         self.guards = (guard, *self.guards[: MAX_GUARDS - 1])

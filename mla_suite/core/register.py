@@ -86,7 +86,7 @@ class _OutOverload(NamedTuple):
     positional: tuple[Any, ...]
     options: dict[str, Any]
     required: frozenset[str]
-    converters: tuple[Callable[[Any], Any] | None, ...]
+    numbers: tuple[type | None, ...]
     known: KnownCalls
 
     @classmethod
@@ -99,7 +99,7 @@ class _OutOverload(NamedTuple):
             op.positional,
             options,
             op.required | set(op.outputs),
-            (*op.converters, *[None] * (len(options) - len(op.options))),
+            (*op.numbers, *[None] * (len(options) - len(op.options))),
             op.known_out,
         )
 
@@ -181,8 +181,9 @@ def _count(op: Op, args: tuple[Any, ...], options: tuple[Any, ...]) -> None:
 
 def _prepare(op: Op, outputs: tuple[torch.Tensor, ...], record: Any) -> dispatch.Launch:
     """The launch of the backend that is chosen for a call."""
-    choice = op.choose(record)
-    launch = choice.backend.prepare(choice.supported.config, outputs, op.seen(record))
+    seen = op.seen(record)
+    choice = op.choose_seen(seen)
+    launch = choice.backend.prepare(choice.supported.config, outputs, seen)
     on_gpu = op.first(record).is_cuda and choice.backend.name == "reference" and choice.refused
     return _if_allowed(op.name, choice, launch) if on_gpu else launch
 

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import sub
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +84,7 @@ class Choice:
 Column = Integer | Choice
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Format:
     """The columns of one operator's tables.
 
@@ -155,43 +156,51 @@ def find(form: Format, arch: str, facts: Mapping[str, Value]) -> Match | None:
 
     facts   a value for each key column; others are ignored. Among equally near rows a user's comes first.
     """
-    best: tuple[float, Row] | None = None
-    for row in rows(form, arch):
-        if all(row.values[column.name] == facts[column.name] for column in form.exact):
-            distance = sum(_log_distance(row.values[column.name], facts[column.name]) for column in form.near)
-            if best is None or distance < best[0]:
-                best = distance, row
-    if best is None:
+    exact, asked = _place(form, facts)
+    best, row = math.inf, None
+    for logs, other in _groups(form, arch).get(exact, ()):
+        distance = sum(map(abs, map(sub, logs, asked)))
+        if distance < best:
+            best, row = distance, other
+    if row is None:
         return None
-    near = ((column.name, int(facts[column.name]), int(best[1].values[column.name])) for column in form.near)
-    return Match(best[1], tuple(entry for entry in near if entry[1] != entry[2]))
-
-
-def _log_distance(one: Value, other: Value) -> float:
-    return abs(math.log2(max(int(one), 1)) - math.log2(max(int(other), 1)))
-
-
-def rows(form: Format, arch: str) -> tuple[Row, ...]:
-    """All rows for an arch, a user's before shipped ones; a shipped row with the same key as a user's is left out.
-
-    Raises ValueError with file and line for a table with anything wrong in it.
-    """
-    return _rows(form, arch, user_directory())
+    near = [(column.name, int(facts[column.name]), int(row.values[column.name])) for column in form.near]
+    return Match(row, tuple([entry for entry in near if entry[1] != entry[2]]))
 
 
 @lru_cache(maxsize=256)
-def _rows(form: Format, arch: str, user: Path) -> tuple[Row, ...]:
+def rows(form: Format, arch: str) -> tuple[Row, ...]:
+    """All rows for an arch, a user's before shipped ones; a shipped row with the same key as a user's is left out.
+
+    Read once, up to `clear_cache`. Raises ValueError with file and line for a table with anything wrong in it.
+    """
     found: dict[tuple[Value, ...], Row] = {}
-    for path in (user / form.op / f"{arch}.csv", SHIPPED / form.op / "tuned" / f"{arch}.csv"):
+    for path in (user_directory() / form.op / f"{arch}.csv", SHIPPED / form.op / "tuned" / f"{arch}.csv"):
         if path.is_file():
             for row in load(form, arch, path):
                 found.setdefault(_key(form, row.values), row)
     return tuple(found.values())
 
 
+@lru_cache(maxsize=256)
+def _groups(form: Format, arch: str) -> dict[tuple[Value, ...], list[tuple[list[float], Row]]]:
+    """Values of the exact columns -> for each such row log2 of the near ones, and the row."""
+    groups: dict[tuple[Value, ...], list[tuple[list[float], Row]]] = {}
+    for row in rows(form, arch):
+        exact, near = _place(form, row.values)
+        groups.setdefault(exact, []).append((near, row))
+    return groups
+
+
+def _place(form: Format, values: Mapping[str, Value]) -> tuple[tuple[Value, ...], list[float]]:
+    near = [math.log2(max(int(values[column.name]), 1)) for column in form.near]
+    return tuple([values[column.name] for column in form.exact]), near
+
+
 def clear_cache() -> None:
-    """Read the tables again at the next look-up."""
-    _rows.cache_clear()
+    """Read the tables, and where a user's own are, again at the next look-up."""
+    rows.cache_clear()
+    _groups.cache_clear()
 
 
 def user_directory() -> Path:
@@ -302,22 +311,20 @@ def _check_provenance(cells: Mapping[str, str], timed: bool) -> None:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The configurations of one backend of one operator that a tuner may try, and the table that keeps the best.
+    """The configurations of an operator's kernels that a tuner may try, and the table that keeps the best.
 
-    candidates  (problem, arch) -> configurations that are legal there; each is given to the backend's `run`
-    form        schema of its table
-    table       arch name -> the table's name: its file without `.csv`
+    candidates  (problem, arch) -> configurations that are legal there; each is given to the native backend's `run`
+    form        schema of its tables, one for each arch
     facts       (problem, arch) -> values of the table's key columns
     cells       (problem, arch, configuration) -> values of its configuration columns
     build       (arch, progress) -> number of kernels compiled for a search, beyond those that ship
-    plans       whether its table decides calls with a plan too
+    plans       whether its tables decide calls with a plan too
     leaves      another backend's name -> values of the configuration columns that leave a shape to it; None where the
                 table cannot
     """
 
     candidates: Callable[[Any, ArchSpec], Iterable[Any]]
     form: Format
-    table: Callable[[str], str]
     facts: Callable[[Any, ArchSpec], Mapping[str, Value]]
     cells: Callable[[Any, ArchSpec, Any], Mapping[str, Value]]
     build: Callable[[ArchSpec, Callable[[int, int], None]], int] = lambda arch, progress: 0

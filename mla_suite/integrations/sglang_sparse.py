@@ -1,15 +1,18 @@
-"""An SGLang attention backend for models whose indexer selects keys (DeepSeek V3.2, GLM-5), on our sparse decode.
+"""An SGLang backend for models whose indexer selects keys (DeepSeek V3.2, GLM-5, GLM-5.3), on our sparse decode.
 
     # sglang serve --model-path <model> --dsa-decode-backend mla_suite
 
 Installing mla_suite registers it. SGLang's backend for these models stays in place: the indexer, its page tables, the
 cache and prefill are SGLang's own, and single tokens, chains of drafts and draft layers end in the kernel that
-`--dsa-decode-backend` names. Here that is `mla_suite.sparse_decode`, over 16-bit rows and over the 656-byte records of
-`--kv-cache-dtype fp8_e4m3`. Tested with the classes of SGLang 0.5.23, on a CPU.
+`--dsa-decode-backend` names. Here that is `mla_suite.sparse_decode`, over 16-bit rows and over the records of
+`--kv-cache-dtype fp8_e4m3`: 656 bytes, or GLM-5.3's 528 without rope values. Prefill is ours too where SGLang has none
+that would do: with decode context parallelism, and over GLM-5.3's records. Tested with the classes of SGLang 0.5.23, on
+a CPU.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ from mla_suite.integrations.sglang import CALL, TESTED, is_chain
 
 try:
     from sglang import __version__  # type: ignore[import-not-found]  # optional
+    from sglang.srt.layers.attention import dsa_backend  # type: ignore[import-not-found]  # optional
     from sglang.srt.layers.attention.dsa_backend import (  # type: ignore[import-not-found]  # optional
         DeepseekSparseAttnBackend,
     )
@@ -35,6 +39,8 @@ READ = ("device", "token_to_kv_pool", "kv_lora_rank", "qk_rope_head_dim", "dsa_k
 ROUTE = "flashmla_sparse"  # the decode backend of SGLang whose calls reach `_forward_flashmla_sparse`
 KERNEL = {"q_all", "kv_cache", "v_head_dim", "page_table_1", "sm_scale"}
 KERNEL_OPTIONS = {"topk_length", "attn_sink"}
+LOG2_E = math.log2(math.e)  # SGLang merges what the ranks of this backend return as powers of two
+RECORDS = {64: "v32", 0: "v32_nope"}  # rope values -> kv_format
 OTHERWISE = "choose another --dsa-decode-backend"
 
 
@@ -43,6 +49,9 @@ class MLASuiteSparseAttnBackend(DeepseekSparseAttnBackend):
 
     That kernel's arguments are ours: slots of single tokens, -1 for none, and how many slots a token has. Prefill may
     end in it as well, and then stays there. A call reads no tensor on the host, so SGLang's CUDA graphs hold it.
+
+    With decode context parallelism every call, of a prompt too, is of all heads over the keys of this rank, and returns
+    (out, lse). Slots are then SGLang's, of all ranks in turns: `localize_dcp_page_table` picks the rank's own.
     """
 
     def __init__(self, model_runner: Any, *args: Any, **kwargs: Any) -> None:
@@ -50,24 +59,51 @@ class MLASuiteSparseAttnBackend(DeepseekSparseAttnBackend):
         super().__init__(model_runner, *args, **kwargs)
         interface.has("DeepseekSparseAttnBackend", self, READ)
         self._kv_format = _kv_format(self)
+        self._ranks = getattr(self, "dcp_size", 1)
+        if self._ranks > 1:
+            interface.has("dsa_backend", dsa_backend, ("localize_dcp_page_table",))
+        # SGLang's prefill returns no lse for NVIDIA's sm_90, and none reads records where pools of keys are selected.
+        self._prefills = self._ranks > 1 or (self._pools and self.dsa_kv_cache_store_fp8)
         self._decodes = False
+        self._now: tuple[Any, Any] = (None, None)  # the layer that is called, and its selections
         self.dsa_decode_impl = ROUTE
+        if self._prefills:
+            self.dsa_prefill_impl, self.enable_auto_select_prefill_impl = ROUTE, False
 
-    def forward_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    @property
+    def _pools(self) -> bool:
+        """Whether the indexer selects pools of keys, and the keys behind the last whole one (GLM-5.3)."""
+        return getattr(self, "dsa_index_kpool", 1) > 1
+
+    def forward_decode(self, q: torch.Tensor, k: Any, v: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
         """SGLang's own, up to the kernel."""
-        self._decodes = True
-        return super().forward_decode(*args, **kwargs)
+        self._decodes, self._now = True, (layer, kwargs.get("topk_indices"))
+        return super().forward_decode(q, k, v, layer, *args, **kwargs)
 
     def forward_extend(
         self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        """Verification of drafts and draft layers as `forward_decode`; prefill is SGLang's to its end."""
+    ) -> Any:
+        """Verification of drafts and draft layers as `forward_decode`; prefill is SGLang's to its end, or as well."""
         mode = forward_batch.forward_mode
         if mode.is_target_verify() and not is_chain(forward_batch.spec_info):
             given = "the drafts are a tree, or sequences have different numbers of them"
             refuse(NAME, given, f"serve with --speculative-eagle-topk 1 and without n-gram drafts, or {OTHERWISE}")
-        self._decodes = mode.is_target_verify() or mode.is_draft_extend_v2()
+        self._decodes = self._prefills or mode.is_target_verify() or mode.is_draft_extend_v2()
+        self._now = layer, kwargs.get("topk_indices")
         return super().forward_extend(q, k, v, layer, forward_batch, *args, **kwargs)
+
+    def get_topk_transform_method(self, *args: Any, **kwargs: Any) -> Any:
+        """How prompts' selections are stated: as slots of the pool where prefill is ours, not of gathered keys."""
+        theirs = super().get_topk_transform_method(*args, **kwargs)
+        return type(theirs).PAGED if self._prefills else theirs
+
+    def _resolve_kpool_tail_backend(self, topk_indices: Any, dsa_impl: str) -> Any:
+        """SGLang sends pools' selections on this route to another kernel; ours counts the keys behind the pools too."""
+        return dsa_impl if self._decodes else super()._resolve_kpool_tail_backend(topk_indices, dsa_impl)
+
+    def _check_kpool_tail_backend(self, *args: Any, **kwargs: Any) -> None:
+        if not self._decodes:
+            super()._check_kpool_tail_backend(*args, **kwargs)
 
     def _forward_flashmla_sparse(
         self,
@@ -78,11 +114,13 @@ class MLASuiteSparseAttnBackend(DeepseekSparseAttnBackend):
         page_table_1: torch.Tensor,
         sm_scale: float,
         **options: Any,
-    ) -> torch.Tensor:
-        """q_all [tokens, heads, 576]; kv_cache [slots, 1, width]; page_table_1 int32 [tokens, topk] slots, -1 for none.
+    ) -> Any:
+        """One layer's call; SGLang gives all by keyword.
 
+        q_all [tokens, heads, 576 or 512]; kv_cache [slots, 1, width]
+        page_table_1 int32 [tokens, topk]: slots, -1 for none
         topk_length int32 [tokens]: slots after as many count for nothing; attn_sink fp32 [heads] logits.
-        -> [tokens, heads, 512]
+        -> [tokens, heads, 512]; with several ranks a pair of it and the log2 [tokens, heads] of the sum of exponentials
         """
         if not self._decodes:
             return super()._forward_flashmla_sparse(
@@ -99,7 +137,18 @@ class MLASuiteSparseAttnBackend(DeepseekSparseAttnBackend):
                 refuse(NAME, f"{name} is given, which it does not know", OTHERWISE)
         if lengths is not None and len(lengths) != len(q_all):
             lengths = None  # tokens that pad a data-parallel rank have slots, all -1, and no length
-        out, _ = mla_suite.sparse_decode(
+        if self._ranks > 1:
+            layer, selected = self._now
+            page_table_1, lengths = dsa_backend.localize_dcp_page_table(
+                self._dcp_page_table_cache,
+                metadata=self.forward_metadata,
+                layer_id=layer.layer_id,
+                topk_indices=selected,
+                page_table=page_table_1,
+                dcp_size=self._ranks,
+                dcp_rank=self.dcp_rank,
+            )
+        out, lse = mla_suite.sparse_decode(
             q_all,
             [kv_cache.view(-1, self.token_to_kv_pool.page_size, kv_cache.shape[-1])],
             [page_table_1],
@@ -109,7 +158,7 @@ class MLASuiteSparseAttnBackend(DeepseekSparseAttnBackend):
             softmax_scale=sm_scale,
             head_dim_v=v_head_dim,
         )
-        return out
+        return (out, lse * LOG2_E) if self._ranks > 1 else out
 
 
 def _check_interface() -> Interface:
@@ -130,20 +179,14 @@ def _kv_format(backend: Any) -> str:
     device = torch.device(backend.device).type
     if device not in ("cuda", "cpu"):
         refuse(NAME, f"the device is {device}", f"it takes GPUs of CUDA and ROCm: {OTHERWISE}")
-    ranks = getattr(backend, "dcp_size", 1)
-    if ranks > 1:
-        given = f"decode context parallelism over {ranks} ranks is not supported"
-        refuse(NAME, given, f"serve with --dcp-size 1, or {OTHERWISE}")
-    keys = getattr(backend, "dsa_index_kpool", 1)
-    if keys > 1:
-        refuse(NAME, f"the indexer selects pools of {keys} keys, not single keys", OTHERWISE)
-    if (backend.kv_lora_rank, backend.qk_rope_head_dim) != (512, 64):
-        given = f"rows are of {backend.kv_lora_rank} latent and {backend.qk_rope_head_dim} rope values"
-        refuse(NAME, given, f"it takes 512 and 64: {OTHERWISE}")
+    rope = backend.qk_rope_head_dim
+    if backend.kv_lora_rank != 512 or rope not in RECORDS:
+        given = f"rows are of {backend.kv_lora_rank} latent and {rope} rope values"
+        refuse(NAME, given, f"it takes 512 and 64, or 512 alone: {OTHERWISE}")
     if backend.dsa_kv_cache_store_fp8:
-        return "v32"
+        return RECORDS[rope]
     dtype = backend.token_to_kv_pool.dtype
     if dtype not in WIDE:  # SGLang stores such rows where prefill is TRT-LLM's, or on ROCm
-        possible = "it takes 656-byte records, which follow from --dsa-prefill-backend flashmla_kv, and 16-bit rows"
+        possible = "it takes records, which follow from --dsa-prefill-backend flashmla_kv, and 16-bit rows"
         refuse(NAME, f"rows are plain {str(dtype).removeprefix('torch.')}", possible)
     return WIDE[dtype]

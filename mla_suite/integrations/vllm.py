@@ -268,19 +268,23 @@ class MLASuiteLayer(MLAAttentionImpl):
         k_scale: torch.Tensor,
         skip_scale: bool = False,
     ) -> None:
-        """Write new latents. On a CPU, where vLLM has no kernel for it, `mla_suite.append_kv` does.
+        """Write new latents. Where vLLM has no kernel for it, as on a CPU, `mla_suite.append_kv` does.
 
         skip_scale  from vLLM 0.33 on: fp8 rows are stored undivided, since the layer's scale is 1; k_scale is not read
         """
-        if not kv_cache.is_cpu:
+        if self._theirs_writes(kv_cache):
             given = (skip_scale,) if skip_scale else ()  # releases before 0.33 do not take it
             super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, *given)
         elif kv_cache.numel():
             cache, kv_format = self._as_stored(kv_cache)
             descale = k_scale.reshape(1).float() if kv_format in FP8.values() and not skip_scale else None
-            mla_suite.append_kv(
-                kv_c_normed, k_pe.squeeze(1), cache, slot_mapping.flatten(), descale, kv_format=kv_format
-            )
+            slots = slot_mapping.flatten()
+            rows = kv_c_normed[: len(slots)], k_pe.squeeze(1)[: len(slots)]  # rows that pad a batch have no slot
+            mla_suite.append_kv(*rows, cache, slots, descale, kv_format=kv_format)
+
+    def _theirs_writes(self, kv_cache: torch.Tensor) -> bool:
+        """Returns whether vLLM's kernel writes such caches."""
+        return not kv_cache.is_cpu
 
     def _as_stored(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, str]:
         """Returns the cache in the dtype of its values, and its KV format."""

@@ -1,15 +1,19 @@
-"""A vLLM attention backend for models whose indexer selects keys (DeepSeek V3.2, GLM-5), on our sparse decode.
+"""A vLLM attention backend for models whose indexer selects keys (DeepSeek V3.2, GLM-5, GLM-5.3), on our sparse decode.
 
     # vllm serve <model> --attention-backend MLA_SUITE_SPARSE
 
 Installing mla_suite registers it. The interface is that of vLLM's FlashMLA-sparse and ROCm-AITER-sparse backends: the
 indexer leaves positions in a buffer that layers share, and every token, of a prompt or not, goes to `forward_mqa`.
-vLLM's own builder makes the metadata. DeepSeek V4 selects its kernels in its model's code: on ROCm through
-`rocm_sparse_attn_decode`, which `mla_suite.integrations.vllm_rocm` stands in for.
+vLLM's own builder makes the metadata. GLM-5.3's rows have no rope values: 16-bit ones are of 512 values, and records of
+528 bytes, which `mla_suite.append_kv` writes, where vLLM's are of 656 with zeros in them.
+
+DeepSeek V4 selects its kernels in its model's code: on ROCm through `rocm_sparse_attn_decode`, which
+`mla_suite.integrations.vllm_rocm` stands in for.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar
 
@@ -18,6 +22,7 @@ import torch
 import mla_suite
 from mla_suite.integrations import WIDE, refuse
 from mla_suite.integrations.vllm import INVARIANT_SPLIT, MLASuiteAnswers, MLASuiteLayer
+from mla_suite.kv_formats import get_kv_format
 
 try:
     from vllm import envs  # type: ignore[import-not-found]  # optional
@@ -38,8 +43,9 @@ except ImportError as error:
         "mla_suite.sparse_decode from a backend of your own"
     ) from error
 
-RECORDS = "fp8_ds_mla"  # vLLM's name of the 656-byte records that are our kv_format v32
-HEAD_DIM = 576
+RECORDS = "fp8_ds_mla"  # vLLM's name of records, which are our kv_formats v32 and, without rope values, v32_nope
+NOPE = get_kv_format("v32_nope")
+LATENT, ROPE = 512, (64, 0)
 
 
 class MLASuiteSparseBackend(MLASuiteAnswers, AttentionBackend):
@@ -62,7 +68,15 @@ class MLASuiteSparseBackend(MLASuiteAnswers, AttentionBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return [HEAD_DIM]
+        return [LATENT + rope for rope in ROPE]
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """vLLM's description of a layer's cache; it has every record of 656 bytes."""
+        spec = super().customize_spec(spec)
+        if spec.cache_dtype_str == RECORDS and spec.head_size == NOPE.head_dim:
+            return replace(spec, state_content_bytes=NOPE.token_bytes)
+        return spec
 
     @classmethod
     def is_mla(cls) -> bool:
@@ -99,6 +113,19 @@ class MLASuiteSparseMetadataBuilder(SparseMLACommonMetadataBuilder):
 class MLASuiteSparseImpl(MLASuiteLayer, SparseMLACommonImpl):
     """One layer's attention: all tokens that vLLM does not prefill densely go through `mla_suite.sparse_decode`."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.kv_lora_rank != LATENT or self.qk_rope_head_dim not in ROPE:
+            given = f"rows are of {self.kv_lora_rank} latent and {self.qk_rope_head_dim} rope values"
+            possible = "it takes 512 and 64, or 512 alone: choose another attention backend"
+            refuse("MLASuiteSparseImpl", given, possible, NotImplementedError)
+        if self._stores_nope_records:
+            self.supports_dense_mha_prefill = False  # vLLM's gather of a prompt's earlier keys reads 656-byte records
+
+    @property
+    def _stores_nope_records(self) -> bool:
+        return self.kv_cache_dtype == RECORDS and self.qk_rope_head_dim == 0
+
     def forward_mqa(
         self,
         q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -106,9 +133,13 @@ class MLASuiteSparseImpl(MLASuiteLayer, SparseMLACommonImpl):
         attn_metadata: Any,
         layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q [tokens, heads, 576] or its two parts; cache [pages, page, width]; -> out [tokens, heads, 512], lse."""
-        queries = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
-        tokens = queries.shape[0]
+        """q [tokens, heads, 576 or 512] or its two parts; cache [pages, page, width].
+
+        -> out [tokens, heads, 512], lse [tokens, heads]
+        """
+        if isinstance(q, tuple):
+            q = torch.cat(q, dim=-1) if q[1].shape[-1] else q[0]
+        tokens = q.shape[0]
         assert self.topk_indices_buffer is not None
         slots = selected_slots(
             self.topk_indices_buffer[:tokens],
@@ -121,7 +152,7 @@ class MLASuiteSparseImpl(MLASuiteLayer, SparseMLACommonImpl):
         )
         cache, kv_format = self._as_stored(kv_c_and_k_pe_cache)
         return mla_suite.sparse_decode(
-            queries,
+            q,
             [cache],
             [slots],
             kv_formats=[kv_format],
@@ -131,7 +162,12 @@ class MLASuiteSparseImpl(MLASuiteLayer, SparseMLACommonImpl):
         )
 
     def _as_stored(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, str]:
+        if self._stores_nope_records:
+            return kv_cache, NOPE.name
         return kv_cache, "v32" if self.kv_cache_dtype == RECORDS else WIDE[kv_cache.dtype]
+
+    def _theirs_writes(self, kv_cache: torch.Tensor) -> bool:
+        return super()._theirs_writes(kv_cache) and not self._stores_nope_records
 
 
 def selected_slots(
@@ -166,6 +202,7 @@ def _check_interface() -> None:
     """TypeError where this vLLM is not one that the classes above were made for; cheap, and once in a process."""
     interface = vllm_interface.installed("MLASuiteSparseBackend")
     vllm_interface.check_layer(interface, MLASuiteSparseImpl, SparseMLACommonImpl)
+    interface.has("AttentionBackend", AttentionBackend, ("customize_spec",))
     vllm_interface.check_sparse_builder(interface, MLASuiteSparseMetadataBuilder, SparseMLACommonMetadataBuilder)
     interface.takes("SparseMLACommonMetadata", SparseMLACommonMetadata, vllm_interface.SPARSE)
     interface.warn_if_newer(stacklevel=3)

@@ -132,7 +132,7 @@ class KVFormat:
         """Bytes one token costs, padding of the record included and of the block not."""
         return sum(field.bytes for field in self.fields)
 
-    @property
+    @functools.cached_property
     def element_bytes(self) -> int:
         """Bytes of one element of the cache tensor."""
         return {"float32": 4, "bfloat16": 2, "float16": 2}.get(self.dtypes[0], 1)
@@ -142,7 +142,7 @@ class KVFormat:
         """Last dimension of the cache tensor."""
         return self.token_bytes // self.element_bytes
 
-    @property
+    @functools.cached_property
     def dense(self) -> bool:
         """Whether a token is nothing but its row in one encoding of whole bytes, so that any head_dim fits."""
         return len(self.encodings) == 1 and all(ENCODING_BITS[encoding] >= 8 for encoding in self.encodings)
@@ -157,7 +157,7 @@ class KVFormat:
         run = row_fields(first.encoding, self.latent, self.rope, first.stride)
         return self.value_fields == run and self.scaled in (0, self.head_dim)
 
-    @property
+    @functools.cached_property
     def encodings(self) -> frozenset[str]:
         """Encodings of the fields, which a kernel that reads or writes records must know."""
         return frozenset(field.encoding for field in self.fields)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -116,18 +116,23 @@ def declared_kernels() -> Iterator[None]:
 
 def has_kernel(arch: ArchSpec | str, instance_id: str) -> bool:
     """Whether a code object of that name was built for `arch`. ObjectError when the manifest is damaged."""
-    name = arch if isinstance(arch, str) else arch.name
+    return instance_id in usable_kernels(arch if isinstance(arch, str) else arch.name)
+
+
+def usable_kernels(arch: str) -> Collection[str]:
+    """Ids of the kernels of an arch that `has_kernel` says yes to."""
     if _declared_suffices.get():
-        return any(instance.id == instance_id for instance in instances.instances(name))
-    return manifest.is_built(name, instance_id)
+        return [instance.id for instance in instances.instances(arch)]
+    return manifest.built(arch)
 
 
 def missing(arch: ArchSpec, *instances: str) -> dispatch.Unsupported | None:
     """The reason why kernels that exist in source cannot run: one was not built. None when all were."""
-    wanted = next((instance for instance in instances if not has_kernel(arch, instance)), None)
-    if wanted is None:
-        return None
-    return dispatch.Unsupported(f"kernel {wanted} is not built for {arch.name}; {dispatch.HOW_TO_BUILD}")
+    kernels = usable_kernels(arch.name)
+    for wanted in instances:
+        if wanted not in kernels:
+            return dispatch.Unsupported(f"kernel {wanted} is not built for {arch.name}; {dispatch.HOW_TO_BUILD}")
+    return None
 
 
 def find(op: str, instance_id: str, tensor: torch.Tensor) -> tuple[Driver, Kernel]:

@@ -16,6 +16,7 @@ from mla_suite.kv_formats import get_kv_format
 from mla_suite.ops.decode import compare, reference, samples, validate_data
 from mla_suite.ops.plan import check_splits, check_window, check_words, longest_counted
 from mla_suite.ops.plan.metadata import OPEN
+from mla_suite.ops.plan.window import most_keys
 
 Q_FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 MAX_TREE = 64  # query tokens of a sequence whose tree a word of 64 bits describes
@@ -309,7 +310,7 @@ def describe(args: DecodeArgs) -> Problem:
         context, context_from = pages * page // max(batch, 1), "kv_indices per sequence x page"
     q_len = args.q.shape[1] if args.cu_seqlens_q is None else args.max_seqlen_q
     if args.window_left >= 0 and args.split_size == 0:
-        context, context_from = min(context, args.window_left + q_len), "window_left"
+        context, context_from = most_keys(context, q_len, args.window_left), "window_left"
     return Problem(
         batch=batch,
         heads=args.q.shape[-2],

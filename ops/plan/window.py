@@ -25,6 +25,11 @@ def first_key(seq_lens: torch.Tensor, q_lens: torch.Tensor | int, window_left: i
     return ((seq_lens - q_lens).clamp(min=0) - window_left).clamp(min=0)  # no sum leaves 32 bits
 
 
+def most_keys(keys: int, q_len: int, window_left: int) -> int:
+    """The most keys that a sequence of up to `keys` has from the origin of its window on, with q_len query tokens."""
+    return keys if window_left < 0 else min(keys, window_left + q_len + SPLIT_ALIGNMENT)  # the origin is rounded down
+
+
 def origin(first: torch.Tensor) -> torch.Tensor:
     """The key from which work tiles count: the first, rounded down so that blocks of keys keep their alignment."""
     return first // SPLIT_ALIGNMENT * SPLIT_ALIGNMENT

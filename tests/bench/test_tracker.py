@@ -76,7 +76,7 @@ def test_one_planted_instruction_fails_the_comparison(tmp_path: Path) -> None:
 def test_times_of_the_host_fail_a_comparison_only_when_asked_to(tmp_path: Path) -> None:
     """Benchmarks that are not collected are not compared: without a filter, counts and device times are."""
     steady = {"test_clocks", "test_instructions", "test_device_time"}
-    for options, more in (([], set()), (["--host-times"], {"test_host_time", "test_decode_beside_plain_torch"})):
+    for options, more in (([], set()), (["--host-times"], {"test_host_time"})):
         fail = "--benchmark-compare-fail=median:5%"
         found = benchmarks(fail, "--collect-only", *options, where=tmp_path, files="benchmarks", chosen="")
         names = {line.split("::")[1].split("[")[0] for line in found.stdout.splitlines() if "::" in line}

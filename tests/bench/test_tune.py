@@ -46,7 +46,6 @@ FORM = Format(op="combine", exact=(Integer("rows", 1, 1024),), near=(Integer("ba
 SPACE = SearchSpace(
     candidates=lambda problem, arch: iter(range(7)),
     form=FORM,
-    table=str,
     facts=lambda problem, arch: dict(rows=problem.rows, batch=problem.batch),
     cells=lambda problem, arch, point: dict(point=point),
 )
@@ -89,14 +88,14 @@ def searched(times: dict[int, float], baseline_us: float = 100.0, seed: int = 0,
         us = baseline_us if runner.config == "8" else times.get(int(runner.config), 40.0)
         return simulated.run(us, source)[: effort.rounds]
 
-    return search.search(CASE, "native", space, ARCH, torch.device("cpu"), timer)
+    return search.search(CASE, space, ARCH, torch.device("cpu"), timer)
 
 
 def searching(monkeypatch: pytest.MonkeyPatch, one: Callable[..., Outcome]) -> None:
     """The command finds a GPU, and `one` in the place of the search of a shape."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(environment, "describe", lambda device: dict(GPU))
-    monkeypatch.setattr(search, "spaces", lambda op: {"native": SPACE})
+    monkeypatch.setattr(search, "space_of", lambda op: SPACE)
     monkeypatch.setattr(search, "search", one)
 
 
@@ -157,7 +156,7 @@ def test_the_baseline_is_the_fastest_of_the_other_backends() -> None:
 
 def test_a_backend_that_is_wrong_as_it_stands_is_an_error() -> None:
     with pytest.raises(ValueError, match="tensor 0 is off"):
-        search.search(CASE, "native", replace_present(), ARCH, torch.device("cpu"), lambda *_: [1.0] * 4)
+        search.search(CASE, replace_present(), ARCH, torch.device("cpu"), lambda *_: [1.0] * 4)
 
 
 def replace_present() -> SearchSpace:
@@ -226,7 +225,7 @@ def test_tiles_of_decodes_own_kernels_become_crossover_rows(tmp_path: Path) -> N
     from mla_suite.archs import decode_table
     from mla_suite.ops.decode import DECODE
 
-    gfx950, space = arch.get("gfx950"), native_search.SPACES["native"]
+    gfx950, space = arch.get("gfx950"), native_search.SPACE
     args, kwargs = sets.decode(4, 128, 2048).sample.make(torch.device("cpu"))
     problem = DECODE.problem(*args, **kwargs)
     with declared_kernels():
@@ -238,11 +237,10 @@ def test_tiles_of_decodes_own_kernels_become_crossover_rows(tmp_path: Path) -> N
     row = {**space.facts(problem, gfx950), **space.cells(problem, gfx950, configs[1]), "kind": "measured"}
     row |= dict(microseconds="12.5", spread_percent="0.3", device="MI355X", compute_units=256, driver="6.14")
     row |= dict(software="torch 2.13", date="2026-11-22", commit="abcdef1")
-    path = store.path_for(space.form, space.table("gfx950"), user=True)
+    path = store.path_for(space.form, "gfx950", user=True)
     store.write(space.form, "gfx950", path, [row])
-    facts = gfx950, torch.bfloat16, "bf16", 128, 1
     for batch, context, decides in ((4, 2048, True), (2, 100, True), (5, 2048, False), (4, 2049, False)):
-        found = decode_table.row_for(*facts, batch, context, False)
+        found = decode_table.row_of(gfx950, problem._replace(batch=batch, context=context))
         assert (found is not None) is decides
         assert found is None or found.values["use"] == "rows32"
     left = {**space.facts(problem, gfx950), **(space.leaves("triton") or {})}

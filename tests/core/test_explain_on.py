@@ -48,7 +48,7 @@ def test_the_splits_it_names_are_those_of_the_launch():
     given = DecodeArgs(*args, **kwargs)
     out = torch.empty(4, 1, 128, 512, dtype=torch.bfloat16, device="meta")
     config = Sm90Config(archs.get("sm_90"), "bf16", 576, "tma")
-    number = split_count(config, given, decode_shape(given, out))
+    number = split_count(config, decode_shape(given, out))
     assert number > 1
     assert any(note.startswith(f"{number} splits of each sequence") for note in on("sm_90", "decode", **options).notes)
 

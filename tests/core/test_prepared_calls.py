@@ -89,6 +89,15 @@ def test_a_cpu_that_stands_for_another_arch(known):
     assert known.find((A,), ()) is None
 
 
+def test_a_tensor_whose_gradient_is_enabled_later(known):
+    """torch's guards compare requires_grad in either mode: a call without gradients is like one that asks for them."""
+    needs = torch.zeros(4, 6, requires_grad=True)
+    known.keep((needs, C), (), PREPARED)
+    assert known.find((needs, C), ()) is PREPARED
+    with torch.enable_grad():
+        assert known.find((needs, C), ()) is None
+
+
 def test_an_unaligned_tensor_is_left_to_the_key(known):
     known.keep((ROOM[1:],), (), PREPARED)
     assert known.find((ROOM[1:],), ()) is None

@@ -255,7 +255,7 @@ def test_refusals_are_sentences(monkeypatch):
     answer = NATIVE.supports(problem, archs.get("gfx950"))
     assert isinstance(answer, Unsupported)
     assert "aligned to 1 bytes; kv_format v32 needs 4" in answer.reason
-    monkeypatch.setattr(launcher, "has_kernel", lambda arch, instance: False)
+    monkeypatch.setattr(launcher, "usable_kernels", lambda arch: ())
     even = APPEND_KV.problem(kv_c, k_pe, filled(kind, 2, 4), torch.arange(2), kv_format="v32")
     answer = NATIVE.supports(even, archs.get("gfx950"))
     assert isinstance(answer, Unsupported)

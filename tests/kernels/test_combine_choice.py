@@ -295,7 +295,7 @@ def test_which_rows_are_merged_while_decode_runs(changed, taken):
 
 
 def test_without_its_kernel_the_refusal_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(launcher, "has_kernel", lambda arch, instance: False)
+    monkeypatch.setattr(launcher, "usable_kernels", lambda arch: ())
     args, kwargs = (torch.zeros(2, 3, 512), torch.zeros(2, 3)), dict(num_splits=2, out_dtype=torch.bfloat16)
     answer = NATIVE.supports(COMBINE.problem(*args, **kwargs), archs.get("gfx942"))
     assert isinstance(answer, dispatch.Unsupported)

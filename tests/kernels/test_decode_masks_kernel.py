@@ -124,7 +124,12 @@ FAULTS = {
 ARCH, INSTANCE = "gfx942", "decode_dtype-bf16_rows-48_width-576_rotate-0"  # that the faults are planted in
 
 
-@planted.each_of(FAULTS, "a row's window forgotten", "the next draft's bit")
+@planted.each_of(
+    FAULTS,
+    "a row's window forgotten",
+    "the next draft's bit",
+    place=lambda file, right, wrong: (f"cdna/decode/{file}", right),
+)
 def test_planted_faults(name, tmp_path, monkeypatch):
     """With one of these in the source, a window or a tree of five drafts gives a wrong result or a finding."""
     require_built(ARCH)

@@ -13,12 +13,14 @@ from decode_launches import CPU, H200, launched
 from static_asserts import assert_compiles
 
 from mla_suite import archs
+from mla_suite.archs.sm_90 import decode as sm_90
 from mla_suite.archs.sm_90.decode import Sm90Config
 from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N
 from mla_suite.build import manifest, params
 from mla_suite.build.instances import instances
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.launch import launcher
+from mla_suite.launch.spec import CallSpec, Input, LaunchSpec, Output, Scratch, TensorMap
 from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan.metadata import most_work_tiles
@@ -134,7 +136,8 @@ def test_what_was_built():
 
 
 def answer_of(monkeypatch, built=True, **options):
-    monkeypatch.setattr(launcher, "has_kernel", lambda arch, instance: built)
+    declared = {item.id for item in instances("sm_90")} if built else ()
+    monkeypatch.setattr(launcher, "usable_kernels", lambda arch: declared)
     args, kwargs = decode_sample(options.pop("lens", (70,)), **options).make(CPU)
     return NATIVE.supports(DECODE.problem(*args, **kwargs), H200)
 
@@ -189,8 +192,7 @@ def test_what_it_cannot_take_is_refused_in_a_sentence(monkeypatch, options, sent
     assert sentence in answer.reason
 
 
-def test_a_cache_off_alignment_is_refused(monkeypatch):
-    monkeypatch.setattr(launcher, "has_kernel", lambda arch, instance: True)
+def test_a_cache_off_alignment_is_refused():
     args, kwargs = decode_sample((70,)).make(CPU)
     flat = torch.zeros(args[1].numel() + 4, dtype=torch.bfloat16)
     shifted = flat[4:].view(args[1].shape)
@@ -198,72 +200,53 @@ def test_a_cache_off_alignment_is_refused(monkeypatch):
     assert "kv_cache is aligned to 8 bytes" in answer.reason
 
 
-def test_every_word_of_a_launch(monkeypatch):
-    sample = decode_sample((700, 90, 5), heads=40, q_len=2, sink=True, num_splits=3)
-    (instance, grid, block, shared, fields, overlap, buffers), args, (out, lse) = launched(monkeypatch, sample)
-    assert (instance, block, shared) == ("decode_dtype-bf16_dqk-576_kvsource-tma_clustermode-none", 512, 215104)
-    assert overlap, "the kernel says itself where it waits for the one before"
-    assert grid == (2, 9, 1), "two tiles of 64 rows, three splits of three sequences"
-    cache, lens, table, sink = args[1], args[2], args[3], args[9]
-    expected = {
-        **{f"kv_map_{i}": i + 1 for i in range(16)},
-        **{f"q_map_{i}": i + 1 for i in range(16)},
-        "q": args[0].data_ptr(),
-        "q_descale": 0,
-        "kv_descale": 0,
-        "q_row_stride": 576,
-        "kv_cache": cache.data_ptr(),
-        "seq_lens": lens.data_ptr(),
-        "page_ids": table.data_ptr(),
-        "kv_indptr": 0,
-        "cu_seqlens_q": 0,
-        "attn_sink": sink.data_ptr(),
-        "plan": 0,
-        "cp_tot_seq_lens": 0,
-        "out": out.data_ptr(),
-        "lse": lse.data_ptr(),
-        "partial_out": buffers["partial_out"].tensor.data_ptr(),
-        "partial_lse": buffers["partial_lse"].tensor.data_ptr(),
-        "heads_reciprocal": -(-(2**32) // 40),
-        "kv_page_stride": 64 * 576,
-        "page_ids_stride": table.shape[1],
-        "page_ids_width": table.shape[1],
-        "out_token_stride": 40 * 512,
-        "out_head_stride": 512,
-        "lse_token_stride": 40,
-        "lse_head_stride": 1,
-        "lse_batch_stride": 0,
-        "lse_tokens_reciprocal": 2**31,
-        "lse_tokens_shift": 0,
-        "empty_lse": -math.inf,
-        "batch": 3,
-        "heads": 40,
-        "q_len": 2,
-        "rows": 80,
-        "page": 64,
-        "page_reciprocal": 2**31,
-        "page_shift": 6,
-        "num_splits": 3,
-        "splits_reciprocal": -(-(2**33) // 3),
-        "splits_shift": 2,
-        "split_size": 0,
-        "plan_words": 0,
-        "grid_stride": 9,
-        "streaming": 1,
-        "causal": 1,
-        "cp_interleave": 1,
-        "cp_period": 1,
-        "cp_period_reciprocal": 2**31,
-        "cp_period_shift": 0,
-        "cp_offset": 0,
-        "rope_cos_sin": 0,
-        "tree_mask": 0,
-        "window_left": -1,
+def test_the_record_of_a_call_in_splits():
+    """Every member of decode and of the combine beside it: two tiles of 64 rows, three splits of three sequences."""
+    args, kwargs = decode_sample((700, 90, 5), heads=40, q_len=2, sink=True, num_splits=3).make(CPU)
+    given = DECODE.Args(*args, **kwargs)
+    outputs = tuple(torch.empty(o.shape, dtype=o.dtype, device="meta") for o in DECODE.check(given))
+    lse = dict(lse_token_stride=40, lse_head_stride=1, lse_batch_stride=0, lse_tokens_reciprocal=2**31)
+    rows = dict(out_token_stride=40 * 512, out_head_stride=512, batch=3, heads=40, q_len=2, num_splits=3)
+    rows |= lse | dict(lse_tokens_shift=0, empty_lse=-math.inf)
+    ranks = dict(cp_interleave=1, cp_period=1, cp_period_reciprocal=2**31, cp_period_shift=0, cp_offset=0)
+    numbers = (
+        rows
+        | ranks
+        | dict(
+            **dict(
+                q_row_stride=576, heads_reciprocal=-(-(2**32) // 40), rows=80, plan_words=0, grid_stride=9, streaming=1
+            ),
+            **dict(page_ids_stride=11, page_ids_width=11, kv_page_stride=64 * 576, page=64, page_shift=6),
+            **dict(page_reciprocal=2**31, splits_reciprocal=-(-(2**33) // 3), splits_shift=2, split_size=0),
+            **dict(causal=1, window_left=-1, softmax_scale=576**-0.5),
+        )
+    )
+    absent = ("kv_indptr", "cu_seqlens_q", "q_descale", "kv_descale", "rope_cos_sin", "plan", "cp_tot_seq_lens")
+    shared = {"attn_sink": Input(9), "out": Output(0), "lse": Output(1)}
+    shared |= {"partial_out": Scratch("partial_out"), "partial_lse": Scratch("partial_lse")}
+    pointers = dict.fromkeys((*absent, "tree_mask")) | shared
+    pointers |= {"q": Input(0), "kv_cache": Input(1), "seq_lens": Input(2), "page_ids": Input(3)}
+    maps = {
+        "kv_map": TensorMap(Input(1), torch.bfloat16, (64, 64, 9, 15), (1152, 128, 64 * 1152), (64, 32, 9, 1)),
+        "q_map": TensorMap(Input(0), torch.bfloat16, (32, 240, 18), (1152, 64), (32, 64, 9)),
     }
-    scale = fields.pop("softmax_scale")
-    assert fields == expected
-    assert scale == pytest.approx(576**-0.5)
-    assert buffers["partial_out"].tensor.shape == (9, 80, 512)
+    merged = rows | dict(
+        **dict(partial_split_stride=80 * 512, partial_row_stride=512, partial_lse_split_stride=80),
+        **dict(partial_lse_row_stride=1, sink_heads=40, out_type=0, skip_none=0, skip_single=0, workgroups=240),
+        **dict(rows_reciprocal=-(-(2**38) // 80), rows_shift=7, heads_reciprocal=-(-(2**37) // 40), heads_shift=6),
+    )
+    instance, combine = "decode_dtype-bf16_dqk-576_kvsource-tma_clustermode-none", "streaming_combine_dv-512_waves-4"
+    launches = (
+        LaunchSpec(instance, (2, 9, 1), 512, 215104, True, "decode_tma", numbers, pointers, maps),
+        LaunchSpec(
+            *(f"{combine}_slices-1_runs-2", (240, 1, 1), 128, 0, True, "combine", merged),
+            *(shared | dict.fromkeys(("split_indptr", "cu_seqlens_q")), {}, ("out", "lse")),
+        ),
+    )
+    note = "3 splits of each sequence, whose 3 partial results combine merges while decode runs"
+    scratch = {"partial_out": (9, 80, 512), "partial_lse": (9, 80)}
+    config = sm_90.config_for(DECODE.describe(given), H200)
+    assert config.spec(outputs, given) == CallSpec(launches, scratch, notes=(note,))
 
 
 def test_ragged_queries_and_pages(monkeypatch):

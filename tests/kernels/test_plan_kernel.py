@@ -191,7 +191,7 @@ def test_a_batch_it_does_not_take_is_refused(batch):
 
 
 def test_without_its_kernels_the_refusal_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(launcher, "has_kernel", lambda arch, instance: False)
+    monkeypatch.setattr(launcher, "usable_kernels", lambda arch: ())
     answer = NATIVE.supports(PLAN.problem(lens(5), **arguments()), archs.get("gfx950"))
     assert isinstance(answer, dispatch.Unsupported)
     assert "python -m mla_suite build" in answer.reason

@@ -218,7 +218,7 @@ FAULTS = {
 }
 
 
-@each_of(FAULTS, "no barrier before turns")
+@each_of(FAULTS, "no barrier before turns", place=lambda file, right, *_: (f"common/{file}", right))
 def test_a_planted_fault_is_found(tmp_path, program, name):
     file, right, broken, expected = FAULTS[name]
     sources = tmp_path / "csrc"

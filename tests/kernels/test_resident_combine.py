@@ -23,6 +23,7 @@ from mla_suite.archs.sm_90.combine import ResidentCombineConfig
 from mla_suite.build.params import load
 from mla_suite.ops.plan.metadata import OPEN, Plan, Word
 
+KERNEL = "sm_90/combine/resident_combine.hpp"
 CONFIG = ResidentCombineConfig(archs.get("sm_90"), 512, merges=False)
 
 
@@ -154,10 +155,10 @@ FAULTS = {
 }
 
 
-@each_of(FAULTS, "no wait")
+@each_of(FAULTS, "no wait", place=lambda right, *_: (KERNEL, right))
 def test_a_broken_kernel_is_found(tmp_path, name):
     right, broken, case = FAULTS[name]
-    own = with_a_fault(tmp_path / "csrc", "sm_90/combine/resident_combine.hpp", right, broken)
+    own = with_a_fault(tmp_path / "csrc", KERNEL, right, broken)
     program = compiled(tmp_path, own)
     with pytest.raises(AssertionError):
         run_and_check(program, Merge(**{**CASES, **PAIRS}[case]), 3)

@@ -91,7 +91,8 @@ def test_what_was_built():
 
 
 def answer_of(monkeypatch, pools, heads=16, built=True, **changes):
-    monkeypatch.setattr(launcher, "has_kernel", lambda arch, instance: built)
+    declared = {item.id for item in instances("sm_90")} if built else ()
+    monkeypatch.setattr(launcher, "usable_kernels", lambda arch: declared)
     args, kwargs = problem(pools, 2, heads)
     args[0] = args[0].to(changes.pop("dtype", torch.bfloat16))
     return NATIVE.supports(SPARSE_DECODE.problem(*args, **kwargs | changes), H200)

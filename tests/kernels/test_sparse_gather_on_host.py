@@ -9,6 +9,7 @@ from kernels_on_host import check, ran, with_a_fault
 from kernels_on_host import compiled as compiled_program
 from planted import each_of
 
+PRODUCER = "sm_90/sparse_decode/producer_gather.hpp"
 PROBLEMS = {
     "bf16x576": [
         "64 3 200 1 1 16 plain",
@@ -43,7 +44,7 @@ FAULTS = {
 }
 
 
-@each_of(FAULTS, "absent keys seen")
+@each_of(FAULTS, "absent keys seen", place=lambda right, broken: (PRODUCER, right))
 def test_a_fault_is_found(tmp_path, name):
-    own = with_a_fault(tmp_path / "csrc", "sm_90/sparse_decode/producer_gather.hpp", *FAULTS[name])
+    own = with_a_fault(tmp_path / "csrc", PRODUCER, *FAULTS[name])
     assert ran(compiled(tmp_path, "bf16x576", own), "64 2 300 1 1 16 plain").returncode != 0

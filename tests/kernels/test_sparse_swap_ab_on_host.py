@@ -12,6 +12,7 @@ from kernels_on_host import check, ran, with_a_fault
 from kernels_on_host import compiled as compiled_program
 from planted import each_of
 
+SWAP_AB = "sm_90/sparse_decode/swap_ab"
 PROBLEMS = {
     16: [
         "16 2 1 1 plain 64 6 300",
@@ -65,9 +66,9 @@ FAULTS = {
 }
 
 
-@each_of(FAULTS, "absent keys seen")
+@each_of(FAULTS, "absent keys seen", place=lambda header, right, broken: (f"{SWAP_AB}/{header}", right))
 def test_a_broken_kernel_is_found(tmp_path, name):
     header, right, broken = FAULTS[name]
-    own = with_a_fault(tmp_path / "csrc", f"sm_90/sparse_decode/swap_ab/{header}", right, broken)
+    own = with_a_fault(tmp_path / "csrc", f"{SWAP_AB}/{header}", right, broken)
     program = compiled(tmp_path, 16, own)
     assert any(ran(program, problem).returncode != 0 for problem in FAULT_PROBLEMS)

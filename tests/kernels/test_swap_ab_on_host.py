@@ -13,6 +13,7 @@ from planted import each_of
 from mla_suite.archs import CSRC
 
 DECODE = "sm_90/decode"
+MAINLOOP = f"{DECODE}/swap_ab/mainloop.hpp"
 FULL = pytest.mark.full
 INSTANCES = [
     pytest.param("bf16", 16, marks=FULL),
@@ -54,7 +55,7 @@ def test_results_are_those_of_fp64(tmp_path, dtype, rows):
 
 
 def broken_mainloop(folder: Path, right: str, broken: str) -> Path:
-    return with_a_fault(folder / "csrc", f"{DECODE}/swap_ab/mainloop.hpp", right, broken)
+    return with_a_fault(folder / "csrc", MAINLOOP, right, broken)
 
 
 FAULTS = {
@@ -80,14 +81,14 @@ WINDOW_FAULTS = {
 }
 
 
-@each_of(WINDOW_FAULTS, "NaN before the window")
+@each_of(WINDOW_FAULTS, "NaN before the window", place=lambda header, right, broken: (f"{DECODE}/{header}", right))
 def test_a_broken_window_is_found(tmp_path, name):
     header, right, broken = WINDOW_FAULTS[name]
     own = with_a_fault(tmp_path / "csrc", f"{DECODE}/{header}", right, broken)
     assert ran(compiled(tmp_path, "fp16", 16, own), "5 3 1 3 2 window100 270 1 0 161 500").returncode != 0
 
 
-@each_of(FAULTS, "keys overwritten early")
+@each_of(FAULTS, "keys overwritten early", place=lambda right, *_: (MAINLOOP, right))
 def test_a_broken_mainloop_is_found(tmp_path, name):
     own = broken_mainloop(tmp_path, *FAULTS[name])
     assert ran(compiled(tmp_path, "fp16", 16, own), "5 3 7 1 2 sink 70 1 0 161 500").returncode != 0
@@ -107,7 +108,7 @@ NEVER_ENDED = {
 }
 
 
-@each_of(NEVER_ENDED, "no stage is released")
+@each_of(NEVER_ENDED, "no stage is released", place=lambda right, *_: (MAINLOOP, right))
 def test_a_wait_that_nothing_ends_traps_in_a_debug_build(tmp_path, name):
     """The line that the driver prints for a device-side assert names the wait, the block and the thread."""
     right, broken, where = NEVER_ENDED[name]

@@ -22,7 +22,7 @@ from mla_suite.models.config import LATENT, ROPE
 
 HEADS, PAGE, LAYERS = 4, 64, 2
 WIDTH = LATENT + ROPE
-RECORD = 656  # bytes of a row of an fp8 cache
+RECORDS = {64: ("v32", 656), 0: ("v32_nope", 528)}  # rope values -> our name of a row of an fp8 cache, and its bytes
 CONTEXT, REQUESTS, SLOTS, DRAFTS = 512, 6, 2048, 4
 SERVER = {
     "dsa_decode_backend": "mla_suite",
@@ -33,8 +33,8 @@ SERVER = {
 
 
 @contextlib.contextmanager
-def server(monkeypatch: Any, *, fused: bool = True, dcp_size: int = 1, **options: Any) -> Iterator[Any]:
-    """The configuration of a server that was started with `options`.
+def server(monkeypatch: Any, *, fused: bool = True, ranks: int = 1, rank: int = 0, **options: Any) -> Iterator[Any]:
+    """The configuration of a server that was started with `options`, in one of `ranks` that share every context.
 
     `fused`: the indexer's top-k gives slots, as it does on GPUs, and not positions. Its plan has a CUDA kernel alone.
     """
@@ -42,7 +42,7 @@ def server(monkeypatch: Any, *, fused: bool = True, dcp_size: int = 1, **options
     monkeypatch.setattr(dsa_backend, "seqlens_expand_triton", visible)
     with (
         get_context().override_server_args(**{**SERVER, **options}) as server_args,
-        get_parallel().override(attn_dcp_rank=0, attn_dcp_size=dcp_size),
+        get_parallel().override(attn_dcp_rank=rank, attn_dcp_size=ranks),
         envs.SGLANG_DSA_FUSE_TOPK.override(fused),
         envs.SGLANG_OPT_USE_TOPK_V2.override(False),
     ):
@@ -61,25 +61,26 @@ def runner(dtype: torch.dtype, *, topk: int, device: str = "cpu", **model: Any) 
     `model` changes the model's configuration; kv_cache_dim is the pool's.
     """
     fp8 = dtype == torch.float8_e4m3fn
-    sizes = dict(kv_lora_rank=LATENT, qk_rope_head_dim=ROPE)
+    sizes = dict(kv_lora_rank=LATENT, qk_rope_head_dim=model.pop("qk_rope_head_dim", ROPE))
+    rope, keys = sizes["qk_rope_head_dim"], model.pop("index_kpool", 1)
+    width = RECORDS[rope][1] if fp8 and rope in RECORDS else LATENT + rope
     pool = memory_pool.DSATokenToKVPool(
         **sizes,
         size=SLOTS,
-        page_size=PAGE,
+        page_size=PAGE * keys,
+        index_kpool=keys,
         dtype=dtype,
         layer_num=LAYERS,
         device="cpu",
         index_head_dim=128,
         enable_memory_saver=False,
-        kv_cache_dim=model.pop("kv_cache_dim", RECORD if fp8 else WIDTH),
+        kv_cache_dim=model.pop("kv_cache_dim", width),
     )
-    hf_config = SimpleNamespace(
-        architectures=["DeepseekV32ForCausalLM"], index_topk=topk, index_kpool=model.pop("index_kpool", 1)
-    )
+    hf_config = SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_topk=topk, index_kpool=keys)
     config = dict(hf_config=hf_config, context_len=CONTEXT, num_attention_heads=HEADS, qk_nope_head_dim=128, **sizes)
     return SimpleNamespace(
         device=device,
-        page_size=PAGE * hf_config.index_kpool,
+        page_size=PAGE * keys,
         token_to_kv_pool=pool,
         req_to_token_pool=SimpleNamespace(
             size=REQUESTS, req_to_token=torch.zeros(REQUESTS, CONTEXT, dtype=torch.int32)
@@ -97,13 +98,13 @@ def backend(model_runner: Any) -> Any:
     return ATTENTION_BACKENDS["dsa"](model_runner)
 
 
-def layer(layer_id: int) -> SimpleNamespace:
+def layer(layer_id: int, width: int = WIDTH) -> SimpleNamespace:
     """Returns an absorbed RadixAttention as far as the backend reads it."""
     return SimpleNamespace(
         layer_id=layer_id,
         tp_q_head_num=HEADS,
         tp_k_head_num=1,
-        head_dim=WIDTH,
+        head_dim=width,
         v_head_dim=LATENT,
         scaling=0.07,
         is_cross_attention=False,

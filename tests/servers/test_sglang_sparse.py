@@ -10,6 +10,7 @@ import argparse
 import functools
 import importlib.util
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -23,8 +24,11 @@ if importlib.util.find_spec("sglang") is None:
 import sglang_classes
 import sglang_sparse_classes as theirs
 from sglang.srt.layers.attention import attention_registry, dsa_backend
+from sglang.srt.layers.dcp.comm import cp_lse_ag_out_rs_mla
 from sglang.srt.mem_cache.kv_cache_configurator import calculate_mla_kv_cache_dim
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla import is_mla_dcp_lse_base_on_e
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
@@ -75,32 +79,54 @@ def filled(runner):
     for i, row in enumerate(POOL_ROWS):
         table[row] = (free[i * pages : (i + 1) * pages, None] * PAGE + torch.arange(PAGE)).flatten().int()
     for buffer in pool.kv_buffer:
-        rows = torch.randn(len(buffer) // PAGE, PAGE, WIDTH)
-        packed = caches.pack("v32", rows) if pool.dsa_kv_cache_store_fp8 else rows.to(pool.dtype)
+        rows = torch.randn(len(buffer) // PAGE, PAGE, LATENT + pool.qk_rope_head_dim)
+        packed = caches.pack(record(pool), rows) if pool.dsa_kv_cache_store_fp8 else rows.to(pool.dtype)
         buffer.copy_(packed.reshape(buffer.shape))
 
 
+def record(pool):
+    return theirs.RECORDS[pool.qk_rope_head_dim][0]
+
+
 def stored(runner, layer_id):
-    """Keys [slots, 576] in fp64; those of records are rounded to bf16."""
+    """Keys [slots, width] in fp64; those of records are rounded to bf16."""
     pool = runner.token_to_kv_pool
     buffer = pool.kv_buffer[layer_id]
     if pool.dsa_kv_cache_store_fp8:
-        buffer = caches.unpack("v32", buffer.view(-1, PAGE, theirs.RECORD)).bfloat16()
-    return buffer.view(-1, WIDTH).double()
+        buffer = caches.unpack(record(pool), buffer.view(-1, PAGE, buffer.shape[-1])).bfloat16()
+    return buffer.view(len(pool.kv_buffer[layer_id]), -1).double()
 
 
-def chosen(lengths, q_lens, topk):
-    """int32 [tokens, topk] positions, among them the token's own: -1 where a token sees fewer than topk."""
+def chosen(lengths, q_lens, topk, pool=1):
+    """int32 [tokens, topk + pool - 1] positions: those of topk / pool pools of neighbours, and those behind the last
+    whole pool, the token's own among them; -1 where a token sees fewer."""
     rows = []
     for length, q_len in zip(lengths, q_lens, strict=True):
-        for end in range(length - q_len, length):
-            row = torch.cat((torch.tensor([end]), torch.randperm(end)[: topk - 1]))
-            rows.append(torch.nn.functional.pad(row, (0, topk - len(row)), value=-1))
+        for seen in range(length - q_len + 1, length + 1):
+            whole = torch.arange(seen // pool)
+            pools = torch.cat((whole[-1:], whole[:-1][torch.randperm(max(len(whole) - 1, 0))[: topk // pool - 1]]))
+            row = torch.cat(
+                ((pools[:, None] * pool + torch.arange(pool)).flatten(), torch.arange(seen)[len(whole) * pool :])
+            )
+            rows.append(torch.nn.functional.pad(row, (0, topk + pool - 1 - len(row)), value=-1))
     return torch.stack(rows).int()
 
 
-def step(backend, runner, mode, lengths, q_lens, *, in_two=True, topk=TOPK, captured=False):
-    """One pass over both layers; `lengths` include the new tokens. Compares every query token with fp64."""
+def hold(runner, layer, slots, q, k, selected, out):
+    """The new rows are stored, and every query token's result is that of fp64."""
+    keys = stored(runner, layer.layer_id)
+    # Triton's interpreter loses the carry where a value is rounded up to a power of two in e4m3, and halves it.
+    bound = k[:, 0].double().abs() / 2 + 1e-3 if runner.token_to_kv_pool.dsa_kv_cache_store_fp8 else 0
+    assert ((keys[slots] - k[:, 0]).abs() <= bound).all()
+    for token, row in enumerate(selected):
+        own = keys[row[row >= 0].long()]
+        weights = torch.softmax(q[token].double() @ own.T * layer.scaling, -1)
+        torch.testing.assert_close(out[token].double(), weights @ own[:, :LATENT], rtol=2**-7, atol=2e-4)
+
+
+def step(backend, runner, mode, lengths, q_lens, *, in_two=True, captured=False, compare=hold):
+    """One pass over both layers; `lengths` include the new tokens. `compare` sees a layer's arguments and result."""
+    width = LATENT + runner.token_to_kv_pool.qk_rope_head_dim
     table = runner.req_to_token_pool.req_to_token
     owner = [row for row, q_len in zip(POOL_ROWS, q_lens, strict=True) for _ in range(q_len)]
     slots = torch.cat([table[row, n - q : n] for row, n, q in zip(POOL_ROWS, lengths, q_lens, strict=True)]).long()
@@ -114,9 +140,9 @@ def step(backend, runner, mode, lengths, q_lens, *, in_two=True, topk=TOPK, capt
     call = backend.forward_decode if mode.is_decode() else backend.forward_extend
     tokens = sum(q_lens)
     for layer_id in range(theirs.LAYERS):
-        layer = theirs.layer(layer_id)
-        q, k = torch.randn(tokens, HEADS, WIDTH).bfloat16(), torch.randn(tokens, 1, WIDTH).bfloat16()
-        positions = chosen(lengths, q_lens, topk)
+        layer = theirs.layer(layer_id, width)
+        q, k = torch.randn(tokens, HEADS, width).bfloat16(), torch.randn(tokens, 1, width).bfloat16()
+        positions = chosen(lengths, q_lens, TOPK, backend.dsa_index_kpool)
         selected = torch.stack([table[row][p.long()] for row, p in zip(owner, positions, strict=True)])
         selected = torch.where(positions >= 0, selected, -1)
         options = dict(k_rope=k[..., LATENT:], topk_indices=selected if backend.use_fused_topk else positions)
@@ -124,22 +150,16 @@ def step(backend, runner, mode, lengths, q_lens, *, in_two=True, topk=TOPK, capt
             options["q_rope"] = q[..., LATENT:]
         queries = q[..., :LATENT] if in_two else q
         out = call(queries.flatten(1), k[..., :LATENT], k[..., :LATENT], layer, batch, **options)
-        keys = stored(runner, layer_id)
-        # Triton's interpreter loses the carry where a value is rounded up to a power of two in e4m3, and halves it.
-        bound = k[:, 0].double().abs() / 2 + 1e-3 if backend.dsa_kv_cache_store_fp8 else 0
-        assert ((keys[slots] - k[:, 0]).abs() <= bound).all()
-        for token, row in enumerate(selected):
-            own = keys[row[row >= 0].long()]
-            weights = torch.softmax(q[token].double() @ own.T * layer.scaling, -1)
-            torch.testing.assert_close(out[token].double(), weights @ own[:, :LATENT], rtol=2**-7, atol=2e-4)
+        compare(runner, layer, slots, q, k, selected, out)
 
 
 @pytest.mark.parametrize("in_two", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
+@pytest.mark.parametrize("rope", theirs.RECORDS)
 @pytest.mark.parametrize("fused", [True, False])
-def test_decode(monkeypatch, decodes, fused, dtype, in_two):
+def test_decode(monkeypatch, decodes, fused, rope, dtype, in_two):
     with theirs.server(monkeypatch, fused=fused):
-        runner = theirs.runner(dtype, topk=TOPK)
+        runner = theirs.runner(dtype, topk=TOPK, qk_rope_head_dim=rope)
         backend = theirs.backend(runner)
         assert type(backend) is integration.MLASuiteSparseAttnBackend
         filled(runner)
@@ -174,6 +194,94 @@ def test_a_captured_decode_follows_its_tensors(monkeypatch, decodes):
             addresses.add(backend.forward_metadata.dsa_cache_seqlens_int32.data_ptr())
         assert len(addresses) == 1
     assert decodes == [3] * 6
+
+
+POOL_KEYS = 4  # keys of one entry of GLM-5.3's index here; the model's is 16
+
+
+CALLS = {"decode": [1, 1, 1], "target_verify": [theirs.DRAFTS] * 3, "extend": [8, 1, 3]}
+"""Kinds of calls -> new tokens of each sequence."""
+
+
+@pytest.mark.parametrize(("dtype", "call"), [
+    *((torch.bfloat16, call) for call in ("decode", "target_verify")),  # prefill over 16-bit rows is SGLang's
+    *((FP8, call) for call in CALLS),
+])  # fmt: skip
+def test_pools_of_keys_and_those_behind_them(monkeypatch, decodes, dtype, call):
+    """GLM-5.3's selections are wider than topk. Prompts over its records are ours: no prefill of SGLang reads them."""
+    mode, q_lens, make = ForwardMode[call.upper()], CALLS[call], torch.tensor
+    # A CPU without a GPU has no pinned memory, in which SGLang lays out a prompt's plan.
+    monkeypatch.setattr(torch, "tensor", lambda *given, pin_memory=False, **options: make(*given, **options))
+    with theirs.server(monkeypatch):
+        runner = theirs.runner(dtype, topk=TOPK, qk_rope_head_dim=0, index_kpool=POOL_KEYS)
+        backend = theirs.backend(runner)
+        filled(runner)
+        with forward_context(ForwardContext(attn_backend=backend)):
+            step(backend, runner, mode, LENGTHS, q_lens)
+    assert decodes == [sum(q_lens)] * 2
+
+
+class Group:
+    """The ranks that share a context, of which one speaks at a time; `rank_in_group` says which."""
+
+    world_size = 2
+
+    def __init__(self, lses):
+        self.lses = lses
+
+    def all_gather(self, lse, dim):
+        assert torch.equal(lse, self.lses[self.rank_in_group])
+        return torch.cat(self.lses, dim=dim)
+
+    def reduce_scatter_along_dim(self, out, dim):
+        return out  # the test adds up what the ranks bring
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
+def test_ranks_of_decode_context_parallelism_add_up(monkeypatch, decodes, dtype, call):
+    """Each of two ranks holds the slots of its turn, in prompts as well, and SGLang's own merge makes them one."""
+    mode, q_lens, results = ForwardMode[call.upper()], CALLS[call], []
+    for rank in range(Group.world_size):
+        torch.manual_seed(7)  # the ranks have the same queries, keys, page tables and selections
+        with theirs.server(monkeypatch, ranks=Group.world_size, rank=rank):
+            runner = theirs.runner(dtype, topk=TOPK)
+            filled(runner)
+            table = runner.req_to_token_pool.req_to_token
+            table.mul_(Group.world_size).add_(torch.arange(theirs.CONTEXT, dtype=torch.int32) % Group.world_size)
+            layers = []
+            step(
+                theirs.backend(runner),
+                runner,
+                mode,
+                LENGTHS,
+                q_lens,
+                compare=lambda runner, layer, *given, layers=layers: layers.append(
+                    (stored(runner, layer.layer_id), layer, *given)
+                ),
+            )
+        results.append(layers)
+    for ours, others in zip(*results, strict=True):
+        keys = torch.stack((ours[0], others[0]), dim=1).flatten(0, 1)
+        _, layer, slots, q, k, selected, (out, lse) = ours
+        assert torch.equal(q, others[3])
+        assert torch.equal(selected, others[5])
+        bound = k[:, 0].double().abs() / 2 + 1e-3 if dtype == FP8 else 0
+        assert ((keys[slots] - k[:, 0]).abs() <= bound).all()
+        parts, lses = zip((out, lse), others[6], strict=True)
+        group, merged = Group(lses), torch.zeros(HEADS, len(q), LATENT)
+        for group.rank_in_group, (part, own) in enumerate(zip(parts, lses, strict=True)):
+            base_on_e = is_mla_dcp_lse_base_on_e("dsa")
+            merged += cp_lse_ag_out_rs_mla(part.float(), own, group, is_lse_base_on_e=base_on_e)
+        for token, row in enumerate(selected):
+            own = keys[row[row >= 0].long()]
+            weights = torch.softmax(q[token].double() @ own.T * layer.scaling, -1)
+            wrong = (merged[:, token] - weights @ own[:, :LATENT]).abs()
+            # Each rank's part is rounded to bf16 before the merge.
+            shares = torch.stack([lse[token] for lse in lses]).mul(math.log(2)).softmax(0)[..., None]
+            rounded = sum(share * part[token].abs() for share, part in zip(shares, parts, strict=True))
+            assert (wrong <= 2**-8 * rounded + 2e-4).all()
+    assert decodes == [sum(q_lens)] * 4
 
 
 def test_slots_past_a_tokens_length_and_rows_without_one(monkeypatch):
@@ -248,16 +356,14 @@ def test_trees_of_drafts_are_refused_before_anything_is_written(monkeypatch, dec
 
 
 @pytest.mark.parametrize(("change", "reason"), [
-    (dict(dcp_size=2), "decode context parallelism over 2 ranks is not supported; serve with --dcp-size 1, or choose"),
-    (dict(index_kpool=4), "the indexer selects pools of 4 keys, not single keys; choose another"),
-    (dict(qk_rope_head_dim=0), "rows are of 512 latent and 0 rope values; it takes 512 and 64: choose another"),
-    (dict(dtype=FP8, kv_cache_dim=WIDTH), "rows are plain float8_e4m3fn; it takes 656-byte records"),
+    (dict(qk_rope_head_dim=32), "rows are of 512 latent and 32 rope values; it takes 512 and 64, or 512 alone: choose"),
+    (dict(dtype=FP8, kv_cache_dim=WIDTH), "rows are plain float8_e4m3fn; it takes records, which follow from"),
     (dict(device="xpu"), "the device is xpu; it takes GPUs of CUDA and ROCm: choose another --dsa-decode-backend"),
 ])  # fmt: skip
 def test_servers_that_are_refused(monkeypatch, change, reason):
     change = dict(change)
     device = change.get("device", "cpu")
-    with theirs.server(monkeypatch, dcp_size=change.pop("dcp_size", 1)):
+    with theirs.server(monkeypatch):
         runner = theirs.runner(change.pop("dtype", torch.bfloat16), topk=TOPK, **change)
         if device == "xpu":  # this torch has no such device, on which SGLang's constructor makes a tensor
             monkeypatch.setattr(torch, "arange", lambda *args, **options: None)
@@ -323,7 +429,7 @@ MODEL = {
 }
 
 
-@pytest.mark.parametrize(("cache", "width"), [("bfloat16", WIDTH), ("fp8_e4m3", theirs.RECORD)])
+@pytest.mark.parametrize(("cache", "width"), [("bfloat16", WIDTH), ("fp8_e4m3", theirs.RECORDS[64][1])])
 def test_a_servers_options(monkeypatch, tmp_path, cache, width):
     """SGLang's parser takes the name, and nothing in its resolution of a model's options changes or refuses it."""
     (tmp_path / "config.json").write_text(json.dumps(MODEL))

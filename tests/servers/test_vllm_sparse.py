@@ -20,11 +20,13 @@ from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.v1.attention.backend import CommonAttentionMetadata, MLAAttentionImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
+from vllm.v1.worker.utils import customize_attention_spec
 
 from mla_suite.integrations import plugins
 from mla_suite.integrations import vllm as dense
 from mla_suite.integrations import vllm_sparse as integration
 from mla_suite.kv_formats import cache as caches
+from mla_suite.kv_formats import get_kv_format
 
 HEADS, TOPK, PAGE, SCALE = 4, 16, 4, 96**-0.5
 LAYER = "model.layers.0.self_attn.attn"
@@ -90,16 +92,16 @@ def metadata_of(vllm_config, q_lens, seq_lens):
         return builder.build(0, common)
 
 
-def impl_of(vllm_config, indices, kv_cache_dtype="auto"):
+def impl_of(vllm_config, indices, kv_cache_dtype="auto", rope=64):
     """One layer of our backend whose indexer has chosen `indices`."""
-    sizes = dict(q_lora_rank=32, kv_lora_rank=512, qk_nope_head_dim=32, qk_rope_head_dim=64, qk_head_dim=96)
+    sizes = dict(q_lora_rank=32, kv_lora_rank=512, qk_nope_head_dim=32, qk_rope_head_dim=rope, qk_head_dim=32 + rope)
     options = (None, None, kv_cache_dtype, None, "decoder", None)
     with set_current_vllm_config(vllm_config), pytest.MonkeyPatch.context() as patched:
         from vllm.model_executor.layers.attention import sparse_mla_attention
 
         patched.setattr(sparse_mla_attention, "get_tensor_model_parallel_world_size", lambda: 1)
         return integration.MLASuiteSparseImpl(
-            HEADS, 576, SCALE, 1, *options, **sizes, v_head_dim=32, kv_b_proj=None, topk_indices_buffer=indices
+            HEADS, 512 + rope, SCALE, 1, *options, **sizes, v_head_dim=32, kv_b_proj=None, topk_indices_buffer=indices
         )
 
 
@@ -138,27 +140,33 @@ def write(impl, rows, cache, cache_dtype):
     )
 
 
+def kv_format_of(cache_dtype, rope):
+    return {64: "v32", 0: "v32_nope"}[rope] if cache_dtype == "fp8_ds_mla" else "fp32"
+
+
 STEPS = {"one token each": ([1, 1, 1], [30, 3, 17]), "drafts and a prompt": ([3, 1, 9], [30, 16, 9])}
 
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8_ds_mla"])
-def test_results_are_the_definitions(vllm_config, step, cache_dtype):
+@pytest.mark.parametrize("rope", [64, 0])
+def test_results_are_the_definitions(vllm_config, step, cache_dtype, rope):
     q_lens, seq_lens = STEPS[step]
     metadata = metadata_of(vllm_config, q_lens, seq_lens)
     owner = torch.repeat_interleave(torch.arange(len(q_lens)), torch.tensor(q_lens))
     assert metadata.req_id_per_token.tolist() == owner.tolist()
     indices = chosen(q_lens, seq_lens)
-    impl = impl_of(vllm_config, indices, cache_dtype)
+    impl = impl_of(vllm_config, indices, cache_dtype, rope)
     num_pages = metadata.block_table.numel()
-    kind = "v32" if cache_dtype == "fp8_ds_mla" else "fp32"
+    kind = get_kv_format(kv_format_of(cache_dtype, rope)).sized(512, rope)
     cache = caches.empty(kind, num_pages, PAGE)
-    given = torch.randn(num_pages * PAGE, 576)
+    given = torch.randn(num_pages * PAGE, 512 + rope)
     write(impl, given, cache, cache_dtype)
     keys = caches.unpack(kind, cache)
-    keys = keys.bfloat16().float() if kind == "v32" else keys.float()  # its keys are defined as rounded
-    q = torch.randn(len(owner), HEADS, 576)
-    out, lse = impl.forward_mqa(q.split([512, 64], dim=-1), cache, metadata, None)
+    keys = keys.float() if kind.name == "fp32" else keys.bfloat16().float()  # records' keys are defined as rounded
+    torch.testing.assert_close(keys.flatten(0, 1), given, rtol=2**-4, atol=2**-8)
+    q = torch.randn(len(owner), HEADS, 512 + rope)
+    out, lse = impl.forward_mqa(q.split([512, rope], dim=-1), cache, metadata, None)
     expected, expected_lse = exact(q, keys, metadata.block_table, owner, indices)
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-4)
@@ -237,9 +245,36 @@ def test_what_vllms_selector_is_told():
         (dict(has_sink=True), "attention sinks not supported"),
         (dict(use_sparse=False), "non-sparse not supported"),
         (dict(kv_cache_dtype="fp8"), "kv_cache_dtype not supported"),
-        (dict(head_size=512), "head_size not supported"),
+        (dict(head_size=320), "head_size not supported"),
     ):
         assert reason in backend.validate_configuration(**{**good, **change})
+    assert backend.validate_configuration(**{**good, "head_size": 512}) == []
+
+
+def layers_cache(rope, cache_dtype="fp8_ds_mla"):
+    """vLLM's description of a layer's cache, as its model runner asks for it."""
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=torch.bfloat16), cache_config=SimpleNamespace(block_size=64)
+    )
+    layer = SimpleNamespace(kv_cache_dtype=cache_dtype, head_size=512 + rope, sliding_window=None)
+    layer.topk_buffer_width, layer.indexer, layer.non_causal_multi_token_decode = TOPK, None, False
+    spec = MLAAttention.get_kv_cache_spec(layer, config)
+    return customize_attention_spec(integration.MLASuiteSparseBackend, spec)
+
+
+def test_records_without_rope_values_have_no_room_for_them():
+    assert layers_cache(rope=64).page_size_bytes == 64 * 656
+    assert layers_cache(rope=0).page_size_bytes == 64 * get_kv_format("v32_nope").token_bytes
+    assert layers_cache(rope=0, cache_dtype="bfloat16").page_size_bytes == 64 * 512 * 2
+
+
+def test_prompts_over_records_that_vllms_gather_does_not_read_are_not_prefilled_densely(vllm_config):
+    indices = torch.zeros(1, TOPK, dtype=torch.int32)
+    dense = [impl_of(vllm_config, indices, dtype, rope) for dtype, rope in (("fp8_ds_mla", 64), ("auto", 0))]
+    assert all(impl.supports_dense_mha_prefill for impl in dense)
+    assert not impl_of(vllm_config, indices, "fp8_ds_mla", 0).supports_dense_mha_prefill
+    with pytest.raises(NotImplementedError, match="rows are of 512 latent and 32 rope values; it takes 512 and 64, or"):
+        impl_of(vllm_config, indices, "auto", 32)
 
 
 BACKENDS = [(dense, dense.MLASuiteBackend), (integration, integration.MLASuiteSparseBackend)]

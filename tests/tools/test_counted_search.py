@@ -25,8 +25,7 @@ def _built(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what a package ships takes part: nothing is compiled."""
     if not manifest.is_built(ARCH, combine_config.rule(archs.get(ARCH), 512, 16, 8).instance):
         pytest.skip(f"combine is not built for {ARCH}; run `python -m mla_suite build`")
-    spaces = {"native": replace(combine_search.SPACES["native"], build=lambda arch, progress: 0)}
-    monkeypatch.setattr(combine_search, "SPACES", spaces)
+    monkeypatch.setattr(combine_search, "SPACE", replace(combine_search.SPACE, build=lambda arch, progress: 0))
 
 
 def test_a_bound_grows_with_the_busiest_unit() -> None:

@@ -22,7 +22,6 @@ from mla_suite.archs.attention import (
     decode_out_is_apart,
     decode_pointers,
     decode_shape,
-    default_splits,
 )
 from mla_suite.archs.combine import OUTPUTS
 from mla_suite.core import dispatch
@@ -35,6 +34,7 @@ from mla_suite.ops.plan.metadata import splits_of
 
 TILE = 16  # rows of a matrix instruction
 MAX_ROWS = 128
+MIN_SPLIT = 256  # keys: below this, combining costs more than another compute unit saves
 NARROW_ROWS = (16, 32, 64, 128)
 """Tiles of query rows that NARROW rows of bf16 have instances for."""
 STAGES = {512: 3, 256: 5, 128: 8}
@@ -188,7 +188,7 @@ def supports(problem: Problem, arch: ArchSpec, rule: Rule) -> Supported | Unsupp
     if why is not None:
         return Unsupported(why)
     row = decode_table.row_of(arch, problem)
-    use = decode_table.ANY if row is None else str(row.values["use"])
+    use = "" if row is None else str(row.values["use"])
     if row is not None and use == decode_table.TRITON:
         return Unsupported(f"{decode_table.reason(row)} leaves it to the triton kernel")
     config = rule(problem, decode_table.TILES.get(use, MAX_ROWS))
@@ -231,10 +231,16 @@ def _unsupported(problem: Problem, arch: ArchSpec) -> str | None:
     return None
 
 
+def default_splits(arch: ArchSpec, tiles: int, shape: Shape) -> int:
+    """Splits per sequence, whose keys `tiles` workgroups share, where arguments say nothing: the device filled once,
+    MIN_SPLIT keys at least."""
+    return max(1, min(arch.compute_units // (shape.batch * tiles), shape.keys // MIN_SPLIT))
+
+
 def _splits(config: CdnaConfig, args: DecodeArgs, shape: Shape) -> Splits:
     if shape.plan_words:
         return Splits(1, 1, args.split_size)
     has_sink = args.attn_sink is not None
     by_size = int(splits_of(shape.keys, args.split_size, has_sink)) if args.split_size else 0
-    count = args.num_splits or by_size or default_splits(config.arch, config.tiles(shape.rows), args, shape)
+    count = args.num_splits or by_size or default_splits(config.arch, config.tiles(shape.rows), shape)
     return Splits(count, count, args.split_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -21,7 +22,6 @@ from mla_suite.archs.attention import (
     decode_out_is_apart,
     decode_pointers,
     decode_shape,
-    tuned_splits,
 )
 from mla_suite.archs.combine import OUTPUTS, AnyCombineConfig
 from mla_suite.archs.sm_90 import combine, tensor_maps
@@ -37,7 +37,7 @@ from mla_suite.archs.sm_90.tile import (
     groups_of,
     swap_ab_bytes,
 )
-from mla_suite.build.params import reciprocal
+from mla_suite.build.params import divisor
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.launch import missing, tensor_map
 from mla_suite.launch.spec import CallSpec, Copy, LaunchSpec, Temporary
@@ -91,7 +91,7 @@ class Sm90Config:
         self._check("width", tuple(self.load.cluster_modes))
         self._check("dtype", self.load.narrow if self.narrow else self.load.dtypes)
         self._check("cluster_mode", self.load.cluster_modes[self.width])
-        self._check("q_rows", tuple(rows for width, rows in self.load.stages if width == self.width))
+        self._check("q_rows", tuple([rows for width, rows in self.load.stages if width == self.width]))
         if self.masked and (self.width != MASKED_WIDTH or self.load.rotates):
             self._raise(f"windows and trees are of rotated rows of {MASKED_WIDTH}")
         if self.lds > self.arch.lds_bytes:
@@ -113,7 +113,7 @@ class Sm90Config:
     def narrow(self) -> bool:
         return self.width in NARROW
 
-    @property
+    @cached_property
     def load(self) -> KvLoad:
         return KV_LOADS[self.kv_load]
 
@@ -125,7 +125,7 @@ class Sm90Config:
     def stages(self) -> int:
         return EXCHANGE_STAGES if self.cluster_mode == "exchange_p" else self.load.stages[self.width, self.q_rows]
 
-    @property
+    @cached_property
     def lds(self) -> int:
         """Dynamic shared memory in bytes, as csrc/sm_90/decode/shared_storage.hpp lays it out."""
         if self.kv_load == "swap_ab":
@@ -146,28 +146,35 @@ class Sm90Config:
             return alone
         return alone + (beside if self.kv_load == "tma" else 0)
 
-    @property
+    @cached_property
     def instance(self) -> str:
         if self.narrow:
-            return _NARROW.format(**vars(self), head_dim_v=self.head_dim_v)
+            return _NARROW.format_map({**vars(self), "head_dim_v": self.head_dim_v})
         name = self.load.instance.format_map(vars(self))
         return f"masked_{name}_masked-1" if self.masked else name
 
-    @property
+    @cached_property
     def costs_as(self) -> str:
         """The kv_load whose times the cost model has."""
         return self.load.costs_as[self.width]
 
-    @property
-    def cluster_modes(self) -> tuple[str, ...]:
-        """The modes that `clustered` takes."""
-        return ("none",) if self.narrow else KV_LOADS[self.costs_as].cluster_modes[self.width]
+    @cached_property
+    def clustered(self) -> dict[str, Sm90Config]:
+        """The instance with each cluster mode. One without clusters gives way to the one that it costs as."""
+        point, own = (self.arch, self.dtype, self.width), self.load.cluster_modes[self.width]
+        modes = ("none",) if self.narrow else KV_LOADS[self.costs_as].cluster_modes[self.width]
+        return {
+            mode: _config(*point, self.kv_load, mode, self.q_rows, self.masked)
+            if mode in own
+            else _config(*point, self.costs_as, mode, BLOCK_M, self.masked)
+            for mode in modes
+        }
 
-    def clustered(self, cluster_mode: str) -> Sm90Config:
-        """The instance with a cluster mode. One without clusters gives way to the one that it costs as."""
-        if cluster_mode in self.load.cluster_modes[self.width]:
-            return replace(self, cluster_mode=cluster_mode)
-        return Sm90Config(self.arch, self.dtype, self.width, self.costs_as, cluster_mode, masked=self.masked)
+    @cached_property
+    def built_from(self) -> tuple[str, ...]:
+        """Names of the instances that may run in its place, and of the combines behind them."""
+        combines = combine_kernels.invariant_instances(self.arch, self.head_dim_v)
+        return (*[config.instance for config in self.clustered.values()], *combines)
 
     @property
     def box_blocks(self) -> int:
@@ -183,6 +190,14 @@ class Sm90Config:
         return _spec(self, outputs, args)
 
 
+@lru_cache(maxsize=256)
+def _config(
+    arch: ArchSpec, dtype: str, width: int, kv_load: str, cluster_mode: str, q_rows: int, masked: bool
+) -> Sm90Config:
+    """A configuration, which takes 15 us to prove itself legal: calls share those that there are."""
+    return Sm90Config(arch, dtype, width, kv_load, cluster_mode, q_rows, masked)
+
+
 def config_for(problem: Problem, arch: ArchSpec) -> Sm90Config:
     """The instance for a problem. It sees neither batch nor lengths, so a batch-invariant call may use it."""
     masked = problem.window or problem.tree
@@ -190,12 +205,12 @@ def config_for(problem: Problem, arch: ArchSpec) -> Sm90Config:
         element, rows = ELEMENTS[problem.q_dtype], problem.heads * problem.q_len
         for width, q_rows in KV_LOADS["swap_ab"].stages:
             if width == problem.head_dim and rows <= q_rows:
-                return Sm90Config(arch, element, width, "swap_ab", q_rows=q_rows, masked=masked)
-        return Sm90Config(arch, element, problem.head_dim, "fp8", masked=masked)
+                return _config(arch, element, width, "swap_ab", "none", q_rows, masked)
+        return _config(arch, element, problem.head_dim, "fp8", "none", BLOCK_M, masked)
     kv_load = "tma" if problem.page % BLOCK_N == 0 else "cp_async"
     if problem.rope:
         kv_load += "_rotated"
-    return Sm90Config(arch, ELEMENTS[problem.q_dtype], problem.head_dim, kv_load, masked=masked)
+    return _config(arch, ELEMENTS[problem.q_dtype], problem.head_dim, kv_load, "none", BLOCK_M, masked)
 
 
 def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
@@ -206,10 +221,9 @@ def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
     if row is not None and row.values["use"] == decode_table.TRITON:
         return Unsupported(f"{decode_table.reason(row)} leaves it to the triton kernel")
     config = config_for(problem, arch)
-    clusters = [config.clustered(mode).instance for mode in config.cluster_modes]
     reason = f"tiles of {config.q_rows} rows for {problem.q_len} x {problem.heads} query rows"
     answer = Supported(config, reason if row is None else f"{reason}, by {decode_table.reason(row)}")
-    return missing(arch, *clusters, *combine_kernels.invariant_instances(arch, problem.head_dim_v)) or answer
+    return missing(arch, *config.built_from) or answer
 
 
 def _unsupported(problem: Problem) -> str | None:
@@ -243,11 +257,9 @@ def whole_blocks(split_size: int) -> int:
     return -(-split_size // BLOCK_N) * BLOCK_N
 
 
-def split_count(config: Sm90Config, args: DecodeArgs, shape: Shape) -> int:
-    """Splits per sequence where arguments say nothing: the tuned row's, else those of the least estimated time."""
-    return tuned_splits(config.arch, args, shape) or best_splits(
-        config.arch, config.costs_as, shape.batch, shape.rows, -(-shape.keys // BLOCK_N)
-    )
+def split_count(config: Sm90Config, shape: Shape) -> int:
+    """Splits per sequence where arguments say nothing: those of the least estimated time."""
+    return best_splits(config.arch, config.costs_as, shape.batch, shape.rows, -(-shape.keys // BLOCK_N))
 
 
 def _split(
@@ -258,10 +270,10 @@ def _split(
         splits = Splits(1, 1, args.split_size)
         groups = groups_of(config.arch, splits.tiles(shape), config.tiles(shape.rows))
         merges = may_pair_parts(config, args, groups) and pairing_pays(shape.batch, shape.rows, groups, shape.keys)
-        return config.clustered("reduce_last" if merges else "none"), splits, None
+        return config.clustered["reduce_last" if merges else "none"], splits, None
     size = whole_blocks(args.split_size)
     by_size = int(splits_of(shape.keys, size, args.attn_sink is not None)) if size else 0
-    count = args.num_splits or by_size or split_count(config, args, shape)
+    count = args.num_splits or by_size or split_count(config, shape)
     if size:
         return config, Splits(count, count, size), None
     estimate = Estimate(config.arch, config.costs_as, shape.batch, shape.rows, -(-shape.keys // BLOCK_N))
@@ -272,12 +284,12 @@ def _split(
         streaming = combine.streaming(
             config.arch, args.head_dim_v, shape.rows, shape.batch, partials, estimate.busy(count), runs
         )
-    return config.clustered(mode), Splits(count, partials, size), streaming
+    return config.clustered[mode], Splits(count, partials, size), streaming
 
 
 def may_pair_parts(config: Sm90Config, args: DecodeArgs, groups: int) -> bool:
     """Whether clusters may walk a plan's SM parts in pairs. Batch-invariant splits are all combined by one kernel."""
-    return "reduce_last" in config.cluster_modes and groups % 2 == 0 and not args.split_size
+    return "reduce_last" in config.clustered and groups % 2 == 0 and not args.split_size
 
 
 def _needs_no_plan(config: Sm90Config, args: DecodeArgs, out: torch.Tensor) -> bool:
@@ -294,7 +306,7 @@ def _needs_no_plan(config: Sm90Config, args: DecodeArgs, out: torch.Tensor) -> b
         return True
     shape = decode_shape(args, out)
     estimate = Estimate(config.arch, config.costs_as, shape.batch, shape.rows, -(-shape.keys // BLOCK_N))
-    return estimate.plan_saves_little(split_count(config, args, shape))
+    return estimate.plan_saves_little(split_count(config, shape))
 
 
 def _spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArgs) -> CallSpec:
@@ -333,7 +345,6 @@ def _spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArg
     q_row_stride = tensor_maps.pitch(queries.shape, queries.strides)
     if q_row_stride is None:
         raise RuntimeError(f"decode: rows of queries with strides {queries.strides} are not evenly apart, even copied")
-    splits_reciprocal, splits_shift = reciprocal(splits.number)
     table = args.block_table
     wanted_lse = LseLayout.of(lse), args.plus_inf_lse
     numbers = dict(
@@ -343,8 +354,7 @@ def _spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArg
         page_ids_stride=0 if table is None else table.stride(0),
         page_ids_width=0 if table is None else table.shape[1],
         plan_words=shape.plan_words,
-        splits_reciprocal=splits_reciprocal,
-        splits_shift=splits_shift,
+        **divisor("splits", splits.number),
         grid_stride=groups,
         streaming=int(streaming is not None),
         **decode_numbers(args, shape, results, splits),

@@ -14,6 +14,7 @@
 #include "common/params/decode_tma.hpp"
 #include "common/visibility.hpp"
 #include "decode_case.hpp"
+#include "sm_90/decode/traits.hpp"
 
 #ifndef D_QK
 #define D_QK 576
@@ -147,6 +148,22 @@ struct DenseCase {
     }
   }
 
+  // The maps by which boxes bring queries and keys of 16 bits.
+  template <class Traits>
+  void map_queries(void* q) {
+    using namespace mla::sm_90;
+    const QueryMap map{static_cast<uint16_t*>(q), static_cast<int64_t>(first_tokens.back()) * heads, WIDTH,
+                       min(BLOCK_M, (rows + 7) / 8 * 8), Traits::Q_BOXES};
+    std::memcpy(params.q_map, &map, sizeof map);
+  }
+  template <class Traits>
+  void map_keys(void* cache) {
+    using namespace mla::sm_90;
+    const KeyMap map{static_cast<uint16_t*>(cache), page, WIDTH, static_cast<int64_t>(page) * WIDTH, BLOCK_N,
+                     Traits::BOX_BLOCKS};
+    std::memcpy(params.kv_map, &map, sizeof map);
+  }
+
   ExactRow exact(int sequence, int row, size_t query) const {
     const int token = row / heads, earlier = lens[sequence] - counts[sequence], own = earlier + token;
     const double scale = params.softmax_scale * score_scale * (params.q_descale ? *params.q_descale : 1.0f);
@@ -197,11 +214,17 @@ struct DenseCase {
   int run(void (*kernel)()) { return run_blocks(heads, (rows + 63) / 64, groups, kernel) && compare() ? 0 : 1; }
 };
 
-// The program's arguments: heads, q_len, page, splits, groups, what, and lengths.
-template <class Case>
-Case case_of(int argc, char** argv) {
-  const auto number = [&](int i) { return std::atoi(argv[i]); };
-  std::vector<int> lens;
-  for (int i = 7; i < argc; ++i) lens.push_back(number(i));
-  return Case{{number(1), number(2), number(3), number(4), number(5), argv[6], lens}};
+// Runs a kernel on the problem that the program's arguments name: heads, q_len, page, splits (of every sequence), groups (SM
+// parts that walk them), what, and lengths. Prints the largest relative error of a row of results and the largest of an lse;
+// the exit status is 1 above their bounds.
+template <class Case, class Kernel>
+int run_program(int, char** argv) {
+  std::vector<int> numbers, lens;
+  for (int i = 1; i < 6; ++i) numbers.push_back(std::atoi(argv[i]));
+  for (char** length = argv + 7; *length != nullptr; ++length) lens.push_back(std::atoi(*length));
+  Case problem{{numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], argv[6], lens}};
+  problem.fill();
+  static const mla::DecodeTmaParams* launched;
+  launched = &problem.params;
+  return problem.run([] { Kernel::run(*launched); });
 }

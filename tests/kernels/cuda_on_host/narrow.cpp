@@ -1,9 +1,6 @@
-// Decode of rows of D_QK values with latents of D_V by the source of csrc/sm_90/decode on a CPU, compared with fp64. DTYPE
-// and KV_SOURCE are the instance's. Arguments: heads, q_len, page, splits (of every sequence), groups (SM parts that walk
-// them), what, and lengths.
-//   what  as in dense_case.hpp
-// In keys that no sequence owns lies NaN. The cache and the queries end where none can be read.
-// Prints the largest relative error of a row of results and the largest of an lse; fails above their bounds.
+// Decode of rows of D_QK values with latents of D_V by the source of csrc/sm_90/decode on a CPU, compared with fp64
+// (dense_case.hpp). DTYPE and KV_SOURCE are the instance's. In keys that no sequence owns lies NaN. The cache and the queries
+// end where none can be read.
 #include <type_traits>
 
 #include "block.hpp"
@@ -41,13 +38,8 @@ struct Case : DenseCase {
       params.kv_descale = &kv_descale;
       score_scale = value_scale = kv_descale;
     }
-    const int64_t all_rows = static_cast<int64_t>(first_tokens.back()) * heads;
-    const QueryMap queries{reinterpret_cast<uint16_t*>(q), all_rows, WIDTH, min(BLOCK_M, (rows + 7) / 8 * 8),
-                           Traits::Q_BOXES};
-    const KeyMap cached{reinterpret_cast<uint16_t*>(cache), page, WIDTH, static_cast<int64_t>(page) * WIDTH, BLOCK_N,
-                        Traits::BOX_BLOCKS};
-    if (!FP8_Q) std::memcpy(params.q_map, &queries, sizeof queries);
-    if (LOAD == KvLoad::tma) std::memcpy(params.kv_map, &cached, sizeof cached);
+    if (!FP8_Q) map_queries<Traits>(q);
+    if constexpr (LOAD == KvLoad::tma) map_keys<Traits>(cache);
   }
 
   // Draws a value, stores it as it is cached or asked with, and returns what was stored.
@@ -81,14 +73,6 @@ struct Case : DenseCase {
   }
 };
 
-const DecodeTmaParams* launched;
-void kernel() { Kernel::run(*launched); }
-
 }  // namespace
 
-int main(int argc, char** argv) {
-  Case problem = case_of<Case>(argc, argv);
-  problem.fill();
-  launched = &problem.params;
-  return problem.run(kernel);
-}
+int main(int argc, char** argv) { return run_program<Case, Kernel>(argc, argv); }

@@ -1,9 +1,6 @@
-// Decode of an un-rotated cache by the source of csrc/sm_90/decode on a CPU, compared with fp64. DTYPE and KV_SOURCE are
-// the instance's. Arguments: heads, q_len, page, splits (of every sequence), groups (SM parts that walk them), what, and
-// lengths.
-//   what  as in dense_case.hpp
-// rope_cos_sin ends with the longest sequence, and a read behind it ends the program. In keys that no sequence owns lies NaN.
-// Prints the largest relative error of a row of results and the largest of an lse; fails above their bounds.
+// Decode of an un-rotated cache by the source of csrc/sm_90/decode on a CPU, compared with fp64 (dense_case.hpp). DTYPE and
+// KV_SOURCE are the instance's. rope_cos_sin ends with the longest sequence, and a read behind it ends the program. In keys
+// that no sequence owns lies NaN.
 #include "block.hpp"
 #include "dense_case.hpp"
 #include "sm_90/decode/kernel.hpp"
@@ -37,11 +34,8 @@ struct Case : DenseCase {
     fill_params(q, cache);
     params.rope_cos_sin = cos_sin;
     bf16_results = DTYPE::is_bf16;
-    const int64_t all_rows = static_cast<int64_t>(first_tokens.back()) * heads;
-    const QueryMap queries{q, all_rows, WIDTH, min(BLOCK_M, (rows + 7) / 8 * 8), Traits::Q_BOXES};
-    const KeyMap cached{cache, page, WIDTH, static_cast<int64_t>(page) * WIDTH, BLOCK_N, Traits::BOX_BLOCKS};
-    std::memcpy(params.q_map, &queries, sizeof queries);
-    if (Traits::LOAD == KvLoad::tma) std::memcpy(params.kv_map, &cached, sizeof cached);
+    map_queries<Traits>(q);
+    if constexpr (Traits::LOAD == KvLoad::tma) map_keys<Traits>(cache);
   }
 
   void fill_cos_sin() {
@@ -89,14 +83,6 @@ struct Case : DenseCase {
   }
 };
 
-const DecodeTmaParams* launched;
-void kernel() { Kernel::run(*launched); }
-
 }  // namespace
 
-int main(int argc, char** argv) {
-  Case problem = case_of<Case>(argc, argv);
-  problem.fill();
-  launched = &problem.params;
-  return problem.run(kernel);
-}
+int main(int argc, char** argv) { return run_program<Case, Kernel>(argc, argv); }

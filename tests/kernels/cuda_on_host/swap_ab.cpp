@@ -1,7 +1,5 @@
-// Decode of an e4m3 cache by the source of csrc/sm_90/decode/swap_ab on a CPU, compared with fp64. DTYPE and Q_ROWS are the
-// instance's. Arguments: heads, q_len, page, splits (of every sequence), groups (SM parts that walk them), what, and lengths.
-//   what  as in dense_case.hpp; wide (bf16 rows from 2^-60 to 2^60)
-// Prints the largest relative error of a row of results and the largest of an lse; fails above their bounds.
+// Decode of an e4m3 cache by the source of csrc/sm_90/decode/swap_ab on a CPU, compared with fp64 (dense_case.hpp). DTYPE and
+// Q_ROWS are the instance's. `what` may be wide, too (bf16 rows from 2^-60 to 2^60).
 #include <type_traits>
 
 #include "block.hpp"
@@ -67,14 +65,6 @@ struct Case : DenseCase {
   }
 };
 
-const DecodeTmaParams* launched;
-void kernel() { Kernel::run(*launched); }
-
 }  // namespace
 
-int main(int argc, char** argv) {
-  Case problem = case_of<Case>(argc, argv);
-  problem.fill();
-  launched = &problem.params;
-  return problem.run(kernel);
-}
+int main(int argc, char** argv) { return run_program<Case, Kernel>(argc, argv); }
