@@ -1,4 +1,4 @@
-"""Every fp8 and fp4 code of sparse_decode's records on AMD's archs: the value that reaches PV is exact, and a NaN is seen.
+"""Every code of sparse_decode's records on AMD's archs: the value that reaches PV is exact, and a NaN is seen.
 
 A query token that selects one key has a softmax weight of 1, so its output is the key's value as it was multiplied.
 """
@@ -59,7 +59,9 @@ def one_key_each(name, records):
     for token, (latent, scales) in enumerate(records):
         stored = latent if codes.encoding != "e2m1" else latent[::2] | latent[1::2] << 4
         raw[codes.start(token, page) :][: codes.bytes] = stored
-        raw[scale.start(token, page) :][: scale.bytes] = stored_scales(scale.encoding, scales * (scale.count // len(scales)))
+        raw[scale.start(token, page) :][: scale.bytes] = stored_scales(
+            scale.encoding, scales * (scale.count // len(scales))
+        )
     q = torch.zeros(page, 16, kind.head_dim).bfloat16()
     index = torch.arange(page, dtype=torch.int32)[:, None]
     args = [q, [cache], [index], [None], [None], None, None]
