@@ -13,7 +13,7 @@ import csv
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mla_suite.distributed.peer_memory import TOTAL_SLICE_BYTES
+from mla_suite.distributed.peer_memory import SECOND_EXCHANGE_BYTES, TOTAL_SLICE_BYTES, sums_in_two
 
 HIDDEN, HEADS, D_QK, D_V, TOKEN_BYTES, LAYERS = 7168, 128, 576, 512, 1152, 61  # DeepSeek V3 in bf16
 MEMORY = 1e11  # bytes of a GPU for the cache of all layers; where it does not fit, no time is given
@@ -78,15 +78,16 @@ class Machine:
         if ranks == 1:
             return 0.0
         whole = tokens * KINDS[kind]
-        slices = whole * ranks if kind == "sum" else whole  # in a rank's buffer, one from every rank
-        through_peers = self.peer_memory and ranks <= self.node and slices <= TOTAL_SLICE_BYTES
-        # Peers each get the whole summand at once; NCCL's ring passes parts on, twice around.
-        copies = {"sum": ranks if through_peers else 2}.get(kind, 1)
+        through_peers = self.peer_memory and ranks <= self.node and whole <= TOTAL_SLICE_BYTES
+        in_two = kind == "sum" and sums_in_two(int(whole), ranks, TOTAL_SLICE_BYTES // ranks)
+        # In one exchange peers each get the whole summand; NCCL's ring passes parts on, twice around.
+        copies = {"sum": ranks if through_peers and not in_two else 2}.get(kind, 1)
         sent = whole * copies * (ranks - 1) / ranks
         if ranks > self.node:
             return self.network_latency + sent / self.network
         line = (PEER_MEMORY if through_peers else NCCL)[kind]
-        return line.latency + sent * line.per_byte * NVLINK / min(self.link, self.link_to_peer * (ranks - 1))
+        waiting = line.latency + (SECOND_EXCHANGE_BYTES * line.per_byte if through_peers and in_two else 0.0)
+        return waiting + sent * line.per_byte * NVLINK / min(self.link, self.link_to_peer * (ranks - 1))
 
     def attention(self, tokens: float, heads: float, keys: float, sequences: float) -> float:
         """Seconds of `tokens` query tokens over `keys` keys in each of `sequences` sequences."""

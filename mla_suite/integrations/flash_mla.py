@@ -212,8 +212,9 @@ def _sparse_tensors(given: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of sparse_decode from those of `flash_mla_with_kvcache`."""
     q, cache, _, _, indices, sink, extra, extra_indices, length, extra_length, *_ = given
     if extra is None:
-        return q, [_rows(cache)], [indices], [None], [length], sink, None
-    return q, [_rows(cache), _rows(extra)], [indices, extra_indices], [None, None], [length, extra_length], sink, None
+        return q, [_rows(cache)], [indices], [None], [length], sink, None, None, None
+    pools, lengths = [_rows(cache), _rows(extra)], [length, extra_length]
+    return q, pools, [indices, extra_indices], [None, None], lengths, sink, None, None, None
 
 
 def _rows(cache: torch.Tensor) -> torch.Tensor:

@@ -102,6 +102,13 @@ def check_descale(
     if not kv_format.per_tensor_descale:
         users = ", ".join(name for name, declared in KV_FORMATS.items() if declared.per_tensor_descale)
         checks.fail(op, argument, f"was given with kv_format {kv_format.name!r}", f"only {users} read one: pass None")
+    check_single(descale, like, op=op, argument=argument)
+
+
+def check_single(descale: torch.Tensor | None, like: torch.Tensor, *, op: str, argument: str) -> None:
+    """Refuse a descale that is not a single fp32 value."""
+    if descale is None:
+        return
     checks.tensor(op, argument, descale, rank=(0, 1), dtypes=checks.FLOAT32, like=like)
     if descale.numel() != 1:
         checks.fail(op, argument, f"has shape {tuple(descale.shape)}", "it takes one value: shape [] or [1]")

@@ -200,11 +200,7 @@ def check(args: DecodeArgs) -> tuple[Output, ...]:
     _check_pages(args, batch)
     if args.head_dim_v < 1 or args.head_dim_v > head_dim:
         checks.fail("decode", "head_dim_v", f"is {args.head_dim_v}", f"it takes 1..{head_dim}, the head_dim of q")
-    if args.q_descale is not None:
-        checks.tensor("decode", "q_descale", args.q_descale, rank=(0, 1), dtypes=checks.FLOAT32, like=args.q)
-        if args.q_descale.numel() != 1:
-            given = f"has shape {tuple(args.q_descale.shape)}"
-            checks.fail("decode", "q_descale", given, "it takes one value: [] or [1]")
+    caches.check_single(args.q_descale, args.q, op="decode", argument="q_descale")
     caches.check_descale(kind, args.kv_descale, args.q, op="decode", argument="kv_descale")
     if args.attn_sink is not None:
         checks.tensor("decode", "attn_sink", args.attn_sink, rank=1, dtypes=checks.FLOAT32, like=args.q)
