@@ -5,10 +5,11 @@
 
 On a GPU the statistic that is stored and compared is the device time of a call, by replay of a CUDA graph with cold
 caches; host time until an eager call returns is a benchmark beside it. Without a GPU the statistic is what the emulator
-counts for AMD kernels: the bound of a compute unit in clocks, and wave instructions. Those are the same on every
-machine, so the stored baseline of set `counted` holds to the last instruction:
+counts for AMD kernels: the bound of a compute unit in clocks, and wave instructions; and what a model of time makes of
+them, with its class and how far it was from published times. Those are the same on every machine, so the stored
+baseline of set `counted` holds to the last instruction:
 
-    pytest benchmarks --set counted -k "clocks or instructions" \\
+    pytest benchmarks --set counted -k "clocks or instructions or modelled" \\
         --benchmark-compare=benchmarks/baselines/counted.json --benchmark-compare-fail=median:0%
 
 Every result is compared with fp64 or the reference before it is measured. What was run, its error, the rates that the
@@ -118,3 +119,14 @@ def test_instructions(benchmark: Any, case: Case, arch: str, stored: frozenset[s
     """Wave instructions of all launches."""
     found = counts(case, arch, benchmark, stored)
     benchmark.pedantic(meter.add, (float(found.instructions),), setup=meter.reset)
+
+
+@pytest.mark.benchmark(group="modelled ns", timer=meter.meter)
+def test_modelled(benchmark: Any, case: Case, arch: str, stored: frozenset[str]) -> None:
+    """A modelled time, never a measured one: nanoseconds of all launches. Its class and error name the group."""
+    found = counts(case, arch, benchmark, stored)
+    if found.modelled is None:
+        pytest.skip("extrapolated counts have no modelled time")
+    benchmark.group = f"modelled ns, {arch}, {found.modelled.known}"
+    benchmark.extra_info["modelled"] = str(found.modelled)
+    benchmark.pedantic(meter.add, (round(1e3 * found.modelled.us),), setup=meter.reset)

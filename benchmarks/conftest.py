@@ -15,8 +15,8 @@ from mla_suite.bench import environment, sets
 from mla_suite.build import manifest
 from mla_suite.build.locations import ObjectError
 
-COUNTED = {"clocks": "clock", "instructions": "instruction"}
-"""Groups whose statistic is no time, and its unit."""
+COUNTED = {"clocks": "clock", "instructions": "instruction", "modelled ns": "modelled ns"}
+"""Groups whose statistic is not measured, and its unit; what follows a comma in a group's name says more."""
 
 STEADY = {*COUNTED, "device time"}
 """Groups that a comparison may fail by without being asked to: counts, and a GPU's graph replays."""
@@ -112,7 +112,7 @@ def pytest_benchmark_scale_unit(
     config: pytest.Config, unit: str, benchmarks: Sequence[Mapping[str, Any]], best: str, worst: str, sort: str
 ) -> tuple[str, float] | None:
     """Clocks and instructions are shown as they are; None leaves times to pytest-benchmark."""
-    groups = {entry["group"] for entry in benchmarks}
+    groups = {entry["group"].split(",")[0] for entry in benchmarks}
     if not groups <= set(COUNTED):
         return None
     return (" and ".join(sorted(COUNTED[group] for group in groups)) if unit == "seconds" else ""), 1.0
@@ -138,7 +138,7 @@ def pytest_benchmark_update_json(config: pytest.Config, benchmarks: Sequence[Any
     """A count has one round, which its median says; what the tables of a comparison do not ask for is left out."""
     unread = ("data", "ld15iqr", "hd15iqr", "q1", "q3", "iqr_outliers", "stddev_outliers", "total")
     for entry in output_json["benchmarks"]:
-        if entry["group"] in COUNTED:
+        if entry["group"].split(",")[0] in COUNTED:
             entry["stats"] = {name: value for name, value in entry["stats"].items() if name not in unread}
             entry.pop("options")
 

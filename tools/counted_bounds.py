@@ -18,7 +18,7 @@ from mla_suite.bench.sets import Case
 from mla_suite.core import dispatch, register
 from mla_suite.core.dispatch import Choice
 from mla_suite.core.op import Op
-from mla_suite.emulator import Report, SanitizerError
+from mla_suite.emulator import ModelledTime, Report, SanitizerError, timing
 from mla_suite.launch import LaunchError, emulate
 
 WHOLE_FLOPS = 2 * 10**9
@@ -36,6 +36,7 @@ class Bounds:
 
     config        what the kernel was run with
     clocks        bounds per compute unit, by resource; never times
+    modelled      what the model of time makes of the launches together; None for counts that are extrapolated
     instructions  wave instructions of all launches
     error         relative error of the result, and against what (`checked`)
     failure       why there is no count, in a sentence; `wrong`: the result or the kernel is, not only unsupported
@@ -43,6 +44,7 @@ class Bounds:
 
     config: str = ""
     clocks: dict[str, float] = field(default_factory=dict)
+    modelled: ModelledTime | None = None
     instructions: int = 0
     error: float = 0.0
     checked: str = ""
@@ -82,6 +84,8 @@ def count(case: Case, arch: str) -> Bounds:
             return found
     found.error, found.checked = counted.error, counted.checked
     found.clocks = clocks(counted.reports, record)
+    times = [report.modelled for report in counted.reports if report.modelled]
+    found.modelled = timing.total(times) if times else None
     found.instructions = sum(report.instructions() for report in counted.reports)
     return found
 
@@ -106,7 +110,7 @@ def limiter(counted: dict[str, float]) -> str:
 
 def _whole(case: Case, op: Op, call: Call, choice: Choice) -> Counted:
     right = inputs.expected(case, call)
-    reports, outputs = extrapolation.launches(op, _runner(op, choice), call)
+    reports, outputs = extrapolation.launches(op, _runner(op, choice), call, time=True)
     written = tuple(call.args[op.arguments.index(name)] for name in op.mutates)
     bound = right.fp8_weights if fp8_weights(choice.supported.config) else None
     return Counted(reports, inputs.error((*outputs, *written), right.outputs, fp8_weights=bound), right.source)

@@ -92,9 +92,9 @@ def total(parts: Sequence[tuple[int, Report]]) -> Report:
     return replace(first, modelled=None, **counts)
 
 
-def launches(op: Op, run: Run, call: Call) -> tuple[list[Report], tuple[torch.Tensor, ...]]:
+def launches(op: Op, run: Run, call: Call, *, time: bool = False) -> tuple[list[Report], tuple[torch.Tensor, ...]]:
     """The reports of one call in the emulator that is active, and its outputs. SanitizerError for any finding."""
-    with configured(collect=True) as reports:
+    with configured(collect=True, time=time) as reports:
         outputs = inputs.outputs_for(op, call)
         run(outputs, call)
     for report in reports:

@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from mla_suite import emulator
 from mla_suite.bench import inputs, runners, third_party, timer
 from mla_suite.bench.floors import Floors
 from mla_suite.bench.inputs import Call, Right
 from mla_suite.bench.runners import Runner
 from mla_suite.bench.sets import Case
 from mla_suite.bench.timer import Effort
-from mla_suite.core import register
+from mla_suite.core import dispatch, register
+from mla_suite.emulator import ModelledTime
 
 CPU_FLOPS = 2 * 10**9
 """Larger cases are not timed on a CPU: the reference takes a tenth of a second at this size, and runs 30 times."""
@@ -30,6 +32,7 @@ class Measured:
     host_us        microseconds until an eager call returns; 0 on a CPU
     sustained_us   microseconds per call at the end of some time without a pause; 0 where not measured
     floor_us       the larger of the two floors, and which it is (`bound`); 0 and '' where none was measured
+    modelled       what a model makes of the time of an emulated GPU; nothing is measured then
     error          relative error, against what `checked` names: fp64, reference, or definition (it is that itself)
     failure        why there is no time, in a sentence; '' when there is one
     wrong          the failure is a wrong result or a fault, not an unsupported case
@@ -43,6 +46,7 @@ class Measured:
     sustained_us: float = 0.0
     floor_us: float = 0.0
     bound: str = ""
+    modelled: ModelledTime | None = None
     error: float = 0.0
     checked: str = ""
     failure: str = ""
@@ -68,6 +72,8 @@ class Measured:
             "floor_us": self.floor_us,
             "over_floor": us / self.floor_us if self.floor_us else 0.0,
             "bound": self.bound,
+            "modelled_us": self.modelled.us if self.modelled else 0.0,
+            "modelled": str(self.modelled or ""),
             "bytes": sample.bytes,
             "flops": sample.flops,
             "error": self.error,
@@ -88,7 +94,7 @@ def measure(
 ) -> Iterator[Measured]:
     """Yields a record for each backend that is asked for, as it is measured; what fails says why.
 
-    backends  names to run; none: native and triton on a GPU, the reference on a CPU
+    backends  names to run; none: native and triton on a GPU, native where one is emulated, the reference on a CPU
     """
     none = Measured(case, "any")
     if device.type == "cpu" and case.sample.flops > CPU_FLOPS:
@@ -105,7 +111,9 @@ def measure(
     except RuntimeError as error:  # after a kernel's fault the device refuses everything: what was measured is kept
         yield replace(none, failure=" ".join(str(error).split()), wrong=True)
         return
-    wanted = backends or (("native", "triton") if device.type == "cuda" else ("reference",))
+    emulated = device.type != "cuda" and dispatch.emulated.get() is not None
+    usual = ("native", "triton") if device.type == "cuda" else ("native",) if emulated else ("reference",)
+    wanted = backends or usual
     found = list(runners.backends(register.get(case.op), call, wanted, device))
     if with_third_party and device.type == "cuda":
         found += [package.runner(case, call) for package in third_party.installed()]
@@ -132,9 +140,15 @@ def _timed(
     assert eager is not None
     try:
         is_definition = runner.name == "reference" and right.source == "reference"
-        error = runner.error(turns[0], right)
+        modelled = None
+        if runner.name == "native" and device.type != "cuda":
+            error, modelled = emulator.modelled(lambda: runner.error(turns[0], right))
+        else:
+            error = runner.error(turns[0], right)
         checked = "definition" if is_definition else right.source
-        found = replace(found, error=0.0 if is_definition else error, checked=checked)
+        found = replace(found, error=0.0 if is_definition else error, checked=checked, modelled=modelled)
+        if modelled:
+            return found
         if device.type != "cuda":
             return replace(found, rounds=tuple(timer.cpu_rounds(lambda: eager(turns[0]), effort)))
         replay = timer.Replay(run, turns)

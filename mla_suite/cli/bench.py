@@ -4,11 +4,14 @@
   python -m mla_suite bench --list                             the sets of shapes
   python -m mla_suite bench --set flashmla --csv new.csv       keep the numbers, also of a run that Ctrl-C ends
   python -m mla_suite bench --set v4 --shapes b1- --sustained 0
+  python -m mla_suite bench --on gfx942                        modelled times of an emulated AMD GPU, nothing measured
 
 On a GPU it measures the device time of a call by CUDA graph replay with cold caches, after a rest (`us`) and at the end
 of 0.7 s without one (`sustd`); the host time of an eager call; and the ceilings of the card in the same
 run, so that a time can be read beside its floor. Other packages that are installed (flash_mla, flashinfer, aiter) are
-timed too. Without a GPU it measures the reference on the CPU. The exit status is 1 when a result is wrong.
+timed too. Without a GPU it measures the reference on the CPU. With --on the kernels of an AMD arch run in the emulator,
+and each line has what a model makes of the time, its class, and how far that model was from published times
+(docs/amd_time_model.md). The exit status is 1 when a result is wrong.
 
 pytest-benchmark stores and compares runs of the same shapes: `pytest benchmarks --set flashmla`, in a clone.
 """
@@ -21,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mla_suite.cli import bar, positive, torch_device
-from mla_suite.errors import UsageError
+from mla_suite.errors import UsageError, usage
 
 if TYPE_CHECKING:
     from mla_suite.bench.floors import Floors
@@ -41,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--plan", choices=("with", "without", "both"), help="decode with a plan, without, or both")
     parser.add_argument("--device", type=torch_device, help="torch device (default: the first GPU, else the CPU)")
+    parser.add_argument("--on", metavar="ARCH", help="emulate gfx942 or gfx950 and model its times; measures nothing")
     parser.add_argument("--rounds", type=positive, default=6, help="rounds of a shape (default 6)")
     parser.add_argument("--warmup", type=positive, default=0, metavar="N", help="calls before each round, at least")
     parser.add_argument("--iters", type=positive, default=0, metavar="N", help="calls timed in each round, at least")
@@ -53,8 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from contextlib import ExitStack
+
     import torch
 
+    import mla_suite
     from mla_suite.bench import environment, floors, saving, sets
     from mla_suite.bench.measure import measure
     from mla_suite.bench.timer import Effort
@@ -65,7 +72,11 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if not 0 <= args.sustained <= 60:
         raise UsageError(f"--sustained {args.sustained}: it takes 0 to 60 seconds")
-    device: torch.device = args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if args.on and (args.device or torch.device("cpu")).type == "cuda":
+        raise UsageError(f"--on {args.on} emulates a GPU on the CPU: leave out --device")
+    device: torch.device = (
+        torch.device("cpu") if args.on else args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    )
     on_gpu = device.type == "cuda"
     if on_gpu and device.index is not None:
         torch.cuda.set_device(device)  # streams and graphs are those of the current device
@@ -74,14 +85,20 @@ def run(args: argparse.Namespace) -> int:
     ceilings: Floors | None = None
     rows = saving.Table(args.csv, facts)
     print(", ".join(f"{name} {value}" for name, value in facts.items() if value != ""), flush=True)
-    if not on_gpu:
+    stack = ExitStack()
+    if args.on:
+        with usage():
+            stack.enter_context(mla_suite.emulate(args.on))
+        print(f"Modelled times of an emulated {args.on}: nothing is measured.")
+    elif not on_gpu:
         print("No GPU: these are times of the reference on the CPU.")
-    with bar("ceilings of this card" if on_gpu else "", len(cases)) as update:
+    with stack, bar("ceilings of this card" if on_gpu else "", len(cases)) as update:
         if on_gpu and not args.no_floors:
             ceilings = floors.measure(device)
             print(f"ceilings of this run: {ceilings}")
         width = max(len(case.id) for case in cases) + 11
-        print(f"{'shape, backend':{width}} {HEADER}", flush=True)
+        if not args.on:
+            print(f"{'shape, backend':{width}} {HEADER}", flush=True)
         if ceilings is not None:
             rows.about["ceilings"] = str(ceilings)
         wrong, refused = 0, dict[str, list[str]]()
@@ -123,6 +140,8 @@ def _cases(args: argparse.Namespace, names: list[str]) -> list[Case]:
 def _shown(found: Measured) -> str:
     if found.failure:
         return f"WRONG: {found.failure}"
+    if found.modelled:
+        return f"{found.modelled}; error {found.error:.0e} {found.checked}"
     facts = found.facts()
 
     def number(name: str, width: int, digits: int) -> str:

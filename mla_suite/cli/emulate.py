@@ -38,10 +38,9 @@ from mla_suite.cli import problem
 from mla_suite.core import register
 from mla_suite.core.explain import explain
 from mla_suite.core.op import Op, Sample
-from mla_suite.emulator import Report
+from mla_suite.emulator import Report, timing
 from mla_suite.errors import UsageError
 from mla_suite.launch import DriverError, LaunchError
-from mla_suite.ops.decode.samples import decode_sample
 
 OWN = tuple(name for name in problem.OPTIONS if name != "topk")
 
@@ -85,11 +84,7 @@ def _sample(op: Op, args: argparse.Namespace) -> Sample:
             raise UsageError(
                 "emulate: a problem of your own is one of decode, without a sample, and has --heads and --kv"
             )
-        lens = given.pop("batch", 1) * [given.pop("kv")]
-        dtype = getattr(torch, given.pop("q_dtype", "bfloat16"))
-        return decode_sample(
-            lens, dtype=dtype, planned=given.pop("plan", False), page=given.pop("page_size", 64), **given
-        )
+        return problem.with_values(given)
     samples = {sample.name: sample for sample in op.samples()}
     name = args.sample or next(iter(samples))
     if name not in samples:
@@ -117,6 +112,7 @@ def measure(op: Op, sample: Sample, arch: str, time: bool = False) -> dict[str, 
     bound = None
     if op.name == "decode" and fp8_weights(explanation.config):
         bound = testing.fp8_weights_bound(*args, **kwargs)
+    times = [report.modelled for report in reports if report.modelled]
     return {
         "op": op.name,
         "sample": sample.name,
@@ -126,6 +122,7 @@ def measure(op: Op, sample: Sample, arch: str, time: bool = False) -> dict[str, 
         "wrong": _wrong(op, expected, got, bound),
         "keys": keys,
         "launches": [launch_record(report, record, keys) for report in reports],
+        "modelled": str(timing.total(times)) if times else None,
     }
 
 
@@ -198,6 +195,5 @@ def _print(record: dict[str, Any]) -> None:
         for finding in launch["findings"]:
             console.print(Text(finding, "red"))  # an instruction's brackets are no markup
         console.print("sanitizer: no findings" if not launch["findings"] else "sanitizer: see above")
-    modelled = [launch["modelled"]["us"] for launch in record["launches"] if launch["modelled"]]
-    if len(modelled) > 1:
-        console.print(f"\nmodelled {sum(modelled):.1f} us for all {len(modelled)} launches")
+    if record["modelled"] and len(record["launches"]) > 1:
+        console.print(f"\nall {len(record['launches'])} launches: {record['modelled']}")

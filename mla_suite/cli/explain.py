@@ -6,6 +6,7 @@
   python -m mla_suite explain decode --on sm_90 --batch 32 --heads 128 --kv 4096 --kv-format fp8 --plan
   python -m mla_suite explain sparse_decode --on gfx950 --heads 16 --topk 2048 --kv-format dsv4
   python -m mla_suite explain decode --on sm_90 --batch 32 --heads 128 --kv 4096 --launches
+  python -m mla_suite explain decode --on gfx942 --heads 128 --kv 1024 --time     and a modelled time, never measured
 
 For a call of your own use `print(mla_suite.explain("decode", q, kv_cache, ...))`, or set MLA_SUITE_LOG=dispatch.
 """
@@ -18,14 +19,16 @@ from typing import TYPE_CHECKING
 import torch
 
 import mla_suite
-from mla_suite import archs
+from mla_suite import archs, emulator
 from mla_suite.cli import problem, torch_device
 from mla_suite.core import register
 from mla_suite.core.explain import explain_on
 from mla_suite.errors import UsageError, usage
 
 if TYPE_CHECKING:
+    from mla_suite.archs import ArchSpec
     from mla_suite.core.explain import Explanation
+    from mla_suite.core.op import Op, Sample
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--launches", action="store_true", help="print every launch of a native kernel, without addresses"
     )
+    parser.add_argument(
+        "--time", action="store_true", help="run it in the emulator of an AMD arch, and print a modelled time"
+    )
     about = "of decode, with --heads and --kv, or of sparse_decode, with --heads and --topk; then any of the rest"
     problem.add_arguments(parser, about, tuple(problem.OPTIONS))
 
@@ -46,6 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     arch = archs.get(args.on) if args.on else None
     options = problem.given(args)
+    if args.time and (arch is None or (options and args.op != "decode")):
+        raise UsageError("--time models samples, and problems of decode, on an AMD arch: add --on gfx942 for example")
     if options:
         if arch is None:
             raise UsageError("a problem of your own is explained for an arch: add --on ARCH, sm_90 for example")
@@ -54,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
         with usage():
             positional, keywords = problem.without_values(register.get(args.op).name, options, arch)
             _show(explain_on(arch, args.op, *positional, **keywords), args.launches)
+            if args.time:
+                print(_modelled(register.get(args.op), problem.with_values(options), arch))
         return 0
     device = args.device or torch.device("cuda" if torch.cuda.is_available() and arch is None else "cpu")
     for record in [register.get(args.op)] if args.op else list(register.registry().values()):
@@ -65,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
                 answer = explain_on(arch, record.name, *positional, **keywords)
             print(sample.name)
             _show(answer, args.launches)
+            if args.time and arch is not None:
+                print(_modelled(record, sample, arch))
             print()
     return 0
 
@@ -73,3 +85,11 @@ def _show(answer: Explanation, launches: bool) -> None:
     print(answer)
     if launches and answer.spec is not None:
         print("\n".join(answer.spec.lines()))
+
+
+def _modelled(op: Op, sample: Sample, arch: ArchSpec) -> str:
+    """What the model of time makes of a sample on an emulated arch, with its class and the error of that."""
+    with usage(), mla_suite.emulate(arch.name):
+        args, kwargs = sample.make(torch.device("cpu"))
+        _, time = emulator.modelled(lambda: getattr(torch.ops.mla_suite, op.name)(*args, **kwargs))
+    return f"  {time or 'no time is modelled: no kernel of this arch runs it'}"

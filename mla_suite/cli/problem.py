@@ -13,7 +13,9 @@ import mla_suite
 from mla_suite import kv_formats
 from mla_suite.archs import ArchSpec
 from mla_suite.cli import positive
+from mla_suite.core.op import Sample
 from mla_suite.errors import UsageError
+from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan import parts_on, scheduler
 
 LENGTHS, KV_FORMATS = {"decode": "kv", "sparse_decode": "topk"}, {"decode": "bf16", "sparse_decode": "v32"}
@@ -80,6 +82,13 @@ def without_values(op: str, options: dict[str, Any], arch: ArchSpec | None) -> t
         # A plan of sparse_decode has a sequence for each query token.
         keywords = dict(kv_formats=[fmt.name]) | _splits(options, batch * q_len, 1, keys, arch)
     return tensors, dict(softmax_scale=192**-0.5, **keywords)
+
+
+def with_values(options: dict[str, Any]) -> Sample:
+    """The sample of decode for the options, which have heads and kv at least."""
+    given = dict(options)
+    lens, dtype = given.pop("batch", 1) * [given.pop("kv")], getattr(torch, given.pop("q_dtype", "bfloat16"))
+    return decode_sample(lens, dtype=dtype, planned=given.pop("plan", False), page=given.pop("page_size", 64), **given)
 
 
 def _splits(options: dict[str, Any], sequences: int, q_len: int, keys: int, arch: ArchSpec | None) -> dict[str, Any]:

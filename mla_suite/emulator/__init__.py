@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from mla_suite.emulator.assembly import AssemblyError, kernel_names
 from mla_suite.emulator.driver import EmulatorDriver, Options, options
@@ -11,7 +12,7 @@ from mla_suite.emulator.machine import THREADS, Emulator, Memory, Schedule
 from mla_suite.emulator.program import Program
 from mla_suite.emulator.report import Bound, Finding, Report, SanitizerError
 from mla_suite.emulator.snippet import State, run_snippet
-from mla_suite.emulator.timing import ModelledTime
+from mla_suite.emulator.timing import ModelledTime, total
 
 __all__ = [
     "AssemblyError",
@@ -28,8 +29,12 @@ __all__ = [
     "State",
     "configured",
     "kernel_names",
+    "modelled",
     "run_snippet",
 ]
+
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -47,3 +52,17 @@ def configured(
         yield reports
     finally:
         options.reset(token)
+
+
+def modelled(call: Callable[[], T]) -> tuple[T, ModelledTime | None]:
+    """What `call` returns, and the modelled time of its launches together; None where it launched nothing.
+
+    SanitizerError for the first launch with a finding.
+    """
+    with configured(collect=True, time=True) as reports:
+        result = call()
+    for report in reports:
+        if report.findings:
+            raise SanitizerError(report)
+    times = [report.modelled for report in reports if report.modelled]
+    return result, total(times) if times else None

@@ -130,7 +130,9 @@ class ModelledTime:
     busy: dict[str, float]
     copies: int
 
-    def __str__(self) -> str:
+    @property
+    def known(self) -> str:
+        """The class, and how far the model was from published times of it, in words."""
         found = HELD_OUT.get((self.arch, self.bound))
         known = (
             f"held-out median error {found.median} % (90th percentile {found.p90} %) over {found.points} published "
@@ -138,14 +140,24 @@ class ModelledTime:
             if found
             else "unvalidated: too few published times of this class were held out"
         )
+        return f"{self.bound}-bound: {known}"
+
+    def __str__(self) -> str:
         times = f"modelled {self.us:.1f} us ({self.low:.1f} to {self.high:.1f})"
         groups = "1 workgroup" if self.copies == 1 else f"{self.copies} workgroups"
-        return f"{times}, {groups} a compute unit, {self.bound}-bound: {known}"
+        return f"{times}, {groups} a compute unit, {self.known}"
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: the fields, the held-out error of the class (None where it is unvalidated) and the sentence."""
         found = HELD_OUT.get((self.arch, self.bound))
         return asdict(self) | {"held_out": asdict(found) if found else None, "sentence": str(self)}
+
+
+def total(times: Sequence[ModelledTime]) -> ModelledTime:
+    """Launches that follow each other as one time, of the class of the longest."""
+    longest = max(times, key=lambda time: time.us)
+    names = ("us", "low", "high", "launch_us")
+    return replace(longest, **{name: sum(getattr(time, name) for time in times) for name in names})
 
 
 def matrix_clock(chip: Chip, load: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ load = Emulator.load_text
 
 
 def planted(self, text, kernel):
-    return load(self, text.replace(f"\\n{kernel}:", f"\\n{kernel}:\\n\\ts_nop 0", 1), kernel)
+    return load(self, text.replace(f"\\n{kernel}:", f"\\n{kernel}:\\n\\tPLANTED", 1), kernel)
 
 
 Emulator.load_text = planted
@@ -56,8 +57,12 @@ def test_one_planted_instruction_fails_the_comparison(tmp_path: Path) -> None:
     assert first.returncode == 0, first.stdout[-2000:]
     run = json.loads(saved.read_text())
     assert {entry["name"] for entry in run["benchmarks"]} == {
-        f"test_{what}[gfx942-{SHAPE}]" for what in ("clocks", "instructions")
+        f"test_{what}[gfx942-{SHAPE}]" for what in ("clocks", "instructions", "modelled")
     }
+    modelled = next(entry for entry in run["benchmarks"] if entry["name"].startswith("test_modelled"))
+    known = r"(launch|memory|matrix)-bound: (held-out median error [0-9.]+ %|unvalidated)"
+    assert re.match(f"modelled ns, gfx942, {known}", modelled["group"])
+    assert re.search(known, modelled["extra_info"]["modelled"])
     assert set(run["machine_info"]) == {"emulated", "compiler"}
     counts = {entry["group"]: entry["stats"]["median"] for entry in run["benchmarks"]}
     assert counts["instructions"] == int(counts["instructions"]) > 0
@@ -66,16 +71,25 @@ def test_one_planted_instruction_fails_the_comparison(tmp_path: Path) -> None:
     compare = (f"--benchmark-compare={saved}", "--benchmark-compare-fail=median:0%")
     again = benchmarks(*compare, where=tmp_path)
     assert again.returncode == 0, again.stdout[-2000:]
-    (tmp_path / "one_more_instruction.py").write_text(PLANT)
+    (tmp_path / "one_more_instruction.py").write_text(PLANT.replace("PLANTED", "s_nop 0"))
     planted = benchmarks(*compare, "-p", "one_more_instruction", where=tmp_path)
     assert planted.returncode != 0
     assert "Performance has regressed" in planted.stdout + planted.stderr
     assert f"test_instructions[gfx942-{SHAPE}]" in planted.stdout + planted.stderr
 
+    # A wait at the beginning that costs a twentieth of the modelled time, and no count that matters.
+    (tmp_path / "waits_longer.py").write_text(PLANT.replace("PLANTED", "s_sleep 10"))
+    compare = (f"--benchmark-compare={saved}", "--benchmark-compare-fail=median:3%")
+    slower = benchmarks(*compare, "-p", "waits_longer", where=tmp_path)
+    assert slower.returncode != 0
+    regressed = (slower.stdout + slower.stderr).split("Performance has regressed")[1]
+    assert f"test_modelled[gfx942-{SHAPE}]" in regressed
+    assert f"test_instructions[gfx942-{SHAPE}]" not in regressed
+
 
 def test_times_of_the_host_fail_a_comparison_only_when_asked_to(tmp_path: Path) -> None:
     """Benchmarks that are not collected are not compared: without a filter, counts and device times are."""
-    steady = {"test_clocks", "test_instructions", "test_device_time"}
+    steady = {"test_clocks", "test_instructions", "test_modelled", "test_device_time"}
     for options, more in (([], set()), (["--host-times"], {"test_host_time"})):
         fail = "--benchmark-compare-fail=median:5%"
         found = benchmarks(fail, "--collect-only", *options, where=tmp_path, files="benchmarks", chosen="")
@@ -89,7 +103,8 @@ def test_the_stored_baseline_has_every_kind_of_kernel() -> None:
     names = {entry["name"] for entry in run["benchmarks"]}
     for arch in ("gfx942", "gfx950"):
         for op in ("decode", "combine", "plan", "append_kv", "sparse_decode"):
-            assert any(f"instructions[{arch}-{op}-" in name for name in names), (arch, op)
+            for what in ("instructions", "modelled"):
+                assert any(f"{what}[{arch}-{op}-" in name for name in names), (arch, op)
     assert set(run["machine_info"]) == {"emulated", "compiler"}
 
 

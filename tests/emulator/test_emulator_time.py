@@ -147,6 +147,26 @@ def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]):
     assert re.search(r"^modelled \d+\.\d us \(.* held-out median error ", capsys.readouterr().out, re.M)
 
 
+SENTENCE = r"modelled \d+\.\d us \(.*-bound: (held-out median error|unvalidated: )"
+
+
+def test_explain_and_bench_print_it_with_its_class(capsys: pytest.CaptureFixture[str]):
+    require_built("gfx942", "decode_dtype-bf16_rows-16_width-576_rotate-0")
+    assert main(["explain", "decode", "--on", "gfx942", "--heads", "16", "--kv", "64", "--time"]) == 0
+    assert re.search(f"^  {SENTENCE}", capsys.readouterr().out, re.M)
+    shape = "b2-h16-q1-kv64-p64-bf16"
+    assert main(["bench", "--on", "gfx942", "--op", "decode", "--shapes", shape]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(rf"^decode-{shape} native +{SENTENCE}.*; error .* fp64$", printed, re.M)
+    assert "Modelled times of an emulated gfx942: nothing is measured." in printed
+
+
+@pytest.mark.parametrize("command", [["explain", "decode", "--time"], ["bench"]])
+def test_a_time_is_modelled_of_emulated_archs_alone(command: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main([*command, "--on", "sm_90"]) == 2
+    assert "emulate: sm_90 is not emulated" in capsys.readouterr().err
+
+
 def test_the_model_takes_at_most_three_times_the_emulation():
     args, kwargs = decode_sample([600, 256], heads=16, num_splits=2).make(torch.device("cpu"))
     taken = {}
