@@ -170,8 +170,9 @@ def test_split_counts():
         (17, 2048, {"num_splits": 1}, 32),
         (32, 2047, {"num_splits": 1}, 64),
         (33, 4096, {"num_splits": 1}, 64),
-        (16, 40, {"split_size": 512}, 16),
-        (16, 4096, {"split_size": 256}, 64),
+        (16, 40, {"split_size": 1024}, 16),
+        (16, 4096, {"split_size": 512}, 64),
+        (17, 40, {"split_size": 2048}, 32),
     ],
 )
 def test_long_splits_of_few_heads_have_keys_as_the_first_operand(heads, topk, options, rows):
@@ -190,6 +191,17 @@ def test_splits_are_longer_where_memory_is_slower(heads, topk, first):
     args, kwargs = problem([("v32", 3, 64, topk)], 2, heads)
     notes = explain_on(h100, "sparse_decode", *args, **kwargs, num_splits=1).notes
     assert any("qrows" in note for note in notes) == first, notes
+
+
+@pytest.mark.parametrize("split_size", [512, 1024, 1536, 2048, 4096])
+def test_batch_invariant_calls_do_not_depend_on_the_card(split_size):
+    h100 = H200.on_device(132, read_rate(2_619_000, 5120), 1755)
+    for heads in (16, 32):
+        args, kwargs = problem([("v32", 3, 64, 4096)], 2, heads)
+        of_cards = [
+            explain_on(card, "sparse_decode", *args, **kwargs, split_size=split_size).notes for card in (H200, h100)
+        ]
+        assert of_cards[0] == of_cards[1]
 
 
 def test_a_planned_batch_has_keys_as_the_first_operand_where_its_parts_are_long():

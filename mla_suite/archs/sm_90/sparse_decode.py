@@ -33,12 +33,9 @@ from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs
 
 RECORDS = attention.RECORDS | {
-    ("v41", 512): "v41",
     ("v41_interleaved", 512): "v41",
     ("v41_vllm", 512): "v41",
-    ("v41_fp4", 512): "v41fp4",
-    ("v41_fp4_interleaved", 512): "v41fp4",
-    ("v32_nope", 512): "v32nope",
+    ("v41_fp4_interleaved", 512): "v41any",
 }
 """As `archs.attention.RECORDS`."""
 WIDTHS = {"dsv4": 512, "v32": 576, "v32nope": 512, "v41": 512, "v41any": 512, "bf16x512": 512, "bf16x576": 576}
@@ -55,6 +52,9 @@ LEAST_KEYS = {16: (512, 2048), 32: (2048, 4096)}
 """Most heads of such a kernel -> keys of a split from which it takes less time than 64 query rows do, on an H200 and on
 an H100 (csrc/sm_90/sparse_decode/PERF.md). A shorter split leaves its warpgroups few steps and merges their results all
 the same; the slower the memory, the less there is to gain."""
+INVARIANT_KEYS = {16: 1024, 32: 2048}
+"""The same in batch-invariant mode, where every card makes the same choice: on an H100 3 % are lost at 1,024 keys of 16
+heads, on an H200 14 % would be lost without."""
 FAST_MEMORY = 4_000_000_000_000  # bytes a second; an H200 reads 4.6e12 and an H100 3.1e12
 TOKEN_BYTES = {"v32": 656}
 """Record that such a kernel reads -> bytes of one."""
@@ -179,16 +179,17 @@ def best_splits(config: Sm90SparseConfig, tokens: int, heads: int, keys: int) ->
 def _for_splits(config: Sm90SparseConfig, args: SparseDecodeArgs, shape: Shape, splits: Splits) -> Sm90SparseConfig:
     """The instance for a call: with keys as the first operand for few heads if splits are long, else `config`.
 
-    In batch-invariant mode it depends on GPU, heads and split_size alone, so a sequence has the same bits in any batch.
+    In batch-invariant mode it depends on heads and split_size alone, so a sequence has the same bits in any batch, and
+    with the memory of any card.
     """
     q_rows = next((rows for rows in SWAP_AB if shape.heads <= rows), None)
     if q_rows is None or config.record not in TOKEN_BYTES:
         return config
     if args.split_size and not args.num_splits:
-        keys = args.split_size
+        keys, least = args.split_size, INVARIANT_KEYS[q_rows]
     else:
         keys = shape.batch * shape.keys // max(splits.tiles(shape), 1)
-    least = LEAST_KEYS[q_rows][config.arch.memory_bytes_per_s < FAST_MEMORY]
+        least = LEAST_KEYS[q_rows][config.arch.memory_bytes_per_s < FAST_MEMORY]
     return replace(config, q_rows=q_rows) if keys >= least else config
 
 
