@@ -34,7 +34,7 @@ class QkSoftmax {
     bool any = false, merged = false;
     for (; next_tile(); any = true) {
       // The producer has waited for the previous kernel, which may have written the factors.
-      if constexpr (!SELECTED)
+      if constexpr (!SELECTED || Traits::HAS_KV_DESCALE)
         if (!any) take_descales();
       merged = merges();
       one_tile();
