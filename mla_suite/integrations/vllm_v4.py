@@ -74,7 +74,7 @@ def offer(model_code: ModuleType, kernels: ModuleType) -> None:
             )
             refuse("vllm_v4", f"--attention-backend {V4_NAME} is given on SM100", possible, NotImplementedError)
         if vllm_v41.asked(vllm_config):
-            vllm_v41.take_records(vllm_interface.installed("vllm_v41"), kernels)
+            vllm_v41.take_records(vllm_interface.__version__, kernels)
         return attention_class(kernels)
 
     _choose(model_code, kernels, ours)

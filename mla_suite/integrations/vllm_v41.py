@@ -1,4 +1,4 @@
-"""DeepSeek V4.1's own records in vLLM 0.32 and 0.33 on CUDA: 528 bytes a token, and 288 in the compressed pools.
+"""DeepSeek V4.1's own records in vLLM 0.33 on CUDA: 528 bytes a token, and 288 in the compressed pools.
 
     # MLA_SUITE_V41_RECORDS=1 vllm serve <V4.1> --attention-backend MLA_SUITE_DSV4
     # vllm serve <V4.1> --attention-backend MLA_SUITE_DSV4 --kv-cache-dtype nvfp4_ds_mla    288 bytes
@@ -6,7 +6,7 @@
 vLLM keeps these records for SM100 and stores V4's of 584 bytes elsewhere. One function of its attention's module
 decides. Pools, their pages, the writer of the window, that of the compressed pool and the gather of prefill follow it.
 Two things have to be found elsewhere on other GPUs: a reader, which this backend is, and a writer of 288 bytes, since
-that of vLLM has an instruction of SM100 in it.
+that of vLLM has an instruction of SM100 in it. Scales follow their token; vLLM 0.32 has them at the end of a page.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 import mla_suite
 from mla_suite.core import checks
 from mla_suite.integrations import refuse
+from mla_suite.integrations.interface import Interface
 from mla_suite.kv_formats import get_kv_format
 
 RECORDS = "MLA_SUITE_V41_RECORDS"
@@ -30,6 +31,7 @@ NVFP4 = "nvfp4_ds_mla"  # vLLM's --kv-cache-dtype for 528 bytes in the window an
 FP4 = get_kv_format("v41_fp4_interleaved")
 PACKAGE = "vllm.models.deepseek_v41"
 GATE, WRITER = "_use_v41_mxfp8_kv_record", "rope_quant_insert"
+POOLS = "vllm.v1.attention.backends.mla.sparse_swa"
 INSERT = ("latent", "positions", "cos_sin_cache", "kv_cache", "slot_mapping", "compress_ratio")
 
 
@@ -39,14 +41,19 @@ def asked(vllm_config: Any) -> bool:
     return by_environment or vllm_config.cache_config.cache_dtype == NVFP4
 
 
-def take_records(interface: Any, kernels: ModuleType) -> None:
-    """Have vLLM's layers of V4.1 store its records from now on, in this process.
+def take_records(version: str, kernels: ModuleType) -> None:
+    """Have the layers of V4.1 of vLLM `version` store its records from now on, in this process.
 
     kernels  vLLM's module of the attention class; ValueError, in a sentence, where it is not V4.1's
     """
+    otherwise = f"unset {RECORDS} and leave --kv-cache-dtype at fp8"
     if not kernels.__name__.startswith(f"{PACKAGE}."):
-        possible = f"V4's are of 584 bytes alone: unset {RECORDS}, and leave --kv-cache-dtype at fp8"
-        refuse("vllm_v41", "V4.1's records are asked for with another model", possible)
+        given = "V4.1's records are asked for with another model"
+        refuse("vllm_v41", given, f"V4's are of 584 bytes alone: {otherwise}")
+    interface = Interface("vllm_v41", "vLLM", version, ("0.33", "0.33"), otherwise)
+    # What tells the page order with scales behind their tokens, whose blocks hold whole rows, from the order before it.
+    window = import_module(POOLS).DeepseekV4SWACache
+    interface.takes("DeepseekV4SWACache", window.__init__, {"packed_block_stride_alignment"})
     attention, compressor = import_module(f"{PACKAGE}.attention"), import_module(f"{PACKAGE}.compressor")
     interface.has(attention.__name__, attention, (GATE,))
     interface.has(compressor.__name__, compressor, (WRITER,))

@@ -7,6 +7,7 @@ memory to gather into and FlashMLA's holder, has a stand-in.
 from __future__ import annotations
 
 import importlib
+import inspect
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ class Version(NamedTuple):
 
 V4 = Version("deepseek_v4", (1, 4, 128), 256, 64)
 V41 = Version("deepseek_v41", (0, 1, 2), 64, 32)
+V41_IN_ROWS = "packed_block_stride_alignment" in inspect.signature(sparse_swa.DeepseekV4SWACache.__init__).parameters
+"""Whether scales of V4.1's own records are behind their tokens, as from vLLM 0.33 on, and not at the end of a page."""
 V41_528 = V41._replace(record="v41_interleaved", compressed="v41_interleaved")
 V41_288 = V41_528._replace(compressed="v41_fp4_interleaved")
 
