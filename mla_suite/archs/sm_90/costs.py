@@ -39,7 +39,7 @@ class CostModel:
     clock_mhz: int = 1980
 
     read_share: float = 1.04  # of the memory's rate, where nothing else is near to being the limit
-    uneven_read: float = 0.078  # more of the time to read, at most, where CTAs are one and two to a TPC
+    uneven_read: float = 0.075  # more of the time to read, at most, where CTAs are one and two to a TPC
     combine: float = 2.6  # combine, however little it combines
     combined_bytes: float = 0.1e6  # bytes of partials that an SM writes and reads per microsecond
     late_combine: float = 3.1  # more of combine where some of its CTAs found no SM before decode ended
