@@ -13,7 +13,7 @@ from gpu_problems import Recorded, moved
 from sparse_problems import MODES, POOLS, V41_POOLS, in_mode, problem
 
 import mla_suite
-from mla_suite.archs.sm_90.sparse_decode import FAST_MEMORY, INVARIANT_KEYS, LEAST_KEYS
+from mla_suite.archs.sm_90.sparse_decode import FAST_MEMORY, INVARIANT_KEYS, LEAST_KEYS, SLOTS, SWAP_AB, WIDTHS
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
