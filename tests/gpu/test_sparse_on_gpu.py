@@ -13,7 +13,7 @@ from gpu_problems import Recorded, moved
 from sparse_problems import FP8_POOLS, MODES, POOLS, V41_POOLS, in_mode, problem
 
 import mla_suite
-from mla_suite.archs.sm_90.sparse_decode import FAST_MEMORY, LEAST_KEYS, SLOTS, SWAP_AB, WIDTHS
+from mla_suite.archs.sm_90.sparse_decode import FAST_MEMORY, INVARIANT_KEYS, LEAST_KEYS, SLOTS, SWAP_AB, WIDTHS
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
@@ -310,11 +310,12 @@ def test_batch_invariant_bits(heads, pools, split_size):
 @pytest.mark.parametrize("shorter", [0, 64])
 @pytest.mark.parametrize("by", ["num_splits", "split_size"])
 def test_long_splits_of_few_heads_have_keys_as_the_first_operand(heads, at_most, shorter, by):
-    """From a length that depends on the heads and the memory of this GPU."""
+    """From a length that depends on the heads and, but in batch-invariant mode, on the memory of this GPU."""
     arch = current_arch(torch.empty(1, device=CUDA))
     if arch.name != "sm_90":
         pytest.skip("only sm_90 has kernels with keys as the first operand")
-    length = LEAST_KEYS[at_most or 32][arch.memory_bytes_per_s < FAST_MEMORY] - shorter
+    of_gpu = LEAST_KEYS[at_most or 32][arch.memory_bytes_per_s < FAST_MEMORY]
+    length = (of_gpu if by == "num_splits" else INVARIANT_KEYS[at_most or 32]) - shorter
     topk, options = (2 * length, {by: 2}) if by == "num_splits" else (40, {by: length})
     args, kwargs = problem([("v32", 3, 64, topk)], 2, heads)
     first = at_most is not None and not shorter
