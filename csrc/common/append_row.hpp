@@ -1,6 +1,7 @@
 // One token's row for append_kv, for calls whose rows are regular: 16-bit inputs, and up to 512 latent values in
 // octets, eight neighbouring values that begin at a multiple of 16 bytes. A wave holds the row in registers. It issues
-// all loads of the row together, before the token's slot need be known, and a lane writes an octet at a time.
+// all loads of the row together, before the token's slot need be known, and a lane writes an octet at a time. Where the
+// rope values are of one run with the latents, they are octets too, and an octet is rotated by the lane that has it.
 #pragma once
 
 #include "common/encode.hpp"
@@ -20,6 +21,7 @@ MLA_DEVICE float tile_scale(const AppendKvParams& p, int largest) {
   const int smallest = bit_cast<int>(p.smallest);
   int bits = ratio > smallest ? ratio : smallest;
   if (p.power_of_two != 0) bits = (bits + 0x7fffff) & 0x7f800000;  // the next power of two unless it is one
+  if (p.scale_encoding == ENCODED_E4M3FN) bits = static_cast<int>(rounded_to_e4m3(static_cast<uint32_t>(bits)));
   return Wave::opaque(bit_cast<float>(largest < 0x7f800000 ? bits : 0x7fc00000));
 }
 
@@ -43,7 +45,9 @@ struct AppendRow {
   static constexpr int most_latent = 512;
   static constexpr int octets = most_latent / 8 / Wave::lanes;  // of a lane
 
-  Vec<uint32_t, 4> latent[octets];
+  using Octet = Vec<uint32_t, 4>;
+
+  Octet latent[octets];
   uint32_t low, high;                // a pair of rope values
   uint32_t position, position_high;  // words as they lie in memory: to widen them where they are loaded would wait
 
@@ -54,13 +58,16 @@ struct AppendRow {
 
   // Whether the rows of this call are regular in this sense.
   MLA_DEVICE static bool fits(const AppendKvParams& p) {
-    const bool sizes = p.in_type != ENCODED_FP32 && p.latent % 8 == 0 && p.latent <= most_latent && p.rope % 2 == 0 &&
-                       p.rope <= 2 * Wave::lanes && (p.tile == 0 || p.tile == 64 || p.tile == 128);
-    const uint64_t octet = reinterpret_cast<uint64_t>(p.kv_c) | static_cast<uint64_t>(p.kv_c_stride) * 2;
+    const bool tiles = p.tile == 0 || p.tile == 16 || p.tile == 32 || p.tile == 64 || p.tile == 128;
+    const bool sizes = p.in_type != ENCODED_FP32 && p.latent % 8 == 0 && p.run % 8 == 0 && p.run <= most_latent &&
+                       p.rope % (p.run > p.latent ? 16 : 2) == 0 && p.rope <= 2 * Wave::lanes && tiles;
+    uint64_t octet = reinterpret_cast<uint64_t>(p.kv_c) | static_cast<uint64_t>(p.kv_c_stride) * 2;
+    if (p.run > p.latent) octet |= reinterpret_cast<uint64_t>(p.k_pe) | static_cast<uint64_t>(p.k_pe_stride) * 2;
     const uint64_t block = reinterpret_cast<uint64_t>(p.kv_cache) | static_cast<uint64_t>(p.block_bytes);
     const uint64_t latents = block | static_cast<uint64_t>(p.latent_offset | p.latent_stride | p.latent_per_block);
     const uint64_t ropes = block | static_cast<uint64_t>(p.rope_offset | p.rope_stride | p.rope_per_block);
-    const uint64_t whole = is_e4m3(p.latent_encoding) ? 7 : 15;  // bytes of an octet's store, less one
+    // Bytes of an octet's store, less one.
+    const uint64_t whole = p.latent_encoding == ENCODED_E2M1 ? 3 : is_e4m3(p.latent_encoding) ? 7 : 15;
     return sizes && (octet & 15) == 0 && (latents & whole) == 0 && (ropes & 3) == 0;
   }
 
@@ -81,9 +88,10 @@ struct AppendRow {
     const uint16_t* row = static_cast<const uint16_t*>(p.kv_c) + token * p.kv_c_stride;
 #pragma unroll
     for (int i = 0; i < octets; ++i) {
-      latent[i] = Vec<uint32_t, 4>{{0, 0, 0, 0}};
+      latent[i] = Octet{{0, 0, 0, 0}};
       const int first = (lane + i * Wave::lanes) * 8;
-      if (first < p.latent) latent[i] = *reinterpret_cast<const Vec<uint32_t, 4>*>(row + first);
+      if (first < p.latent) latent[i] = *reinterpret_cast<const Octet*>(row + first);
+      else if (first < p.run) latent[i] = rope_octet(p, token, first - p.latent);
     }
   }
 
@@ -116,24 +124,24 @@ struct AppendRow {
     return angle;
   }
 
-  MLA_DEVICE void store_latent(const AppendKvParams& p, const Record& record, int lane) const {
+  MLA_DEVICE void store_latent(const AppendKvParams& p, const Record& record, int token, int lane) const {
     uint8_t* latents = record.field(p.latent_per_block, p.latent_stride, p.latent_offset);
     const bool as_is = p.latent_encoding == p.in_type && p.tile == 0 && p.kv_descale == nullptr;
 #pragma unroll
     for (int i = 0; i < octets; ++i) {
       const int octet = lane + i * Wave::lanes;
-      const bool exists = octet * 8 < p.latent;
+      const bool exists = octet * 8 < p.run;
       if (as_is && !holds_nan(latent[i], p.in_type == ENCODED_BF16 ? 0x007f007f : 0x03ff03ff)) {
-        if (exists) reinterpret_cast<Vec<uint32_t, 4>*>(latents)[octet] = latent[i];
+        if (exists) reinterpret_cast<Octet*>(latents)[octet] = latent[i];
       } else {
-        store_converted(p, record, latents, latent[i], octet, exists, lane);
+        store_converted(p, record, latents, latent[i], token, octet, exists, lane);
       }
     }
   }
 
   // Stores the rope part, then the padding of the record.
   MLA_DEVICE void store_rest(const AppendKvParams& p, const Record& record, const Angle& angle, int lane) const {
-    const int half = p.rope / 2;
+    const int half = p.run > p.latent ? 0 : p.rope / 2;
     if (lane < half) {
       float a = value_of<Wave>(low, p.in_type), b = value_of<Wave>(high, p.in_type);
       if (p.cos_sin != nullptr)
@@ -159,22 +167,52 @@ struct AppendRow {
  private:
   // Whether one of eight 16-bit values is NaN. `above`, added to the magnitudes in both halves of a word, takes
   // infinity to just below the sign bit, and a NaN into it.
-  MLA_DEVICE static bool holds_nan(const Vec<uint32_t, 4>& words, uint32_t above) {
+  MLA_DEVICE static bool holds_nan(const Octet& words, uint32_t above) {
     uint32_t reached = 0;
     for (int i = 0; i < 4; ++i) reached |= (words[i] & 0x7fff7fff) + above;
     return (reached & 0x80008000) != 0;
   }
 
+  // Eight rope values from `first` on.
+  MLA_DEVICE static Octet rope_octet(const AppendKvParams& p, int token, int first) {
+    return *reinterpret_cast<const Octet*>(static_cast<const uint16_t*>(p.k_pe) + token * p.k_pe_stride + first);
+  }
+
+  // Rotates eight rope values from `first` on. The others of their pairs are among them, or half a rope part away.
+  MLA_DEVICE static void rotate_octet(const AppendKvParams& p, int token, int first, float (&values)[8]) {
+    const int half = p.rope / 2;
+    const int64_t angles = index_at(p.positions, p.wide_positions, token) * p.cos_sin_stride;
+    if (p.interleaved != 0) {
+      for (int i = 0; i < 8; i += 2)
+        rotate<Wave>(values[i], values[i + 1], angle_at(p, angles + first / 2 + i / 2),
+                     angle_at(p, angles + half + first / 2 + i / 2));
+      return;
+    }
+    float others[8];
+    const bool is_first = first < half;
+    unpack(p, rope_octet(p, token, is_first ? first + half : first - half), others);
+    for (int i = 0; i < 8; ++i) {
+      const int64_t at = angles + (is_first ? first : first - half) + i;
+      float a = is_first ? values[i] : others[i], b = is_first ? others[i] : values[i];
+      rotate<Wave>(a, b, angle_at(p, at), angle_at(p, at + half));
+      values[i] = is_first ? a : b;
+    }
+  }
+  MLA_DEVICE static float angle_at(const AppendKvParams& p, int64_t at) {
+    return value_of<Wave>(load_bits(p.cos_sin, p.angle_type, at), p.angle_type);
+  }
+
   MLA_DEVICE static void store_converted(const AppendKvParams& p, const Record& record, uint8_t* latents,
-                                         const Vec<uint32_t, 4>& words, int octet, bool exists, int lane) {
+                                         const Octet& words, int token, int octet, bool exists, int lane) {
     float values[8];
-    if (p.in_type == ENCODED_BF16) unpack<ENCODED_BF16>(words, values);
-    else unpack<ENCODED_FP16>(words, values);
+    unpack(p, words, values);
+    if (p.cos_sin != nullptr && octet * 8 >= p.latent && exists)
+      rotate_octet(Wave::reread(p), token, octet * 8 - p.latent, values);
     if (p.tile > 0) {
-      const float scale = tile_scale<Wave>(p, p.tile == 64 ? largest<8>(values, lane) : largest<16>(values, lane));
+      const float scale = tile_scale<Wave>(p, largest_of_tile(p, values, lane));
       if (exists && octet * 8 % p.tile == 0) {
         uint8_t* scales = record.field(p.scale_per_block, p.scale_stride, p.scale_offset);
-        const int number = p.tile == 64 ? octet / 8 : octet / 16;
+        const int number = static_cast<uint32_t>(octet * 8) / static_cast<uint32_t>(p.tile);
         store_encoded<Wave>(scales, number, p.scale_encoding, bit_cast<uint32_t>(scale));
       }
       for (int k = 0; k < 8; ++k) values[k] = values[k] / scale;
@@ -184,12 +222,22 @@ struct AppendRow {
     if (exists) store_octet(p, latents, octet, values);
   }
 
+  MLA_DEVICE static void unpack(const AppendKvParams& p, const Octet& words, float (&values)[8]) {
+    if (p.in_type == ENCODED_BF16) unpack<ENCODED_BF16>(words, values);
+    else unpack<ENCODED_FP16>(words, values);
+  }
   template <int encoding>
-  MLA_DEVICE static void unpack(const Vec<uint32_t, 4>& words, float (&values)[8]) {
+  MLA_DEVICE static void unpack(const Octet& words, float (&values)[8]) {
     for (int i = 0; i < 4; ++i) {
       values[2 * i] = value_of<Wave>(words[i] & 0xffff, encoding);
       values[2 * i + 1] = value_of<Wave>(words[i] >> 16, encoding);
     }
+  }
+
+  MLA_DEVICE static int largest_of_tile(const AppendKvParams& p, const float (&values)[8], int lane) {
+    if (p.tile == 16) return largest<2>(values, lane);
+    if (p.tile == 32) return largest<4>(values, lane);
+    return p.tile == 64 ? largest<8>(values, lane) : largest<16>(values, lane);
   }
 
   // The largest magnitude of the values of a team's lanes, as an integer.
@@ -208,6 +256,7 @@ struct AppendRow {
     else if (p.latent_encoding == ENCODED_FP16) store_as<ENCODED_FP16>(field, octet, values);
     else if (p.latent_encoding == ENCODED_FP32) store_as<ENCODED_FP32>(field, octet, values);
     else if (p.latent_encoding == ENCODED_E4M3FN) store_as<ENCODED_E4M3FN>(field, octet, values);
+    else if (p.latent_encoding == ENCODED_E2M1) store_as<ENCODED_E2M1>(field, octet, values);
     else store_as<ENCODED_E4M3FNUZ>(field, octet, values);
   }
 
@@ -223,6 +272,10 @@ struct AppendRow {
       Vec<uint32_t, 4> words;
       for (int i = 0; i < 4; ++i) words[i] = codes[2 * i] | codes[2 * i + 1] << 16;
       reinterpret_cast<Vec<uint32_t, 4>*>(field)[octet] = words;
+    } else if constexpr (encoding == ENCODED_E2M1) {
+      uint32_t word = 0;
+      for (int i = 0; i < 8; ++i) word |= codes[i] << 4 * i;
+      reinterpret_cast<uint32_t*>(field)[octet] = word;
     } else {
       Vec<uint32_t, 2> words;
       for (int i = 0; i < 2; ++i)

@@ -20,7 +20,7 @@ WAVES = 8  # waves of a workgroup that writes one token
 THREADS = 1024  # threads of a workgroup that writes several tokens
 MAX_TOKENS = 512  # tokens of a workgroup
 MAX_SINGLE_TOKENS = 8  # tokens for each compute unit: up to this number, a workgroup writes one
-ENCODINGS = {"bf16": 0, "fp16": 1, "fp32": 2, "e4m3fn": 3, "e4m3fnuz": 4, "e8m0": 5}
+ENCODINGS = {"bf16": 0, "fp16": 1, "fp32": 2, "e4m3fn": 3, "e4m3fnuz": 4, "e8m0": 5, "e2m1": 6}
 IN_TYPES = {torch.bfloat16: ENCODINGS["bf16"], torch.float16: ENCODINGS["fp16"], torch.float32: ENCODINGS["fp32"]}
 MAX_SCALE_GROUP = 128
 _KNOWN = ", ".join(ENCODINGS)
@@ -87,8 +87,9 @@ def supports(problem: Problem, arch: ArchSpec, bulk_bytes: int) -> Supported | U
     unknown = kind.encodings - {*ENCODINGS, "pad"}
     if unknown:
         return Unsupported(f"kv_format {problem.kv_format} holds {', '.join(sorted(unknown))}; it takes {_KNOWN}")
-    if kind.scaled > kind.latent:
-        return Unsupported(f"kv_format {problem.kv_format} scales its rope values too; it stores them as they are")
+    if not kind.seamless and (kind.scaled > kind.latent or "e2m1" in kind.encodings):
+        given = f"kv_format {problem.kv_format} scales rope values or has some of 4 bits"
+        return Unsupported(f"{given}; it takes such rows as one run of values")
     if kind.scale_rule is not None and kind.scale_rule.tile > MAX_SCALE_GROUP:
         given = f"kv_format {problem.kv_format} shares a scale among {kind.scale_rule.tile}"
         return Unsupported(f"{given}; it takes {MAX_SCALE_GROUP}")
@@ -115,6 +116,7 @@ def _of_kv_format(kv_format: str, latent: int, rope: int, page: int) -> dict[str
     found: dict[str, int | float] = dict(
         latent=latent,
         rope=rope,
+        run=kind.head_dim if kind.scaled > kind.latent else kind.latent,
         page=page,
         **divisor("page", page),
         tile=0 if rule is None else rule.tile,
