@@ -18,9 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 import mla_suite
-from mla_suite import archs
-from mla_suite.integrations import FP8, KV_FORMATS, capturing, refuse
-from mla_suite.launch import current_arch
+from mla_suite.integrations import FP8, KV_FORMATS, capturing, fp8_query_rows, refuse
 
 try:
     from vllm import envs  # type: ignore[import-not-found]  # optional
@@ -350,14 +348,13 @@ class MLASuiteImpl(MLASuiteLayer, MLACommonImpl):
 
 def _fp8_queries_are_faster(heads: int) -> bool:
     """Whether it is so for a token, with as many drafts as the server verifies, on the device where models are made."""
-    arch = current_arch(torch.empty(0))
-    kernels = None if arch is None else archs.kernels(arch)
-    if kernels is None or kernels.fp8_query_rows is None:
+    rows = fp8_query_rows(torch.empty(0))
+    if rows is None:
         return False
     config = get_current_vllm_config()
     drafts = getattr(config.speculative_config, "num_speculative_tokens", 0) or 0
     # Results for fp8 queries are bfloat16, which vLLM goes on with in the model's own type.
-    return config.model_config.dtype == torch.bfloat16 and heads * (1 + drafts) >= kernels.fp8_query_rows
+    return config.model_config.dtype == torch.bfloat16 and heads * (1 + drafts) >= rows
 
 
 @cache
