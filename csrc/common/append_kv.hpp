@@ -4,8 +4,8 @@
 // instead, so the workgroup first scans the later slots for duplicates of its own. With many tokens it looks each later
 // slot up in a table of its own slots, because comparing all with all would take ten times as long as writing 65536
 // tokens. The rows of append_row.hpp are loaded during the scan, two to a wave. Rows of other formats are written in
-// pieces, each by one wave: up to 128 latent values, or those of one scale, or the rope part. Rope values that are of one
-// run with the latents are pieces of the run.
+// pieces, each by one wave: up to 128 latent values, or those of one scale, or the rope part. `one_run` says that the whole
+// row is one run of values that are scaled alike, so that rope values are in its pieces.
 #pragma once
 
 #include "common/append_row.hpp"
@@ -13,9 +13,9 @@
 
 namespace mla {
 
-template <class Wave, int most_tokens>
+template <class Wave, int most_tokens, bool one_run = false>
 struct AppendKv {
-  using Row = AppendRow<Wave>;
+  using Row = AppendRow<Wave, one_run>;
   // One token needs a wave for each piece of its row: at most 7 tiles and the rope part. Many tokens take all waves.
   static constexpr int waves = most_tokens == 1 ? 8 : 1024 / Wave::lanes;
   static constexpr int threads = waves * Wave::lanes;
@@ -52,11 +52,11 @@ struct AppendKv {
     Wave::wait_for_producer();
     Wave::release_consumer();
     const int wave = Wave::uniform(thread_id() / Wave::lanes);
+    const bool rows = Row::fits(p);
     if constexpr (most_tokens == 1) {
-      if (Row::fits(p)) write_token(p, wave);
+      if (rows) write_token(p, wave);
       else write_pieces_of_token(p, wave);
     } else {
-      const bool rows = Row::fits(Wave::reread(p));  // or what it reads stays in scalar registers and some are spilled
       MLA_SHARED Table table;
       const int first = block_id_x() * p.group;
       const int count = p.tokens - first < p.group ? p.tokens - first : p.group;
@@ -131,7 +131,7 @@ struct AppendKv {
 
   MLA_DEVICE static int piece_length(const AppendKvParams& p) { return p.tile > 0 ? p.tile : plain_piece; }
   MLA_DEVICE static int pieces_of(const AppendKvParams& p, int length) {
-    return (p.run + length - 1) / length + 1;  // with the rope part, which is empty where it is of the run
+    return (Row::length(p) + length - 1) / length + 1;  // with the rope part, or padding alone
   }
 
   MLA_DEVICE static Record record_of(const AppendKvParams& p, int slot) {
@@ -220,10 +220,10 @@ struct AppendKv {
                                       int lane) {
     constexpr int per_lane = (scaled ? piece : plain_piece) / Wave::lanes;
     const int first = number * length;
-    const int count = p.run - first < length ? p.run - first : length;
+    const int count = Row::length(p) - first < length ? Row::length(p) - first : length;
     float values[per_lane];
-    if (first + count <= p.latent) load_values(p, token * p.kv_c_stride + first, count, lane, values);
-    else load_run(p, token, first, count, lane, values);
+    if (one_run && first + count > p.latent) load_run(p, token, first, count, lane, values);
+    else load_values(p, token * p.kv_c_stride + first, count, lane, values);
     if constexpr (scaled) {
       const float scale = scale_of(p, values, lane);
       uint8_t* scales = record.field(p.scale_per_block, p.scale_stride, p.scale_offset);
@@ -233,11 +233,15 @@ struct AppendKv {
       for (int i = 0; i < per_lane; ++i) values[i] = values[i] / *p.kv_descale;
     }
     uint8_t* latents = record.field(p.latent_per_block, p.latent_stride, p.latent_offset);
+    if constexpr (one_run) {
+      if (p.latent_encoding == ENCODED_E2M1) store_halves(latents, first, count, lane, values);
+      else store_values<ENCODED_E4M3FN>(latents, first, count, lane, values);
+      return;
+    }
     if (p.latent_encoding == ENCODED_BF16) store_values<ENCODED_BF16>(latents, first, count, lane, values);
     else if (p.latent_encoding == ENCODED_FP16) store_values<ENCODED_FP16>(latents, first, count, lane, values);
     else if (p.latent_encoding == ENCODED_FP32) store_values<ENCODED_FP32>(latents, first, count, lane, values);
     else if (p.latent_encoding == ENCODED_E4M3FN) store_values<ENCODED_E4M3FN>(latents, first, count, lane, values);
-    else if (p.latent_encoding == ENCODED_E2M1) store_halves(latents, first, count, lane, values);
     else store_values<ENCODED_E4M3FNUZ>(latents, first, count, lane, values);
   }
 
@@ -315,14 +319,14 @@ struct AppendKv {
       const int size = static_cast<int>(bits_of<Wave>(values[i]) & 0x7fffffff);
       largest = size > largest ? size : largest;
     }
-    return tile_scale<Wave>(p, Wave::template max_over<Wave::lanes>(largest, lane));
+    return tile_scale<Wave, one_run>(p, Wave::template max_over<Wave::lanes>(largest, lane));
   }
 
   // Writes the rope part, then the padding of the record.
   MLA_DEVICE static void write_rest(const AppendKvParams& p, const Record& record, int token, int lane) {
     uint8_t* ropes = record.field(p.rope_per_block, p.rope_stride, p.rope_offset);
     const int64_t row = token * p.k_pe_stride;
-    const int rope = p.run > p.latent ? 0 : p.rope;
+    const int rope = one_run ? 0 : p.rope;
     if (p.cos_sin == nullptr) {
       for (int column = lane; column < rope; column += Wave::lanes)
         write_rope(p, ropes, column, value_of<Wave>(load_bits(p.k_pe, p.in_type, row + column), p.in_type));

@@ -11,7 +11,7 @@ from mla_suite.archs import ArchSpec
 from mla_suite.build.params import divisor
 from mla_suite.core import checks
 from mla_suite.core.dispatch import Supported, Unsupported
-from mla_suite.kv_formats import get_kv_format
+from mla_suite.kv_formats import KVFormat, get_kv_format
 from mla_suite.launch import missing
 from mla_suite.launch.spec import CallSpec, LaunchSpec, inputs, present
 from mla_suite.ops.append_kv import AppendKvArgs, Problem
@@ -32,15 +32,18 @@ class AppendConfig:
     """The kernel for workgroups that write `tokens` tokens, 1 to MAX_TOKENS.
 
     bulk_bytes  dynamic shared memory of a workgroup that writes several tokens
+    one_run     see is_one_run
     """
 
     arch: ArchSpec = field(repr=False)
     tokens: int
     bulk_bytes: int = 0
+    one_run: bool = False
 
     @property
     def instance(self) -> str:
-        return f"append_kv_tokens-{1 if self.tokens == 1 else MAX_TOKENS}"
+        tokens = f"tokens-{1 if self.tokens == 1 else MAX_TOKENS}"
+        return f"append_kv_run_{tokens}_onerun-1" if self.one_run else f"append_kv_{tokens}"
 
     @property
     def threads(self) -> int:
@@ -49,7 +52,7 @@ class AppendConfig:
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory."""
-        return self.bulk_bytes if self.tokens > 1 else 0
+        return self.bulk_bytes if self.tokens > 1 and not self.one_run else 0
 
     def spec(self, outputs: tuple[torch.Tensor, ...], args: AppendKvArgs) -> CallSpec:
         """One launch."""
@@ -82,14 +85,21 @@ class AppendConfig:
         return CallSpec((launch,))
 
 
-def supports(problem: Problem, arch: ArchSpec, bulk_bytes: int) -> Supported | Unsupported:
+def is_one_run(kind: KVFormat) -> bool:
+    """Whether a record's whole row is one run of values that are scaled alike."""
+    return kind.seamless and kind.scale_rule is not None
+
+
+def supports(problem: Problem, arch: ArchSpec, bulk_bytes: int, has_runs: bool) -> Supported | Unsupported:
+    """`has_runs`: the arch has kernels of one run."""
     kind = get_kv_format(problem.kv_format)
+    one_run = has_runs and is_one_run(kind)
     unknown = kind.encodings - {*ENCODINGS, "pad"}
     if unknown:
         return Unsupported(f"kv_format {problem.kv_format} holds {', '.join(sorted(unknown))}; it takes {_KNOWN}")
-    if not kind.seamless and (kind.scaled > kind.latent or "e2m1" in kind.encodings):
-        given = f"kv_format {problem.kv_format} scales rope values or has some of 4 bits"
-        return Unsupported(f"{given}; it takes such rows as one run of values")
+    if not one_run and (kind.scaled > kind.latent or "e2m1" in kind.encodings):
+        given = f"kv_format {problem.kv_format} scales its rope values too"
+        return Unsupported(f"{given}; {arch.name}'s kernels store them as they are")
     if kind.scale_rule is not None and kind.scale_rule.tile > MAX_SCALE_GROUP:
         given = f"kv_format {problem.kv_format} shares a scale among {kind.scale_rule.tile}"
         return Unsupported(f"{given}; it takes {MAX_SCALE_GROUP}")
@@ -100,7 +110,7 @@ def supports(problem: Problem, arch: ArchSpec, bulk_bytes: int) -> Supported | U
     # A workgroup looks through all later slots, so beyond a few workgroups per compute unit they share the look: then
     # there is one for each unit, as far as its table goes.
     shared = min(-(-problem.tokens // arch.compute_units), MAX_TOKENS)
-    config = AppendConfig(arch, shared if shared > MAX_SINGLE_TOKENS else 1, bulk_bytes)
+    config = AppendConfig(arch, shared if shared > MAX_SINGLE_TOKENS else 1, bulk_bytes, one_run)
     answer = Supported(config, f"{config.instance}, {config.tokens} to a workgroup, any kv_format")
     return missing(arch, config.instance) or answer
 
@@ -116,7 +126,6 @@ def _of_kv_format(kv_format: str, latent: int, rope: int, page: int) -> dict[str
     found: dict[str, int | float] = dict(
         latent=latent,
         rope=rope,
-        run=kind.head_dim if kind.scaled > kind.latent else kind.latent,
         page=page,
         **divisor("page", page),
         tile=0 if rule is None else rule.tile,

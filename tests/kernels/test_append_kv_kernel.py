@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ from built import require_built
 
 import mla_suite
 from mla_suite import archs, emulator
-from mla_suite.archs.append_kv import MAX_TOKENS, AppendConfig
+from mla_suite.archs.append_kv import MAX_TOKENS, AppendConfig, is_one_run
 from mla_suite.core import dispatch
 from mla_suite.core.dispatch import Unsupported
 from mla_suite.kv_formats import KV_FORMATS, get_kv_format
@@ -26,11 +27,14 @@ ARCHS = ("gfx942", "gfx950")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+def config_of(arch, tokens, name):
+    return AppendConfig(arch, tokens, one_run=is_one_run(get_kv_format(name)))
+
+
 @pytest.fixture(params=ARCHS)
 def arch(request):
-    for tokens in (1, MAX_TOKENS):
-        needed = AppendConfig(archs.get(request.param), tokens).instance
-        require_built(request.param, needed)
+    for tokens, name in itertools.product((1, MAX_TOKENS), ("bf16", "v41")):
+        require_built(request.param, config_of(archs.get(request.param), tokens, name).instance)
     with mla_suite.emulate(request.param) as record:
         yield record
 
@@ -155,7 +159,7 @@ def test_of_equal_slots_the_last_token_stays(arch, tokens):
 @pytest.mark.parametrize("name", ["bf16", "fp8_fnuz", "v32", "dsv4", "v41", "v41_fp4"])
 def test_several_tokens_to_a_workgroup(arch, name, tokens):
     slots = torch.randint(-2, 24, (45,))
-    assert_same_bytes(name, 6, 4, *rows(get_kv_format(name), 45), slots, config=AppendConfig(arch, tokens))
+    assert_same_bytes(name, 6, 4, *rows(get_kv_format(name), 45), slots, config=config_of(arch, tokens, name))
 
 
 @pytest.mark.parametrize("tokens", [1, 45])
@@ -173,7 +177,7 @@ def test_rows_in_whole_octets(arch, name, dtype, tokens):
     positions = torch.where(slots < 0, 2**60, torch.arange(45) % 9)
     parts = values[:, : kind.latent], values[:, kind.latent :]
     for interleaved in (True, False):
-        options = dict(config=AppendConfig(arch, tokens), interleaved=interleaved)
+        options = dict(config=config_of(arch, tokens, name), interleaved=interleaved)
         assert_same_bytes(name, 6, 4, *parts, slots, cos_sin, positions, **options)
 
 

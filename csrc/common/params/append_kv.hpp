@@ -28,7 +28,6 @@ struct AppendKvParams {
   int32_t interleaved;         // 1: pairs (2i, 2i + 1), 0: pairs (i, i + rope / 2)
   int32_t latent;              // values
   int32_t rope;
-  int32_t run;                 // latent, or latent + rope where both are one run that is scaled and encoded alike
   int32_t latent_encoding;     // ENCODED_*, as the next two
   int32_t rope_encoding;
   int32_t scale_encoding;
