@@ -286,7 +286,9 @@ class MLASuiteLayer(MLAAttentionImpl):
 
     def _as_stored(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, str]:
         """Returns the cache in the dtype of its values, and its KV format."""
-        raise NotImplementedError
+        # vLLM allocates an fp8 cache as bytes.
+        cache = kv_cache.view(current_platform.fp8_dtype()) if self.kv_cache_dtype.startswith("fp8") else kv_cache
+        return cache, KV_FORMATS[cache.dtype]
 
 
 class MLASuiteImpl(MLASuiteLayer, MLACommonImpl):
@@ -339,11 +341,6 @@ class MLASuiteImpl(MLASuiteLayer, MLACommonImpl):
             cp_interleave=decode.cp_interleave,
         )
         return (out, lse) if packed else (out.flatten(0, 1), lse.flatten(0, 1))
-
-    def _as_stored(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, str]:
-        # vLLM allocates an fp8 cache as bytes.
-        cache = kv_cache.view(current_platform.fp8_dtype()) if self.kv_cache_dtype.startswith("fp8") else kv_cache
-        return cache, KV_FORMATS[cache.dtype]
 
 
 def _fp8_queries_are_faster(heads: int) -> bool:
