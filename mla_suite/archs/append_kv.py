@@ -23,7 +23,6 @@ MAX_SINGLE_TOKENS = 8  # tokens for each compute unit: up to this number, a work
 ENCODINGS = {"bf16": 0, "fp16": 1, "fp32": 2, "e4m3fn": 3, "e4m3fnuz": 4, "e8m0": 5, "e2m1": 6}
 IN_TYPES = {torch.bfloat16: ENCODINGS["bf16"], torch.float16: ENCODINGS["fp16"], torch.float32: ENCODINGS["fp32"]}
 MAX_SCALE_GROUP = 128
-_KNOWN = ", ".join(ENCODINGS)
 MAX_SLOTS = 2**31 - 1
 
 
@@ -38,7 +37,7 @@ class AppendConfig:
     arch: ArchSpec = field(repr=False)
     tokens: int
     bulk_bytes: int = 0
-    one_run: bool = False
+    one_run: bool = field(default=False, kw_only=True)
 
     @property
     def instance(self) -> str:
@@ -90,16 +89,13 @@ def is_one_run(kind: KVFormat) -> bool:
     return kind.seamless and kind.scale_rule is not None
 
 
-def supports(problem: Problem, arch: ArchSpec, bulk_bytes: int, has_runs: bool) -> Supported | Unsupported:
+def supports(problem: Problem, arch: ArchSpec, bulk_bytes: int, has_runs: bool = False) -> Supported | Unsupported:
     """`has_runs`: the arch has kernels of one run."""
-    kind = get_kv_format(problem.kv_format)
+    kind = get_kv_format(problem.kv_format).sized(problem.latent, problem.rope)
     one_run = has_runs and is_one_run(kind)
-    unknown = kind.encodings - {*ENCODINGS, "pad"}
-    if unknown:
-        return Unsupported(f"kv_format {problem.kv_format} holds {', '.join(sorted(unknown))}; it takes {_KNOWN}")
     if not one_run and (kind.scaled > kind.latent or "e2m1" in kind.encodings):
-        given = f"kv_format {problem.kv_format} scales its rope values too"
-        return Unsupported(f"{given}; {arch.name}'s kernels store them as they are")
+        given = f"kv_format {problem.kv_format} scales its rope values too or has values of 4 bits"
+        return Unsupported(f"{given}; {arch.name}'s kernels of any kv_format store neither")
     if kind.scale_rule is not None and kind.scale_rule.tile > MAX_SCALE_GROUP:
         given = f"kv_format {problem.kv_format} shares a scale among {kind.scale_rule.tile}"
         return Unsupported(f"{given}; it takes {MAX_SCALE_GROUP}")
@@ -107,12 +103,16 @@ def supports(problem: Problem, arch: ArchSpec, bulk_bytes: int, has_runs: bool) 
     if problem.alignment < needed:
         given = f"kv_cache is aligned to {problem.alignment} bytes"
         return Unsupported(f"{given}; kv_format {problem.kv_format} needs {needed}")
-    # A workgroup looks through all later slots, so beyond a few workgroups per compute unit they share the look: then
-    # there is one for each unit, as far as its table goes.
-    shared = min(-(-problem.tokens // arch.compute_units), MAX_TOKENS)
-    config = AppendConfig(arch, shared if shared > MAX_SINGLE_TOKENS else 1, bulk_bytes, one_run)
+    config = AppendConfig(arch, tokens_of_workgroup(problem.tokens, arch), bulk_bytes, one_run=one_run)
     answer = Supported(config, f"{config.instance}, {config.tokens} to a workgroup, any kv_format")
     return missing(arch, config.instance) or answer
+
+
+def tokens_of_workgroup(tokens: int, arch: ArchSpec) -> int:
+    """A workgroup looks through all later slots, so beyond a few workgroups per compute unit they share the look: then
+    there is one for each unit, as far as its table goes."""
+    shared = min(-(-tokens // arch.compute_units), MAX_TOKENS)
+    return shared if shared > MAX_SINGLE_TOKENS else 1
 
 
 _POINTERS = inputs(AppendKvArgs)
