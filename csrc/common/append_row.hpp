@@ -16,7 +16,7 @@ MLA_DEVICE uint32_t bits_of(float x) { return bit_cast<uint32_t>(Wave::opaque(x)
 
 // The scale of a tile whose largest magnitude has these bits: NaN if it is NaN or infinity. Magnitudes as integers are
 // in order and NaN is the largest.
-template <class Wave, bool may_be_e4m3>
+template <class Wave, bool may_be_e4m3 = false>
 MLA_DEVICE float tile_scale(const AppendKvParams& p, int largest) {
   const int ratio = bit_cast<int>(bit_cast<float>(largest) / p.divisor);  // positive, so ordered as an integer
   const int smallest = bit_cast<int>(p.smallest);
