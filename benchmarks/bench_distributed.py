@@ -34,7 +34,7 @@ from mla_suite.distributed.context import merge_ranks
 from mla_suite.distributed.parallel import gather, initialise
 from mla_suite.models import MLA, MLAConfig, PagedLatentCache, Step, cos_sin_table
 
-FULL = MLAConfig(hidden_size=7168, num_heads=128, q_lora_rank=1536, max_position=8192)
+FULL = MLAConfig(hidden_size=7168, num_heads=128, q_lora_rank=1536, max_position=32_768)
 PAGE = 64
 BATCHES, LENGTHS, CONTEXTS = [32, 128], [512, 4096, 32_768], [262_144, 1_048_576, 4_194_304]
 CALLS, REPLAYS = 20, 15

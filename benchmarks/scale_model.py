@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 from mla_suite.distributed.peer_memory import SECOND_EXCHANGE_BYTES, TOTAL_SLICE_BYTES, sums_in_two
@@ -23,13 +24,13 @@ KINDS = {"sum": 2 * HIDDEN, "gather": 2 * HEADS * D_QK, "merge": HEADS * (2 * D_
 NVLINK = 450e9  # bytes/s of an H200 in one direction, on which the lines below were measured
 
 
-def measured() -> dict[str, dict[str, str]]:
-    """The rows of the run on two H200s, by name."""
-    saved = (Path(__file__).parent / "results" / "distributed" / "h200x2.csv").read_text().splitlines()
-    return {row["what"]: row for row in csv.DictReader(line for line in saved if not line.startswith("#"))}
+def saved(run: str) -> list[dict[str, str]]:
+    """The rows of a run of bench_distributed.py."""
+    lines = (Path(__file__).parent / "results" / "distributed" / run).read_text().splitlines()
+    return list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
 
-MEASURED = measured()
+MEASURED = {row["what"]: row for row in saved("h200x2.csv")}
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class Machine:
 # the H200's latencies and to reach the same part of the link's rate.
 H200 = Machine("H200", 4.6e12, 790e12, NVLINK, NVLINK)
 OVER_NCCL = replace(H200, peer_memory=False)
+H100 = replace(H200, name="H100", memory=3.1e12)  # its HBM3; the links are the H200's
 MACHINES = (
     H200,
     Machine("MI300X", 5.3e12, 1307e12, 7 * 64e9, 64e9),
@@ -214,5 +216,23 @@ def layers() -> str:
     return "\n".join(lines)
 
 
+def every_way() -> str:
+    """A layer over two H100s in every way, as a share of one H100's time: measured, and by the model."""
+    rows = {(row["what"], row["split"]): row for row in saved("h100x2.csv")}
+    lines = [
+        "| layer | one GPU, us | TP | model | CP | model | DP | model |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for batch, kv_len in product((32, 128), (512, 4096, 32_768)):
+        what = f"layer B{batch} kv {kv_len}"
+        cells = [f"batch {batch}, {kv_len:,} keys", f"{float(rows[what, 'TP2']['one_us']):.0f}"]
+        for name in ("TP", "CP", "DP"):
+            row, way = rows[what, f"{name}2"], WAYS[name]
+            share = float(row["many_us"]) / float(row["one_us"])
+            cells += [f"{share:.2f}", f"{way(H100, 2, batch, kv_len) / way(H100, 1, batch, kv_len):.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
-    print("\n\n".join([*(table(machine) for machine in MACHINES), layers(), collectives()]))
+    print("\n\n".join([*(table(machine) for machine in MACHINES), layers(), collectives(), every_way()]))

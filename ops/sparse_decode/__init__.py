@@ -84,8 +84,9 @@ def sparse_decode(
 
     q             [batch, q_len, heads, head_dim] or [tokens, heads, head_dim]; bfloat16, float16, float32 or
                   float8
-    kv_caches     per pool: [pages, page, width] in its kv_format; pools differ freely in kv_format, page and size
-    indices       per pool, int32, page id * page + offset: dense [batch, q_len, topk] or [tokens, topk], or ragged [n]
+    kv_caches     per pool: [num_pages, page_size, width] in its kv_format; pools differ freely in all of these
+    indices       per pool, int32, page id * page_size + offset: dense [batch, q_len, topk] or [tokens, topk], or
+                  ragged [n]
     indptrs       per pool: int32 [query tokens + 1] for ragged indices, token t selects indptr[t]..indptr[t + 1];
                   None for dense ones
     topk_lengths  per pool, for dense indices: int32 [batch], [batch, q_len] or [tokens]: only that many of the topk

@@ -33,7 +33,7 @@ COMPILES = triton.knobs.runtime.interpret or tuple(map(int, triton.__version__.s
 class Pool(NamedTuple):
     """One pool as the kernel takes it."""
 
-    cache: Any  # [pages, page, width]
+    cache: Any  # [num_pages, page_size, width]
     index: Any  # dense [tokens, topk] or ragged [entries] int32
     indptr: Any  # [tokens + 1] int32, or None: dense
     lengths: Any  # [tokens / tokens_per_length] int32, or None: all topk

@@ -39,7 +39,7 @@ BAD = [
     (dict(kv_formats=["dsv4", "dsv5"]), "kv_format 'dsv5' is unknown; the kv_formats are"),
     ((1, torch.zeros(2, 4, 584)), r"kv_caches\[1\] is float32; kv_format 'dsv4' takes uint8"),
     ((0, record(2, 4, 1, 584)), r"kv_caches\[0\] has shape"),
-    ((0, record(2, 4, 656)), r"takes \[pages, page, 584\]"),
+    ((0, record(2, 4, 656)), r"takes \[num_pages, page_size, 584\]"),
     ((0, record(2, 4, 592)[..., :584]), r"kv_caches\[0\] has strides .* exactly 584 elements apart"),
     ((0, record(2, 4, 584).to("meta")), "is on meta"),
     ((0, record(584 * 4 + 4)[4:].view(1, 4, 584)), r"kv_caches\[0\] begins 4 bytes past a multiple of 8"),
