@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 import mla_suite
 from mla_suite.bench.saving import Table
+from mla_suite.bench.timer import queued_us
 from mla_suite.distributed import ContextParallelCache, KeyShard, Parallel, ParallelMLA, cp_decode, peer_memory
 from mla_suite.distributed.context import merge_ranks
 from mla_suite.distributed.parallel import gather, initialise
@@ -52,12 +53,7 @@ def graph_us(call: Callable[[], object]) -> float:
     times = []
     for _ in range(REPLAYS):
         dist.barrier()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / CALLS)
+        times.append(queued_us(graph.replay) / CALLS)
     slowest = torch.tensor(median(times), device="cuda")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return float(slowest)

@@ -1,10 +1,10 @@
 """The eager fast path: a call with metadata seen before only allocates, packs addresses and launches.
 
 `call` finds what calls with equal metadata share (`core/prepared.py`): by torch.compile's own TensorGuards where the
-call is like one of the last of its operator, else by a key of all metadata. It skips torch's dispatcher (6 us and more
-with the arguments of decode) where nothing could observe the operator: no mode, tracer, functorch transform, profiler
-or gradient. The public functions go through it, and by `core/torch_ops.py` calls of `torch.ops` too, those of
-Inductor's code among them.
+call is like one of the last of its operator, else by a key of all metadata; a first call goes to what `register` has
+defined. All skip torch's dispatcher (6 us and more with the arguments of decode) where nothing could observe the
+operator: no mode, tracer, functorch transform, profiler or gradient. The public functions go through it, and by
+`core/torch_ops.py` calls of `torch.ops` too, those of Inductor's code among them.
 
 Two observers cannot be asked about from Python: C++ observers without a profiler (torch's ExecutionTraceObserver on its
 own), which see the kernel and not the operator, and kernels that others registered over these. In debug mode every call

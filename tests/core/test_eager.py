@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_suite
 from mla_suite.core import dispatch, eager, register
+from mla_suite.ops.decode.samples import decode_sample
 
 COMBINE = torch.ops.mla_suite.combine.default
 
@@ -301,3 +302,26 @@ def test_calls_through_torch_ops_are_recognised(partials):
     guards = register.get("combine").known.guards
     call(*partials)
     assert register.get("combine").known.guards is guards
+
+
+def test_a_first_call_goes_past_the_dispatcher_where_it_would_be_passed_on_unchanged(monkeypatch):
+    """Tensors that require a gradient, an int for a bool and a missing tensor are the dispatcher's to judge."""
+    through, slow = [], eager._through_dispatcher
+    monkeypatch.setattr(eager, "_through_dispatcher", lambda *given: through.append(given) or slow(*given))
+    args, kwargs = decode_sample((5, 3)).make(torch.device("cpu"))
+    options = {name: value for name, value in kwargs.items() if name != "causal"}
+
+    def first(*tensors, causal=True):
+        dispatch.clear_caches()
+        return mla_suite.decode(*tensors, causal=causal, **options)[0]
+
+    out = first(*args)
+    assert not through
+    assert torch.equal(first(*args, causal=1), out)
+    assert len(through) == 1
+    assert first(args[0].clone().requires_grad_(), *args[1:]).requires_grad
+    assert len(through) == 2
+    with pytest.raises(TypeError, match="kv_cache is None; it takes a tensor"):
+        first(args[0], None, *args[2:])
+    assert len(through) == 3
+    dispatch.clear_caches()
