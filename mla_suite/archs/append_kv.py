@@ -20,10 +20,9 @@ WAVES = 8  # waves of a workgroup that writes one token
 THREADS = 1024  # threads of a workgroup that writes several tokens
 MAX_TOKENS = 512  # tokens of a workgroup
 MAX_SINGLE_TOKENS = 8  # tokens for each compute unit: up to this number, a workgroup writes one
-ENCODINGS = {"bf16": 0, "fp16": 1, "fp32": 2, "e4m3fn": 3, "e4m3fnuz": 4, "e8m0": 5}
+ENCODINGS = {"bf16": 0, "fp16": 1, "fp32": 2, "e4m3fn": 3, "e4m3fnuz": 4, "e8m0": 5, "e2m1": 6}
 IN_TYPES = {torch.bfloat16: ENCODINGS["bf16"], torch.float16: ENCODINGS["fp16"], torch.float32: ENCODINGS["fp32"]}
 MAX_SCALE_GROUP = 128
-_KNOWN = ", ".join(ENCODINGS)
 MAX_SLOTS = 2**31 - 1
 
 
@@ -84,9 +83,6 @@ class AppendConfig:
 
 def supports(problem: Problem, arch: ArchSpec, bulk_bytes: int) -> Supported | Unsupported:
     kind = get_kv_format(problem.kv_format)
-    unknown = kind.encodings - {*ENCODINGS, "pad"}
-    if unknown:
-        return Unsupported(f"kv_format {problem.kv_format} holds {', '.join(sorted(unknown))}; it takes {_KNOWN}")
     if kind.scaled > kind.latent:
         return Unsupported(f"kv_format {problem.kv_format} scales its rope values too; it stores them as they are")
     if kind.scale_rule is not None and kind.scale_rule.tile > MAX_SCALE_GROUP:
@@ -96,12 +92,16 @@ def supports(problem: Problem, arch: ArchSpec, bulk_bytes: int) -> Supported | U
     if problem.alignment < needed:
         given = f"kv_cache is aligned to {problem.alignment} bytes"
         return Unsupported(f"{given}; kv_format {problem.kv_format} needs {needed}")
-    # A workgroup looks through all later slots, so beyond a few workgroups per compute unit they share the look: then
-    # there is one for each unit, as far as its table goes.
-    shared = min(-(-problem.tokens // arch.compute_units), MAX_TOKENS)
-    config = AppendConfig(arch, shared if shared > MAX_SINGLE_TOKENS else 1, bulk_bytes)
+    config = AppendConfig(arch, tokens_of_workgroup(problem.tokens, arch), bulk_bytes)
     answer = Supported(config, f"{config.instance}, {config.tokens} to a workgroup, any kv_format")
     return missing(arch, config.instance) or answer
+
+
+def tokens_of_workgroup(tokens: int, arch: ArchSpec) -> int:
+    """A workgroup looks through all later slots, so beyond a few workgroups per compute unit they share the look: then
+    there is one for each unit, as far as its table goes."""
+    shared = min(-(-tokens // arch.compute_units), MAX_TOKENS)
+    return shared if shared > MAX_SINGLE_TOKENS else 1
 
 
 _POINTERS = inputs(AppendKvArgs)

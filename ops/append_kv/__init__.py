@@ -40,6 +40,11 @@ class Problem(NamedTuple):
     tokens: int
     kv_format: str
     alignment: int  # largest power of two up to 16 that divides the cache's address and block stride, in bytes
+    dtype: torch.dtype
+    latent: int
+    rope: int
+    rotated: bool
+    vectors: bool  # loads of 16 bytes reach every row of kv_c, and loads of two values those of k_pe and cos_sin
 
 
 def append_kv(
@@ -107,7 +112,25 @@ def check(args: AppendKvArgs) -> tuple[Output, ...]:
 
 
 def describe(args: AppendKvArgs) -> Problem:
-    return Problem(args.kv_c.shape[0], args.kv_format, caches.alignment(args.kv_cache))
+    reached = [_reached(args.kv_c, 16), _reached(args.k_pe, 2 * args.k_pe.element_size())]
+    if args.cos_sin is not None:
+        reached.append(_reached(args.cos_sin, 2 * args.cos_sin.element_size()))
+    return Problem(
+        tokens=args.kv_c.shape[0],
+        kv_format=args.kv_format,
+        alignment=caches.alignment(args.kv_cache),
+        dtype=args.kv_c.dtype,
+        latent=args.kv_c.shape[1],
+        rope=args.k_pe.shape[1],
+        rotated=args.cos_sin is not None,
+        vectors=all(reached),
+    )
+
+
+def _reached(rows: torch.Tensor, size: int) -> bool:
+    """Whether every row begins on a multiple of `size` bytes, less than 2 GiB behind the one before."""
+    apart = rows.stride(0) * rows.element_size() if rows.shape[0] > 1 else 0
+    return rows.data_ptr() % size == 0 and apart % size == 0 and apart < 2**31
 
 
 def validate(args: AppendKvArgs) -> None:

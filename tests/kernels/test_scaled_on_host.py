@@ -36,11 +36,7 @@ FAULTS = {
     "the largest of half a row": ("scaled_queries.hpp", "size = max(size, __shfl_xor_sync(~0u, size, 2));", ""),
     "the wrong row": ("scaled_queries.hpp", "+ half * 512 +", "+ half * 256 +"),
     "the other row's scale": ("mainloop_qk.hpp", "? row_scale_[half] : scale_", "? row_scale_[0] : scale_"),
-    "converted before it arrives": (
-        "mainloop_qk.hpp",
-        "      mbarrier_wait(barriers_.kv_full(kv.stage), kv.parity);\n      stage =",
-        "      stage =",
-    ),
+    "not scaled back": ("mainloop_qk.hpp", "(scale_ * inverse_power(power[half]))", "(scale_)"),
 }
 
 

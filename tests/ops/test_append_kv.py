@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import mla_suite
 from mla_suite import archs
-from mla_suite.archs.sm_90 import APPEND_BULK_BYTES, Kernels
+from mla_suite.archs.sm_90 import Kernels
+from mla_suite.archs.sm_90.append_kv import BULK_BYTES, RECORD_BULK_BYTES
 from mla_suite.build.instances import instances
 from mla_suite.core.register import get
 from mla_suite.kv_formats import KV_FORMATS, get_kv_format
@@ -289,8 +290,9 @@ def test_bad_input_is_refused_before_a_byte_is_written(case):
 
 
 def test_rows_under_way_have_the_memory_that_the_kernel_lays_out():
-    declared = {entry.constants["TOKENS"]: entry for entry in instances("sm_90") if entry.kernel == "append_kv"}
-    many = sample(5000, "bf16").make(torch.device("cpu"))
-    found = Kernels(archs.get("sm_90")).append_kv(get("append_kv").problem(*many[0], **many[1])).config
-    assert found.tokens > 1
-    assert found.shared == declared[512].dynamic_lds == APPEND_BULK_BYTES
+    declared = {entry.id: entry for entry in instances("sm_90")}
+    for kv_format, room in (("bf16", BULK_BYTES), ("v41", RECORD_BULK_BYTES)):
+        many = sample(5000, kv_format).make(torch.device("cpu"))
+        found = Kernels(archs.get("sm_90")).append_kv(get("append_kv").problem(*many[0], **many[1])).config
+        assert found.tokens > 1
+        assert found.shared == declared[found.instance].dynamic_lds == room

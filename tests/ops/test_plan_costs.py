@@ -32,7 +32,8 @@ def test_the_figures_of_an_arch():
     assert scheduler_costs(SM_90, 128) == (TILE_COST, 0, 6, costs.MAX_DEALT)
     assert scheduler_costs(SM_90, 10**12) == scheduler_costs(SM_90, 2**16)
     partial_us = 2 * costs.ROWS_PER_KEY * 2048 / 4.3e6  # bytes a us, each way
-    assert costs.FITTED.stage <= partial_us * tile.BLOCK_N <= costs.FITTED.stage + costs.FITTED.busy_stage
+    of_cta = costs.CTA_COSTS["tma"]
+    assert of_cta.stage <= partial_us * tile.BLOCK_N <= of_cta.stage + of_cta.busy_stage
 
 
 @pytest.mark.parametrize(

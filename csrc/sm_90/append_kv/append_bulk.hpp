@@ -29,7 +29,7 @@ struct AppendBulk {
 
   MLA_DEVICE static void run(const Params& p) {
     MLA_SHARED Shared shared;
-    with_plain_row(p, [&](auto row) { write(p, shared, row); });
+    with_row_of<PlainRow>(p, [&](auto row) { write(p, shared, row); });
   }
 
   template <class Row>
@@ -86,8 +86,8 @@ struct AppendBulk {
 
     MLA_DEVICE explicit RowRing(int wave) {
       extern MLA_SHARED __align__(16) uint8_t rings[];
-      static_assert(waves * ahead * RowBuffer<Row>::bytes == 90112,
-                    "append_kv: dynamic_lds in arch.toml and APPEND_BULK_BYTES in archs/sm_90 say as many");
+      static_assert(waves * ahead * RowBuffer<Row>::bytes <= 90112,
+                    "append_kv: dynamic_lds in arch.toml and BULK_BYTES in archs/sm_90 say as many");
       begin = smem_address(rings) + wave * ahead * RowBuffer<Row>::bytes;
     }
     MLA_DEVICE RowBuffer<Row> operator[](int i) const { return {begin + i * RowBuffer<Row>::bytes}; }
@@ -103,7 +103,7 @@ struct AppendBulk {
       between();
       cp_async_wait<ahead - 1>();
       __syncwarp();
-      stage.read(p, row, lane);
+      row.read(p, stage.at, lane);
       const int64_t to = list[i].to;
       if (to >= 0) row.store(p, to, lane);
       __syncwarp();

@@ -11,7 +11,7 @@ MLA_KERNEL(Kernel::threads, Kernel::min_waves) void MLA_SUITE_KERNEL(mla::Append
   if (!PlainRowFits::all(p))
     Kernel::run(p);
   else if constexpr (TOKENS == 1)
-    with_plain_row(p, [&](auto row) { AppendSingle::run(p, row); });
+    with_row_of<PlainRow>(p, [&](auto row) { AppendSingle::run(p, row); });
   else
     AppendBulk::run(p);
 }

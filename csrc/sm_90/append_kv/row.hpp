@@ -74,6 +74,8 @@ struct PlainRow {
   using Params = mla::AppendKvParams;
   static constexpr int angle_bytes = bytes_of_angle;
   static constexpr bool rotated = angle_bytes != 0;
+  static constexpr uint32_t angle_at = 1152;  // in a RowBuffer
+  MLA_DEVICE static uint32_t rope_at(const Params&) { return 1024; }
 
   Octet latent[2];
   uint32_t low, high;
@@ -105,6 +107,22 @@ struct PlainRow {
   MLA_DEVICE static int64_t offset(const Params& p, int slot) {
     const mla::Record record = mla::AppendKv<Wave, 1>::record_of(p, slot);
     return record.field(p.latent_per_block, p.latent_stride, p.latent_offset) - p.kv_cache;
+  }
+
+  // Reads the row's RowBuffer.
+  MLA_DEVICE void read(const Params& p, uint32_t at, int lane) {
+    for (int i = 0; i < 2; ++i) ld_shared_v4(at + lane * 16 + 512 * i, latent[i].data);
+    const RopePair pair(p, lane);
+    low = ld_shared_u16(at + rope_at(p) + pair.first);
+    high = ld_shared_u16(at + rope_at(p) + pair.first + pair.apart);
+    const uint32_t cos_at = at + angle_at + lane * angle_bytes, sin_at = cos_at + p.rope / 2 * angle_bytes;
+    if constexpr (angle_bytes == 4) {
+      cos = ld_shared<uint32_t>(cos_at);
+      sin = ld_shared<uint32_t>(sin_at);
+    } else if constexpr (angle_bytes == 2) {
+      cos = ld_shared_u16(cos_at);
+      sin = ld_shared_u16(sin_at);
+    }
   }
 
   MLA_DEVICE void store(const Params& p, int64_t to, int lane) {
@@ -180,15 +198,15 @@ struct PlainRow {
   }
 };
 
-// Calls `body` with the PlainRow of this call's angles.
-template <class Body>
-MLA_DEVICE void with_plain_row(const mla::AppendKvParams& p, Body body) {
+// Calls `body` with the Row of this call's angles.
+template <template <int> class Row, class Body>
+MLA_DEVICE void with_row_of(const mla::AppendKvParams& p, Body body) {
   if (p.cos_sin == nullptr)
-    body(PlainRow<0>());
+    body(Row<0>());
   else if (p.angle_type == mla::ENCODED_FP32)
-    body(PlainRow<4>());
+    body(Row<4>());
   else
-    body(PlainRow<2>());
+    body(Row<2>());
 }
 
 }  // namespace mla::sm_90

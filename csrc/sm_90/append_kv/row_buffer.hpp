@@ -8,12 +8,12 @@
 
 namespace mla::sm_90 {
 
-// A warp's shared memory for one row: for each lane twice 16 bytes of latents, two rope values, and two values of
-// cos_sin.
+// A warp's shared memory for one row: for each lane twice 16 bytes of latents, two rope values where the row wants them,
+// and two values of cos_sin.
 template <class Row>
 struct RowBuffer {
   using Params = mla::AppendKvParams;
-  static constexpr uint32_t rope_at = 1024, angle_at = 1152, bytes = 1408;
+  static constexpr uint32_t angle_at = Row::angle_at, bytes = angle_at + 256;
 
   uint32_t at;
 
@@ -24,7 +24,7 @@ struct RowBuffer {
     for (int i = 0; i < 2; ++i)
       cp_async_zfill_if<16>(lane * 8 + 256 * i < p.latent, at + lane * 16 + 512 * i, latents + 512 * i, true);
     const uint64_t ropes = reinterpret_cast<uint64_t>(p.k_pe) + lane * 4 + of_row(token, p.k_pe_stride * 2);
-    cp_async_zfill_if<4>(2 * lane < p.rope, at + rope_at + lane * 4, ropes, true);
+    cp_async_zfill_if<4>(2 * lane < p.rope, at + Row::rope_at(p) + lane * 4, ropes, true);
   }
 
   // Copies cosine and sine. It is separate because it needs the token's position.
@@ -34,22 +34,6 @@ struct RowBuffer {
       const uint64_t from =
           reinterpret_cast<uint64_t>(p.cos_sin) + lane * each + of_row(position, p.cos_sin_stride * Row::angle_bytes);
       cp_async_zfill_if<each>(2 * lane < p.rope, at + angle_at + lane * each, from, true);
-    }
-  }
-
-  // Reads the buffer into the row's registers.
-  MLA_DEVICE void read(const Params& p, Row& row, int lane) const {
-    for (int i = 0; i < 2; ++i) ld_shared_v4(at + lane * 16 + 512 * i, row.latent[i].data);
-    const RopePair pair(p, lane);
-    row.low = ld_shared_u16(at + rope_at + pair.first);
-    row.high = ld_shared_u16(at + rope_at + pair.first + pair.apart);
-    const uint32_t cos = at + angle_at + lane * Row::angle_bytes, sin = cos + p.rope / 2 * Row::angle_bytes;
-    if constexpr (Row::angle_bytes == 4) {
-      row.cos = ld_shared<uint32_t>(cos);
-      row.sin = ld_shared<uint32_t>(sin);
-    } else if constexpr (Row::angle_bytes == 2) {
-      row.cos = ld_shared_u16(cos);
-      row.sin = ld_shared_u16(sin);
     }
   }
 

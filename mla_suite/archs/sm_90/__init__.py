@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from mla_suite.archs.base import CommonKernels
-from mla_suite.archs.sm_90 import costs, decode, sparse_decode
+from mla_suite.archs.sm_90 import append_kv, costs, decode, sparse_decode
 from mla_suite.archs.sm_90.tile import BLOCK_M
 from mla_suite.core.dispatch import Supported, Unsupported
+from mla_suite.ops.append_kv import Problem as AppendKvProblem
 from mla_suite.ops.decode import Problem as DecodeProblem
 from mla_suite.ops.plan.scheduler import SchedulerCosts
 from mla_suite.ops.sparse_decode import Problem as SparseDecodeProblem
 
 # On an H200 five warps, a split a lane for 132 SM parts, are the fastest as long as each sequence has a thread, too.
 PLAN_WAVES = (("search", (5, 8)), ("balanced", (5, 16)), ("uniform", (8, 8)))
-APPEND_BULK_BYTES = 90_112  # dynamic shared memory of the bulk kernel, as csrc/sm_90/append_kv/append_bulk.hpp has it
 # With the kernel that quantises them, fp8 queries take an H100 0.93 to 1.00 of the time of 16-bit ones from 64 rows on,
 # and as long with 16 (csrc/sm_90/decode/PERF.md).
 FP8_QUERY_ROWS = 64
@@ -22,7 +22,7 @@ class Kernels(CommonKernels):
     wavefront = 32
     tile_rows = BLOCK_M
     plan_waves = PLAN_WAVES
-    append_bulk_bytes = APPEND_BULK_BYTES
+    append_bulk_bytes = append_kv.BULK_BYTES
     fp8_query_rows = FP8_QUERY_ROWS
 
     def decode(self, problem: DecodeProblem) -> Supported | Unsupported:
@@ -30,6 +30,9 @@ class Kernels(CommonKernels):
 
     def sparse_decode(self, problem: SparseDecodeProblem) -> Supported | Unsupported:
         return sparse_decode.supports(problem, self.arch)
+
+    def append_kv(self, problem: AppendKvProblem) -> Supported | Unsupported:
+        return append_kv.supports(problem, self.arch)
 
     def scheduler_costs(self, num_q_rows: int) -> SchedulerCosts:
         return costs.scheduler_costs(num_q_rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,11 +38,8 @@ class CostModel:
 
     clock_mhz: int = 1980
 
-    stage: float = 0.72  # one stage of keys in a CTA
-    busy_stage: float = 0.12  # more where every SM is busy, and in proportion: power holds the clock down
-    tile: float = 4.5  # one work tile of a CTA beside its stages
     read_share: float = 1.04  # of the memory's rate, where nothing else is near to being the limit
-    uneven_read: float = 0.07  # more of the time to read, at most, where CTAs are one and two to a TPC
+    uneven_read: float = 0.075  # more of the time to read, at most, where CTAs are one and two to a TPC
     combine: float = 2.6  # combine, however little it combines
     combined_bytes: float = 0.1e6  # bytes of partials that an SM writes and reads per microsecond
     late_combine: float = 3.1  # more of combine where some of its CTAs found no SM before decode ended
@@ -61,6 +58,24 @@ class CostModel:
 
 
 FITTED = CostModel()
+
+
+class CtaCosts(NamedTuple):
+    """Times of a CTA, in the same microseconds."""
+
+    stage: float  # one stage of keys
+    busy_stage: float  # more where every SM is busy, and in proportion: power holds the clock down
+    tile: float  # one work tile beside its stages
+
+
+CTA_COSTS = {
+    "tma": CtaCosts(0.72, 0.12, 4.5),
+    "fp8": CtaCosts(0.9, 0.12, 4.5),
+    "swap_ab 16": CtaCosts(0.6, 0.15, 5.0),
+    "swap_ab 32": CtaCosts(0.75, 0.12, 7.0),
+}
+"""kv_load, with the most query rows of a CTA where keys are the first operand -> its times. Others take those of 'tma'.
+Fitted to an H200's ('tma') and an H100's, which the sums meet within 4 to 7 % on average."""
 _LEAST_COMBINE = FITTED.combine - max(FITTED.streaming_gain, FITTED.exchange_streaming_gain - FITTED.cluster_exchange)
 """More than two splits take no less to combine, but for cluster_mode reduce_o, which saves a share of decode's time."""
 _LEAST_REDUCE = FITTED.combine + FITTED.cluster_reduce
@@ -102,17 +117,20 @@ def scaling_pays(stages: float) -> bool:
 class Estimate:
     """Times of decode, in microseconds, where sequences have at most `stages` x 32 keys.
 
-    kv_load  'tma', 'cp_async', 'fp8', 'swap_ab' or 'tma_rotated': clusters are for all but 'cp_async' and 'swap_ab',
-             those that exchange P and streaming for 'tma' alone
+    kv_load  'tma', 'cp_async', 'fp8', 'swap_ab' or 'tma_rotated': clusters are for all but 'cp_async', those that
+             exchange P and streaming for 'tma' alone; those of 'swap_ab' are of 'fp8' (`paired`)
     """
 
-    __slots__ = ("arch", "batch", "clusters", "max_groups", "read", "resident", "rows", "stages", "tall", "tiles",
-                 "tma", "units")  # fmt: skip
+    __slots__ = ("arch", "batch", "clusters", "costs", "max_groups", "paired", "read", "resident", "rows", "stages",
+                 "tall", "tiles", "tma", "units")  # fmt: skip
 
     def __init__(self, arch: ArchSpec, kv_load: str, batch: int, rows: int, stages: int) -> None:
         self.arch, self.tma, self.batch, self.rows, self.stages = arch, kv_load == "tma", batch, rows, stages
         clustered = ("reduce_o", "exchange_p") if self.tma else ("reduce_o",)
         self.clusters = () if kv_load in ("cp_async", "swap_ab") else clustered
+        self.paired = Estimate(arch, "fp8", batch, rows, stages) if kv_load == "swap_ab" else self
+        named = f"swap_ab {16 if rows <= 16 else 32}" if kv_load == "swap_ab" else kv_load
+        self.costs = CTA_COSTS.get(named, CTA_COSTS["tma"])
         self.units = arch.compute_units
         self.tiles = -(-rows // BLOCK_M)
         self.max_groups = groups_of(arch, 1 << 62, self.tiles)
@@ -164,8 +182,8 @@ class Estimate:
         return time
 
     def _ctas(self, length: Any, waves: Any, busy: Any) -> Any:
-        stage = FITTED.stage + FITTED.busy_stage * busy / self.units
-        return waves * (length * stage + FITTED.tile)
+        stage = self.costs.stage + self.costs.busy_stage * busy / self.units
+        return waves * (length * stage + self.costs.tile)
 
     def _with_memory(self, ctas: Any, busy: Any) -> Any:
         """The longer of what CTAs and memory take, and up to 12 % more where both take about as long.
@@ -173,7 +191,7 @@ class Estimate:
         Where some TPCs have two CTAs and others one, those that share a TPC's way to memory end later.
         """
         shared = np.maximum(2 * busy / self.units - 1, 0)
-        read = self.read * (1 + FITTED.uneven_read * 4 * shared * (1 - shared))
+        read = self.read * (1 + FITTED.uneven_read * 6.75 * shared * (1 - shared) ** 2)
         return ctas * (1 + (read / ctas) ** 6) ** (1 / 6)
 
     def combine(self, free: int, partials: int) -> float:
@@ -206,7 +224,7 @@ class Estimate:
 
     def one_tile(self, splits: int) -> bool:
         """Whether every CTA has one work tile, and clusters have instances."""
-        return bool(self.clusters) and self.batch * splits <= self.max_groups
+        return bool(self.paired.clusters) and self.batch * splits <= self.max_groups
 
     def plan_saves_little(self, splits: int) -> bool:
         """Whether a plan costs more than it saves over this number of equal splits for each sequence.
@@ -214,7 +232,7 @@ class Estimate:
         All of them run at once, so a plan saves what the longest split takes longer than the mean: half of its stages,
         if lengths are anything up to the longest.
         """
-        stage = FITTED.stage + FITTED.busy_stage * self.busy(splits) / self.units
+        stage = self.costs.stage + self.costs.busy_stage * self.busy(splits) / self.units
         return self.one_tile(splits) and -(-self.stages // splits) * stage <= 2 * FITTED.plan
 
     def in_pairs(self, splits: int) -> bool:
@@ -234,6 +252,10 @@ class Estimate:
         times = {"none": self.combine(free, splits) + port - (FITTED.streaming_gain if streams else 0.0)}
         if not self.in_pairs(splits):
             return times
+        if self.paired is not self:
+            times["reduce_o"] = self.paired.decode(splits) + self.paired.combines(splits)["reduce_o"]
+            times["reduce_o"] -= self.decode(splits)
+            return times
         behind = self.combine(free, splits // 2) if splits > 2 else 0.0
         gain = FITTED.cluster_reduce_gain * self.ctas(splits)
         times["reduce_o"] = FITTED.cluster_reduce - gain + 2 * port + behind
@@ -244,6 +266,10 @@ class Estimate:
             streams = room and splits // 2 <= MAX_STREAMED_SPLITS
             times["exchange_p"] += -FITTED.exchange_streaming_gain if streams else FITTED.exchange_behind + port
         return times
+
+    def total(self, splits: int) -> float:
+        """The call, combined in the way that takes the least time."""
+        return self.decode(splits) + min(self.combines(splits).values())
 
     def cluster_mode(self, splits: int) -> str:
         """The cluster_mode that takes the least time."""
@@ -263,14 +289,14 @@ def splits_worth_trying(most: int, stages: int, full: int = 0) -> Any:
 
     More splits of the same length only add CTAs, which slow each other down, and partials. `most` itself is one more:
     it leaves combine to the end of decode, when all SMs are free for it. So are the most and the most even ones up to
-    `full`, which give all TPCs as many CTAs.
+    `full` and to half of it, which give all TPCs as many CTAs.
     """
     splits = np.arange(1, most + 1)
     lengths = np.ceil(stages / splits)
     tried = np.ones(most, dtype=bool)
     np.not_equal(lengths[1:], lengths[:-1], out=tried[1:])
     tried[1::2] |= tried[: most - 1 : 2]  # an even count behind an odd one, which is the first of its length
-    tried[[-1, *[count - 1 for count in (full, full & -2) if 0 < count <= most]]] = True
+    tried[[-1, *[count - 1 for count in (full, full & -2, full // 2, full // 2 & -2) if 0 < count <= most]]] = True
     return splits[tried]
 
 
@@ -281,14 +307,23 @@ def max_splits(arch: ArchSpec, ctas: int, stages: int) -> int:
 
 @lru_cache(maxsize=4096)
 def best_splits(arch: ArchSpec, kv_load: str, batch: int, rows: int, stages: int) -> int:
-    """Splits per sequence of at most `stages` x 32 keys: the count that should take the least time.
-
-    Counts are tried from the shortest time that they could take on, until that is longer than a time that was found.
-    """
+    """Splits per sequence of at most `stages` x 32 keys: the count that should take the least time."""
     most = max_splits(arch, batch * -(-rows // BLOCK_M), stages)
     if most == 1:
         return 1
     estimate = Estimate(arch, kv_load, batch, rows, stages)
+    found = _least(estimate, most)
+    if estimate.paired is estimate:
+        return found
+    return min(found, _least(estimate.paired, most), key=estimate.total)
+
+
+def _least(estimate: Estimate, most: int) -> int:
+    """The count of up to `most` splits that should take the least time.
+
+    Counts are tried from the shortest time that they could take on, until that is longer than a time that was found.
+    """
+    batch, stages = estimate.batch, estimate.stages
     splits = splits_worth_trying(most, stages, estimate.max_groups // batch)
     decodes, free, bounds = estimate.bounds(splits)
     tried = []

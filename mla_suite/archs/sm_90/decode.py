@@ -172,13 +172,14 @@ class Sm90Config:
 
     @cached_property
     def clustered(self) -> dict[str, Sm90Config]:
-        """The instance with each cluster mode. One without clusters gives way to the one that it costs as."""
+        """The instance with each cluster mode. One without clusters may give way to another."""
         point, own = (self.arch, self.dtype, self.width), self.load.cluster_modes[self.width]
-        modes = ("none",) if self.narrow else KV_LOADS[self.costs_as].cluster_modes[self.width]
+        other = self.load.clusters_of or self.kv_load
+        modes = KV_LOADS[other].cluster_modes[self.width]
         return {
             mode: _config(*point, self.kv_load, mode, self.q_rows, self.masked)
             if mode in own
-            else _config(*point, self.costs_as, mode, BLOCK_M, self.masked)
+            else _config(*point, other, mode, BLOCK_M, self.masked)
             for mode in modes
         }
 

@@ -22,6 +22,7 @@ class KvLoad:
     by_box         the copy engine brings keys, 32 of one page at a time
     rotates        keys are un-rotated in the cache: 'rotated' in REGISTER_STEPS, and ROTATED_KEY_BYTES
     narrow         types of queries for rows of NARROW widths
+    clusters_of    the kv_load whose instances it gives way to where a cluster is wanted
     instance       its name, from the members of Sm90Config
     threads        of a CTA: four warpgroups of which one loads keys, one computes P and two hold the result; or three
                    of which one loads keys and two compute P and the result
@@ -31,6 +32,7 @@ class KvLoad:
     cluster_modes: Mapping[int, tuple[str, ...]]
     stages: Mapping[tuple[int, int], int]
     costs_as: Mapping[int, str]
+    clusters_of: str = ""
     instance: str = "decode_dtype-{dtype}_dqk-{width}_kvsource-{kv_load}_clustermode-{cluster_mode}"
     narrow: tuple[str, ...] = ()
     threads: int = 512
@@ -69,6 +71,7 @@ KV_LOADS = {
         cluster_modes={576: ("none",)},
         stages={(576, 16): 11, (576, 32): 9},
         costs_as={576: "swap_ab"},
+        clusters_of="fp8",
         instance="swap_ab_decode_dtype-{dtype}_qrows-{q_rows}",
         threads=384,
     ),

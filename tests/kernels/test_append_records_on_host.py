@@ -1,0 +1,131 @@
+"""Rows of sm_90's records that scale all values, run on a CPU (kernels_on_host.py): the reference's bytes exactly."""
+
+from __future__ import annotations
+
+import subprocess
+from functools import partial
+
+import pytest
+import torch
+from kernels_on_host import compiled, with_a_fault
+from planted import each_of
+
+from mla_suite import archs
+from mla_suite.archs.sm_90 import Kernels
+from mla_suite.archs.sm_90.append_kv import RECORDS
+from mla_suite.build import params
+from mla_suite.kv_formats import cache as caches
+from mla_suite.kv_formats import get_kv_format
+from mla_suite.ops.append_kv import APPEND_KV, AppendKvArgs, reference
+
+TOKENS, PAGES, PAGE = 24, 9, 5
+ANGLES = {"none": None, "fp32": torch.float32, "bf16": torch.bfloat16}
+build = partial(compiled, "append_records.cpp")
+
+
+def rows_of(seed):
+    """bf16 rows: of every size, zeros of both signs, a NaN, infinities, and bounds between two e2m1 codes."""
+    draw = torch.Generator().manual_seed(seed)
+    rows = torch.randn(TOKENS, 512, generator=draw) * 2.0 ** torch.randint(
+        -40, 40, (TOKENS, 32), generator=draw
+    ).repeat(1, 16)
+    bounds = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])[torch.randint(0, 8, (4, 512), generator=draw)]
+    rows[:4] = bounds * torch.randint(8, 16, (4, 1), generator=draw) * torch.randn(4, 512, generator=draw).sign()
+    rows[4:6] = torch.tensor([0.0, -0.0]).repeat(2, 256)
+    rows[6, 100], rows[7, 500], rows[8, 3] = torch.nan, torch.inf, -torch.inf
+    rows[9] *= 1e-38
+    rows[10] = 3e38
+    return rows.bfloat16()
+
+
+def arguments(name, seed, angles, interleaved):
+    kind, rows = get_kv_format(name), rows_of(seed)
+    latent = 448 if angles != "none" or kind.rope else 512
+    cache = caches.empty(kind, PAGES, PAGE)
+    torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage()).fill_(0xAA)
+    slots = torch.randperm(PAGES * PAGE, generator=torch.Generator().manual_seed(seed))[:TOKENS].int()
+    cos_sin = positions = None
+    if ANGLES[angles] is not None:
+        turn = torch.rand(50, 32, generator=torch.Generator().manual_seed(seed)) * 6.28
+        cos_sin = torch.cat([turn.cos(), turn.sin()], 1).to(ANGLES[angles])
+        positions = (torch.arange(TOKENS) * 7 % 50).int()
+    k_pe = rows[:, latent:].contiguous()
+    return AppendKvArgs(
+        *(rows[:, :latent].contiguous(), k_pe, cache, slots, None, cos_sin, positions),
+        kv_format=name,
+        interleaved=interleaved,
+    )
+
+
+def by_kernel(program, folder, args):
+    """The cache after the program."""
+    answer = Kernels(archs.get("sm_90")).append_kv(APPEND_KV.describe(args))
+    (launch,) = answer.config.spec((), args).launches
+    struct = params.load("append_kv")
+    numbers = launch.numbers | {field.name: 0 for field in struct.fields if field.name not in launch.numbers}
+    given = {"params": None, "kv_c": args.kv_c, "k_pe": args.k_pe, "cache": None, "slots": args.slot_mapping}
+    given |= {} if args.cos_sin is None else {"cos_sin": args.cos_sin, "positions": args.positions}
+    for name, tensor in given.items():
+        if tensor is not None:
+            (folder / name).write_bytes(bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist()))
+    (folder / "params").write_bytes(struct.pack(**numbers))
+    (folder / "cache").write_bytes(bytes(raw(args.kv_cache).tolist()))
+    done = subprocess.run([program, *(folder / name for name in given)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = torch.tensor(list((folder / "cache").read_bytes()), dtype=torch.uint8)
+    return written.as_strided(args.kv_cache.shape, args.kv_cache.stride())
+
+
+def raw(cache):
+    return torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
+
+
+def with_positive_nan(kind, cache):
+    """All bytes, e4m3's NaN among the values without its sign, of which the definition says nothing."""
+    slots = torch.arange(PAGES * PAGE)
+    if kind.by_name["latent"].encoding == "e4m3fn":
+        codes = caches.fields_at(kind, cache, slots)["latent"].view(torch.uint8)
+        codes[codes & 0x7F == 0x7F] = 0x7F
+        caches.put_fields(kind, cache, slots, {"latent": codes})
+    return raw(cache)
+
+
+def differences(program, folder, name):
+    """Bytes that differ from the reference's, over all ways to rotate."""
+    found = 0
+    for seed, angles in enumerate(ANGLES if RECORDS[name] != "v32nope" else ["none"]):
+        for interleaved in (True, False) if angles != "none" else (True,):
+            args = arguments(name, seed, angles, interleaved)
+            got = by_kernel(program, folder, args)
+            reference.run(None, (), args)
+            kind = get_kv_format(name)
+            found += int((with_positive_nan(kind, got) != with_positive_nan(kind, args.kv_cache)).sum())
+    return found
+
+
+@pytest.mark.parametrize("record", ["v41", "v41_fp4", "v32nope"])
+def test_the_references_bytes(tmp_path, record):
+    program = build(tmp_path / "append", {"FORMAT": record, "HOST_BLOCK_THREADS": 32})
+    for name in (name for name, of in RECORDS.items() if of == record):
+        assert differences(program, tmp_path, name) == 0, name
+
+
+FAULTS = {
+    "rounded to even": ("(bits & 0xffff) != 0 ? 1 : 0", "bits >> 15 & 1"),
+    "a tie goes up": ("+ (size >> 9 & 0x00010001)", "+ 0x00010001"),
+    "no largest code": ("min_u16x2(quotients & 0x7fff7fff, LARGEST)", "(quotients & 0x7fff7fff)"),
+    "codes of NaN": ("& some;", ";"),
+    "halves exchanged": ("bytes[i] = halves | halves >> 12;", "bytes[i] = halves << 4 | halves >> 16;"),
+    "the scale of half a tile": ("apart < LANES", "apart < LANES / 2"),
+}
+
+
+HEADER = "sm_90/append_kv/record_row.hpp"
+
+
+@each_of(FAULTS, "a tie goes up", place=lambda right, broken: (HEADER, right))
+def test_a_fault_is_found(tmp_path, name):
+    changed = with_a_fault(tmp_path / "csrc", HEADER, *FAULTS[name])
+    record = "v41" if name == "the scale of half a tile" else "v41_fp4"
+    program = build(tmp_path / "append", {"FORMAT": record, "HOST_BLOCK_THREADS": 32}, changed)
+    assert differences(program, tmp_path, record) > 0
