@@ -70,7 +70,10 @@ def written(name, slots, interleaved, wide, first_slot=0, first_angle=0):
 
 
 # tokens: one to a workgroup, a dozen, 152, and with 70000 as many as it takes
-SIZES = ((300, "bf16"), (1500, "bf16"), (20_000, "bf16"), (300, "v32"), (1500, "v32"))
+SIZES = (
+    *((300, "bf16"), (1500, "bf16"), (20_000, "bf16"), (300, "v32"), (1500, "v32")),
+    *((300, "v41"), (20_000, "v41_vllm"), (300, "v41_fp4_interleaved"), (1500, "v41_fp4")),
+)
 CASES = [(tokens, slots, name) for tokens, name in SIZES for slots in SLOTS]
 
 

@@ -10,10 +10,10 @@ import pytest
 import sparse_runs
 import torch
 from gpu_problems import Recorded, moved
-from sparse_problems import MODES, POOLS, V41_POOLS, in_mode, problem
+from sparse_problems import FP8_POOLS, MODES, POOLS, V41_POOLS, in_mode, problem
 
 import mla_suite
-from mla_suite.archs.sm_90.sparse_decode import FAST_MEMORY, LEAST_KEYS, SLOTS, SWAP_AB, WIDTHS
+from mla_suite.archs.sm_90.sparse_decode import FAST_MEMORY, INVARIANT_KEYS, LEAST_KEYS, SLOTS, SWAP_AB, WIDTHS
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
@@ -120,7 +120,7 @@ def test_any_bytes_of_a_v41_record(name):
 @pytest.mark.parametrize("heads", HEADS)
 def test_within_the_rounding_bound(heads):
     """Any two of heads, pools and mode meet at least once."""
-    for j, pools in enumerate((POOLS | V41_POOLS).values()):
+    for j, pools in enumerate((POOLS | V41_POOLS | FP8_POOLS).values()):
         mode = MODES[(HEADS.index(heads) + j) % len(MODES)]
         args, kwargs = problem(pools, 6, heads, seed=heads + j)
         in_mode(mode, args, kwargs, seed=heads)
@@ -281,7 +281,7 @@ def test_pairs_of_blocks_give_the_bits_of_blocks_alone(pools, splits):
     if current_arch(torch.empty(1, device=CUDA)).name != "sm_90":
         pytest.skip("only sm_90 has clusters of two thread blocks")
     args, kwargs = problem(
-        [(name, pages, page, topk * 3) for name, pages, page, topk in (POOLS | V41_POOLS)[pools]], 400, 256
+        [(name, pages, page, topk * 3) for name, pages, page, topk in (POOLS | V41_POOLS | FP8_POOLS)[pools]], 400, 256
     )
     draw = torch.Generator().manual_seed(splits)
     args[4] = [(torch.rand(400, generator=draw) * index.shape[1] * 1.5 - index.shape[1] / 2).clamp(0).int()
@@ -310,11 +310,12 @@ def test_batch_invariant_bits(heads, pools, split_size):
 @pytest.mark.parametrize("shorter", [0, 64])
 @pytest.mark.parametrize("by", ["num_splits", "split_size"])
 def test_long_splits_of_few_heads_have_keys_as_the_first_operand(heads, at_most, shorter, by):
-    """From a length that depends on the heads and the memory of this GPU."""
+    """From a length that depends on the heads and, but in batch-invariant mode, on the memory of this GPU."""
     arch = current_arch(torch.empty(1, device=CUDA))
     if arch.name != "sm_90":
         pytest.skip("only sm_90 has kernels with keys as the first operand")
-    length = LEAST_KEYS[at_most or 32][arch.memory_bytes_per_s < FAST_MEMORY] - shorter
+    of_gpu = LEAST_KEYS[at_most or 32][arch.memory_bytes_per_s < FAST_MEMORY]
+    length = (of_gpu if by == "num_splits" else INVARIANT_KEYS[at_most or 32]) - shorter
     topk, options = (2 * length, {by: 2}) if by == "num_splits" else (40, {by: length})
     args, kwargs = problem([("v32", 3, 64, topk)], 2, heads)
     first = at_most is not None and not shorter
