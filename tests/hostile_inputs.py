@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 
 from mla_suite.kv_formats import cache as caches
@@ -38,6 +39,15 @@ def pairwise_cover(axes):
         missing -= {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}
         rows.append(row)
     return rows
+
+
+def in_turn(turns, values):
+    """Parameters (turn, value): a default run takes each value with one of the turns, a full run with each of them."""
+    return [
+        pytest.param(turn, value, marks=[] if row % len(turns) == column else pytest.mark.full)
+        for row, value in enumerate(values)
+        for column, turn in enumerate(turns)
+    ]
 
 
 def raw(cache):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,5 +110,6 @@ def test_every_declared_plan_and_append_kv_is_picked(name):
     kernels = archs.kernels(record)
     plans = PlanConfig(record, kernels.plan_waves)
     picked = {plans.instance(step, batch) for step, _ in kernels.plan_waves for batch in (1, FEW + 1)}
-    picked |= {AppendConfig(record, tokens).instance for tokens in (1, 2, MAX_TOKENS)}
-    assert {item.id for item in instances(name) if item.kernel in ("plan", "append_kv")} == picked
+    for tokens, run in itertools.product((1, 2, MAX_TOKENS), {False, kernels.append_has_runs}):
+        picked.add(AppendConfig(record, tokens, one_run=run).instance)
+    assert {item.id for item in instances(name) if item.kernel in ("plan", "append_kv", "append_kv_run")} == picked

@@ -17,12 +17,21 @@ from mla_suite.core import register
 
 CPU = torch.device("cpu")
 SAMPLES = [(op, sample) for op in register.registry().values() for sample in op.samples()]
-FIRST = [(op, op.samples()[0]) for op in register.registry().values()]
+FIRST = [next(pair for pair in SAMPLES if pair[0] is op) for op in register.registry().values()]
 BACKWARD = "has no backward: it is an inference operator; detach its inputs or use torch.no_grad()"
 
 
-def each(pairs):
-    return pytest.mark.parametrize(("op", "sample"), pairs, ids=[f"{op.name}-{sample.name}" for op, sample in pairs])
+def each(pairs, in_default=None):
+    """Every pair as parameters; a default run takes those of `in_default`, or all."""
+    taken = [id(sample) for _, sample in (pairs if in_default is None else in_default)]
+    marks = [[] if id(sample) in taken else [pytest.mark.full] for _, sample in pairs]
+    return pytest.mark.parametrize(
+        ("op", "sample"),
+        [
+            pytest.param(op, sample, marks=own, id=f"{op.name}-{sample.name}")
+            for (op, sample), own in zip(pairs, marks, strict=True)
+        ],
+    )
 
 
 def packet(op):
@@ -93,13 +102,23 @@ def test_outputs_in_memory_that_is_still_needed_are_refused(op, sample):
             packet(op).out(first, *rest, **kwargs, **outputs | {name: shared})
 
 
-@each(SAMPLES)
-def test_compiled_equals_eager(op, sample):
+def equal_to_eager(op, sample, backend):
     args, kwargs = sample.make(CPU)
     torch._dynamo.reset()
-    compiled = torch.compile(lambda a, k: packet(op)(*a, **k), fullgraph=True)
+    compiled = torch.compile(lambda a, k: packet(op)(*a, **k), fullgraph=True, backend=backend)
     mine, theirs = copy.deepcopy(args), copy.deepcopy(args)
     assert same((compiled(mine, kwargs), mine), (packet(op)(*theirs, **kwargs), theirs))
+
+
+@each(SAMPLES)
+def test_compiled_equals_eager(op, sample):
+    equal_to_eager(op, sample, "aot_eager")
+
+
+@each(SAMPLES, FIRST)
+def test_inductors_code_equals_eager(op, sample):
+    """It calls the operator as it is, so one sample of each shows what it does."""
+    equal_to_eager(op, sample, "inductor")
 
 
 @each(SAMPLES)
@@ -166,7 +185,7 @@ def test_backward_is_refused_in_one_sentence(op, sample, compiled):
 
 
 @pytest.mark.parametrize("arch", [None, "gfx942", "gfx950"])
-@each([pair for pair in SAMPLES if pair[0].mutates or pair[0].outputs])
+@each([pair for pair in SAMPLES if pair[0].mutates or pair[0].outputs], FIRST)
 def test_a_write_counts_as_a_new_version(op, sample, arch):
     """On every backend, the first time and on the fast path: autograd raises where it saved what was overwritten."""
     args, kwargs = sample.make(CPU)

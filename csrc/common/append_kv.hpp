@@ -4,7 +4,8 @@
 // instead, so the workgroup first scans the later slots for duplicates of its own. With many tokens it looks each later
 // slot up in a table of its own slots, because comparing all with all would take ten times as long as writing 65536
 // tokens. The rows of append_row.hpp are loaded during the scan, two to a wave. Rows of other formats are written in
-// pieces, each by one wave: up to 128 latent values, or those of one scale, or the rope part.
+// pieces, each by one wave: up to 128 latent values, or those of one scale, or the rope part. `one_run` says that the whole
+// row is one run of values that are scaled alike, so that rope values are in its pieces.
 #pragma once
 
 #include "common/append_row.hpp"
@@ -12,9 +13,9 @@
 
 namespace mla {
 
-template <class Wave, int most_tokens>
+template <class Wave, int most_tokens, bool one_run = false>
 struct AppendKv {
-  using Row = AppendRow<Wave>;
+  using Row = AppendRow<Wave, one_run>;
   // One token needs a wave for each piece of its row: at most 7 tiles and the rope part. Many tokens take all waves.
   static constexpr int waves = most_tokens == 1 ? 8 : 1024 / Wave::lanes;
   static constexpr int threads = waves * Wave::lanes;
@@ -77,7 +78,7 @@ struct AppendKv {
     }
     if (written_later(p, token, slot) || slot < 0) return;
     const Record record = record_of(p, slot);
-    if (wave == 0) row.store_latent(Wave::reread(p), record, lane);
+    if (wave == 0) row.store_latent(Wave::reread(p), record, token, lane);
     if (wave == 1) row.store_rest(Wave::reread(p), record, angle, lane);
   }
 
@@ -110,7 +111,7 @@ struct AppendKv {
     if (slot >= 0) {
       const auto angle = row.load_angle(Wave::reread(p), lane);
       const Record record = record_of(Wave::reread(p), slot);
-      row.store_latent(Wave::reread(p), record, lane);
+      row.store_latent(Wave::reread(p), record, first + own, lane);
       row.store_rest(Wave::reread(p), record, angle, lane);
     }
     const int next = own + step;
@@ -130,7 +131,7 @@ struct AppendKv {
 
   MLA_DEVICE static int piece_length(const AppendKvParams& p) { return p.tile > 0 ? p.tile : plain_piece; }
   MLA_DEVICE static int pieces_of(const AppendKvParams& p, int length) {
-    return (p.latent + length - 1) / length + 1;  // with the rope part
+    return (Row::length(p) + length - 1) / length + 1;  // with the rope part, or padding alone
   }
 
   MLA_DEVICE static Record record_of(const AppendKvParams& p, int slot) {
@@ -219,9 +220,10 @@ struct AppendKv {
                                       int lane) {
     constexpr int per_lane = (scaled ? piece : plain_piece) / Wave::lanes;
     const int first = number * length;
-    const int count = p.latent - first < length ? p.latent - first : length;
+    const int count = Row::length(p) - first < length ? Row::length(p) - first : length;
     float values[per_lane];
-    load_values(p, token * p.kv_c_stride + first, count, lane, values);
+    if (one_run && first + count > p.latent) load_run(p, token, first, count, lane, values);
+    else load_values(p, token * p.kv_c_stride + first, count, lane, values);
     if constexpr (scaled) {
       const float scale = scale_of(p, values, lane);
       uint8_t* scales = record.field(p.scale_per_block, p.scale_stride, p.scale_offset);
@@ -231,6 +233,11 @@ struct AppendKv {
       for (int i = 0; i < per_lane; ++i) values[i] = values[i] / *p.kv_descale;
     }
     uint8_t* latents = record.field(p.latent_per_block, p.latent_stride, p.latent_offset);
+    if constexpr (one_run) {
+      if (p.latent_encoding == ENCODED_E2M1) store_halves(latents, first, count, lane, values);
+      else store_values<ENCODED_E4M3FN>(latents, first, count, lane, values);
+      return;
+    }
     if (p.latent_encoding == ENCODED_BF16) store_values<ENCODED_BF16>(latents, first, count, lane, values);
     else if (p.latent_encoding == ENCODED_FP16) store_values<ENCODED_FP16>(latents, first, count, lane, values);
     else if (p.latent_encoding == ENCODED_FP32) store_values<ENCODED_FP32>(latents, first, count, lane, values);
@@ -253,6 +260,49 @@ struct AppendKv {
     for (int i = 0; i < n; ++i) values[i] = value_of<Wave>(bits[i], p.in_type);
   }
 
+  // The same of values from column `first` on that are latents, rope values or both.
+  template <int n>
+  MLA_DEVICE static void load_run(const AppendKvParams& p, int token, int first, int count, int lane,
+                                  float (&values)[n]) {
+    for (int i = 0; i < n; ++i) {
+      const int column = first + lane + i * Wave::lanes;
+      values[i] = 0.0f;
+      if (column >= first + count) continue;
+      if (column < p.latent)
+        values[i] = value_of<Wave>(load_bits(p.kv_c, p.in_type, token * p.kv_c_stride + column), p.in_type);
+      else values[i] = rope_value(p, token, column - p.latent);
+    }
+  }
+
+  // A rope value, rotated.
+  MLA_DEVICE static float rope_value(const AppendKvParams& p, int token, int column) {
+    const int64_t row = token * p.k_pe_stride;
+    const float own = value_of<Wave>(load_bits(p.k_pe, p.in_type, row + column), p.in_type);
+    if (p.cos_sin == nullptr) return own;
+    const int half = p.rope / 2;
+    const bool is_first = p.interleaved != 0 ? column % 2 == 0 : column < half;
+    const int apart = p.interleaved != 0 ? 1 : half;
+    const int64_t angle = index_at(p.positions, p.wide_positions, token) * p.cos_sin_stride +
+                          (p.interleaved != 0 ? column / 2 : column % half);
+    const int64_t other_at = row + (is_first ? column + apart : column - apart);
+    const float other = value_of<Wave>(load_bits(p.k_pe, p.in_type, other_at), p.in_type);
+    float a = is_first ? own : other, b = is_first ? other : own;
+    rotate<Wave>(a, b, value_of<Wave>(load_bits(p.cos_sin, p.angle_type, angle), p.angle_type),
+                 value_of<Wave>(load_bits(p.cos_sin, p.angle_type, angle + half), p.angle_type));
+    return is_first ? a : b;
+  }
+
+  // Stores values of half a byte, two by the even one of two lanes.
+  template <int n>
+  MLA_DEVICE static void store_halves(uint8_t* field, int first, int count, int lane, const float (&values)[n]) {
+    for (int i = 0; i < n; ++i) {
+      const int column = lane + i * Wave::lanes;
+      const int code = static_cast<int>(encode_e2m1(bits_of<Wave>(values[i])));
+      const int next = Wave::from_lane(code, lane | 1);
+      if (column < count && lane % 2 == 0) field[(first + column) / 2] = static_cast<uint8_t>(code | next << 4);
+    }
+  }
+
   template <int encoding, int n>
   MLA_DEVICE static void store_values(uint8_t* field, int first, int count, int lane, const float (&values)[n]) {
     for (int i = 0; i < n; ++i) {
@@ -269,18 +319,19 @@ struct AppendKv {
       const int size = static_cast<int>(bits_of<Wave>(values[i]) & 0x7fffffff);
       largest = size > largest ? size : largest;
     }
-    return tile_scale<Wave>(p, Wave::template max_over<Wave::lanes>(largest, lane));
+    return tile_scale<Wave, one_run>(p, Wave::template max_over<Wave::lanes>(largest, lane));
   }
 
   // Writes the rope part, then the padding of the record.
   MLA_DEVICE static void write_rest(const AppendKvParams& p, const Record& record, int token, int lane) {
     uint8_t* ropes = record.field(p.rope_per_block, p.rope_stride, p.rope_offset);
     const int64_t row = token * p.k_pe_stride;
+    const int rope = one_run ? 0 : p.rope;
     if (p.cos_sin == nullptr) {
-      for (int column = lane; column < p.rope; column += Wave::lanes)
+      for (int column = lane; column < rope; column += Wave::lanes)
         write_rope(p, ropes, column, value_of<Wave>(load_bits(p.k_pe, p.in_type, row + column), p.in_type));
     } else {
-      const int half = p.rope / 2;
+      const int half = rope / 2;
       const int64_t angles = index_at(p.positions, p.wide_positions, token) * p.cos_sin_stride;
       for (int pair = lane; pair < half; pair += Wave::lanes) {
         const int low = p.interleaved != 0 ? 2 * pair : pair;

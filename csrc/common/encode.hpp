@@ -13,6 +13,7 @@ constexpr int ENCODED_FP32 = 2;
 constexpr int ENCODED_E4M3FN = 3;
 constexpr int ENCODED_E4M3FNUZ = 4;
 constexpr int ENCODED_E8M0 = 5;
+constexpr int ENCODED_E2M1 = 6;  // two to a byte, the first in its low half
 
 MLA_DEVICE bool is_nan_bits(uint32_t bits) { return (bits & 0x7fffffff) > 0x7f800000; }
 
@@ -21,20 +22,40 @@ MLA_DEVICE uint16_t encode_bf16(uint32_t bits) {
   return static_cast<uint16_t>(is_nan_bits(bits) ? 0x7fc0 : rounded);
 }
 
-// Saturates to the largest finite value: 448 with exponents biased by 7 (OCP), 240 with 8 (FNUZ, which has no -0).
-template <bool fnuz>
-MLA_DEVICE uint8_t encode_e4m3(uint32_t bits) {
-  constexpr int bias = fnuz ? 8 : 7;
-  constexpr uint32_t largest = fnuz ? 0x43700000 : 0x43e00000;
-  constexpr uint32_t normal = (128 - bias) << 23;       // the smallest normal value, 2^(1 - bias)
-  constexpr uint32_t anchor = (127 + 21 - bias) << 23;  // fp32 values from here on are a subnormal's step apart
+// The code of a magnitude in `mantissa` bits behind an exponent biased by `bias`. Saturates to the value of `largest`.
+template <int mantissa, int bias, uint32_t largest>
+MLA_DEVICE uint32_t encode_size(uint32_t bits) {
+  constexpr int cut = 23 - mantissa;                         // bits that are rounded away
+  constexpr uint32_t normal = (128 - bias) << 23;            // the smallest normal value, 2^(1 - bias)
+  constexpr uint32_t anchor = (128 - bias + cut) << 23;  // fp32 values from here on are a subnormal's step apart
   uint32_t size = bits & 0x7fffffff;
   size = size < largest ? size : largest;
   const uint32_t small = bit_cast<uint32_t>(bit_cast<float>(size) + bit_cast<float>(anchor)) - anchor;
-  const uint32_t large = ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - ((127 - bias) << 3);
-  const uint32_t code = size < normal ? small : large;
+  const uint32_t large = ((size + ((1 << (cut - 1)) - 1) + (size >> cut & 1)) >> cut) - ((127 - bias) << mantissa);
+  return size < normal ? small : large;
+}
+
+// The largest values are 448 with exponents biased by 7 (OCP) and 240 with 8 (FNUZ, which has no -0).
+template <bool fnuz>
+MLA_DEVICE uint8_t encode_e4m3(uint32_t bits) {
+  const uint32_t code = fnuz ? encode_size<3, 8, 0x43700000>(bits) : encode_size<3, 7, 0x43e00000>(bits);
   const uint32_t sign = fnuz && code == 0 ? 0 : bits >> 24 & 0x80;
   return static_cast<uint8_t>(is_nan_bits(bits) ? (fnuz ? 0x80 : 0x7f) : code | sign);
+}
+
+// The fp32 bits of the value that encode_e4m3<false> has for a positive number.
+MLA_DEVICE uint32_t rounded_to_e4m3(uint32_t bits) {
+  constexpr uint32_t largest = 0x43e00000, normal = 0x3c800000, anchor = 0x46800000;
+  const uint32_t size = bits < largest ? bits : largest;
+  const uint32_t small = bit_cast<uint32_t>((bit_cast<float>(size) + bit_cast<float>(anchor)) - bit_cast<float>(anchor));
+  const uint32_t large = (size + 0x7ffff + (size >> 20 & 1)) & 0xfff00000;
+  return is_nan_bits(bits) ? bits : size < normal ? small : large;
+}
+
+// At most 6; there is no NaN, which becomes 0.
+MLA_DEVICE uint32_t encode_e2m1(uint32_t bits) {
+  const uint32_t code = encode_size<1, 1, 0x40c00000>(bits) | (bits >> 28 & 8);
+  return is_nan_bits(bits) ? 0 : code;
 }
 
 // The code of the fp32 value with these bits, in the low bits of a word.
@@ -46,10 +67,11 @@ MLA_DEVICE uint32_t encode(uint32_t bits) {
   else if constexpr (encoding == ENCODED_FP32) return bits;
   else if constexpr (encoding == ENCODED_E4M3FN) return encode_e4m3<false>(bits);
   else if constexpr (encoding == ENCODED_E4M3FNUZ) return encode_e4m3<true>(bits);
+  else if constexpr (encoding == ENCODED_E2M1) return encode_e2m1(bits);
   else return bits >> 23 & 0xff;  // of a positive power of two, or of NaN
 }
 
-// Element `index` of a field that begins at `field`: the fp32 value with these bits.
+// Element `index` of a field that begins at `field`: the fp32 value with these bits. Not for elements of half a byte.
 template <class Wave>
 MLA_DEVICE void store_encoded(uint8_t* field, int index, int encoding, uint32_t bits) {
   if (encoding == ENCODED_BF16) {

@@ -11,7 +11,7 @@ from mla_suite.archs import ArchSpec
 from mla_suite.build.params import divisor
 from mla_suite.core import checks
 from mla_suite.core.dispatch import Supported, Unsupported
-from mla_suite.kv_formats import get_kv_format
+from mla_suite.kv_formats import KVFormat, get_kv_format
 from mla_suite.launch import missing
 from mla_suite.launch.spec import CallSpec, LaunchSpec, inputs, present
 from mla_suite.ops.append_kv import AppendKvArgs, Problem
@@ -31,15 +31,18 @@ class AppendConfig:
     """The kernel for workgroups that write `tokens` tokens, 1 to MAX_TOKENS.
 
     bulk_bytes  dynamic shared memory of a workgroup that writes several tokens
+    one_run     see is_one_run
     """
 
     arch: ArchSpec = field(repr=False)
     tokens: int
     bulk_bytes: int = 0
+    one_run: bool = field(default=False, kw_only=True)
 
     @property
     def instance(self) -> str:
-        return f"append_kv_tokens-{1 if self.tokens == 1 else MAX_TOKENS}"
+        tokens = f"tokens-{1 if self.tokens == 1 else MAX_TOKENS}"
+        return f"append_kv_run_{tokens}_onerun-1" if self.one_run else f"append_kv_{tokens}"
 
     @property
     def threads(self) -> int:
@@ -48,7 +51,7 @@ class AppendConfig:
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory."""
-        return self.bulk_bytes if self.tokens > 1 else 0
+        return self.bulk_bytes if self.tokens > 1 and not self.one_run else 0
 
     def spec(self, outputs: tuple[torch.Tensor, ...], args: AppendKvArgs) -> CallSpec:
         """One launch."""
@@ -81,10 +84,18 @@ class AppendConfig:
         return CallSpec((launch,))
 
 
-def supports(problem: Problem, arch: ArchSpec, bulk_bytes: int) -> Supported | Unsupported:
-    kind = get_kv_format(problem.kv_format)
-    if kind.scaled > kind.latent:
-        return Unsupported(f"kv_format {problem.kv_format} scales its rope values too; it stores them as they are")
+def is_one_run(kind: KVFormat) -> bool:
+    """Whether a record's whole row is one run of values that are scaled alike."""
+    return kind.seamless and kind.scale_rule is not None
+
+
+def supports(problem: Problem, arch: ArchSpec, bulk_bytes: int, has_runs: bool = False) -> Supported | Unsupported:
+    """`has_runs`: the arch has kernels of one run."""
+    kind = get_kv_format(problem.kv_format).sized(problem.latent, problem.rope)
+    one_run = has_runs and is_one_run(kind)
+    if not one_run and (kind.scaled > kind.latent or "e2m1" in kind.encodings):
+        given = f"kv_format {problem.kv_format} scales its rope values too or has values of 4 bits"
+        return Unsupported(f"{given}; {arch.name}'s kernels of any kv_format store neither")
     if kind.scale_rule is not None and kind.scale_rule.tile > MAX_SCALE_GROUP:
         given = f"kv_format {problem.kv_format} shares a scale among {kind.scale_rule.tile}"
         return Unsupported(f"{given}; it takes {MAX_SCALE_GROUP}")
@@ -92,7 +103,7 @@ def supports(problem: Problem, arch: ArchSpec, bulk_bytes: int) -> Supported | U
     if problem.alignment < needed:
         given = f"kv_cache is aligned to {problem.alignment} bytes"
         return Unsupported(f"{given}; kv_format {problem.kv_format} needs {needed}")
-    config = AppendConfig(arch, tokens_of_workgroup(problem.tokens, arch), bulk_bytes)
+    config = AppendConfig(arch, tokens_of_workgroup(problem.tokens, arch), bulk_bytes, one_run=one_run)
     answer = Supported(config, f"{config.instance}, {config.tokens} to a workgroup, any kv_format")
     return missing(arch, config.instance) or answer
 

@@ -15,11 +15,13 @@ class CommonKernels:
 
     plan_waves         as in `PlanConfig`
     append_bulk_bytes  as in `AppendConfig`
+    append_has_runs    append_kv has kernels of rows that are one scaled run
     fp8_query_rows     as in `ArchKernels`
     """
 
     plan_waves: tuple[tuple[str, tuple[int, int]], ...]
     append_bulk_bytes = 0
+    append_has_runs = False
     fp8_query_rows: int | None = None
 
     def __init__(self, arch: ArchSpec) -> None:
@@ -32,4 +34,4 @@ class CommonKernels:
         return plan.supports(problem, PlanConfig(self.arch, self.plan_waves))
 
     def append_kv(self, problem: AppendKvProblem) -> Supported | Unsupported:
-        return append_kv.supports(problem, self.arch, self.append_bulk_bytes)
+        return append_kv.supports(problem, self.arch, self.append_bulk_bytes, self.append_has_runs)

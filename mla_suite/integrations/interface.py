@@ -67,8 +67,8 @@ class Interface:
 
     def differs(self, what: str, how: str) -> NoReturn:
         given = f"{what} of {self.project} {self.version} {how}"
-        oldest, newest = self.tested
-        possible = f"install {self.project} {oldest} to {newest}, or {self.otherwise}"
+        tested = " to ".join(dict.fromkeys(self.tested))
+        possible = f"install {self.project} {tested}, or {self.otherwise}"
         refuse(self.integration, given, possible, TypeError)
 
     def warn_if_newer(self, stacklevel: int) -> None:

@@ -62,7 +62,7 @@ class MLASuiteSparseAttnBackend(DeepseekSparseAttnBackend):
         self._ranks = getattr(self, "dcp_size", 1)
         if self._ranks > 1:
             interface.has("dsa_backend", dsa_backend, ("localize_dcp_page_table",))
-        # SGLang's prefill returns no lse for NVIDIA's sm_90, and none reads records where pools of keys are selected.
+        # SGLang's prefill returns no lse on an H100, and none reads records where pools of keys are selected.
         self._prefills = self._ranks > 1 or (self._pools and self.dsa_kv_cache_store_fp8)
         self._decodes = False
         self._now: tuple[Any, Any] = (None, None)  # the layer that is called, and its selections

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import random_problems
 import torch
+from hostile_inputs import in_turn
 
 import mla_suite
 from mla_suite.__main__ import main
@@ -200,18 +201,18 @@ def test_max_logits_is_checked_and_replays(plant, folder):
     assert main(["replay", str(file)]) == 0
 
 
-SAMPLES = [
-    pytest.param(op.name, at, id=f"{op.name}-{sample.name}")
+SAMPLES = {
+    f"{op.name}-{sample.name}": (op.name, sample)
     for op in register.registry().values()
-    for at, sample in enumerate(op.samples())
+    for sample in op.samples()
     if sample.bytes < 5e6
-]
+}
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(("op", "at"), SAMPLES)
-def test_no_sample_is_reported(op, at, arch):
-    args, kwargs = register.get(op).samples()[at].make(CPU)
+@pytest.mark.parametrize(("arch", "name"), in_turn(ARCHS, SAMPLES))
+def test_no_sample_is_reported(name, arch):
+    op, sample = SAMPLES[name]
+    args, kwargs = sample.make(CPU)
     with mla_suite.emulate(arch), mla_suite.check(on_difference="raise"):
         getattr(torch.ops.mla_suite, op)(*args, **kwargs)
 

@@ -141,20 +141,6 @@ def test_a_decode_step_compiles_whole_and_once(folder, backend):
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("folder", ["kimi_linear", "glm_moe_dsa"])
-def test_generate_with_a_cache_of_ours_and_with_its_own(folder):
-    model = make(folder)
-    ids, mask = left_padded()
-    options = dict(attention_mask=mask, max_new_tokens=STEPS, do_sample=False, pad_token_id=0, eos_token_id=None)
-    expected = model.generate(ids, **options)
-    with patch(model):
-        assert torch.equal(model.generate(ids, **options), expected)
-        cache = LatentCache(model, 2, PROMPT + STEPS)
-        assert torch.equal(model.generate(ids, past_key_values=cache, **options), expected)
-        cache.reset()
-        assert torch.equal(model.generate(ids, past_key_values=cache, **options), expected)
-
-
 @pytest.mark.parametrize("folder", REFUSED)
 def test_models_that_select_keys_are_refused(folder):
     with pytest.raises(TypeError, match=r"selects (?!keys in a way).* \(\w+Indexer\); possible are the models of docs"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import pytest
@@ -10,8 +11,8 @@ from backend_calls import BackendCalls
 from built import require_built
 
 import mla_suite
-from mla_suite import archs, emulator, launch
-from mla_suite.archs.append_kv import ENCODINGS, MAX_TOKENS, AppendConfig
+from mla_suite import archs, emulator
+from mla_suite.archs.append_kv import MAX_TOKENS, AppendConfig, is_one_run
 from mla_suite.core import dispatch
 from mla_suite.core.dispatch import Unsupported
 from mla_suite.kv_formats import KV_FORMATS, get_kv_format
@@ -26,11 +27,14 @@ ARCHS = ("gfx942", "gfx950")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+def config_of(arch, tokens, name):
+    return AppendConfig(arch, tokens, one_run=is_one_run(get_kv_format(name)))
+
+
 @pytest.fixture(params=ARCHS)
 def arch(request):
-    for tokens in (1, MAX_TOKENS):
-        needed = AppendConfig(archs.get(request.param), tokens).instance
-        require_built(request.param, needed)
+    for tokens, name in itertools.product((1, MAX_TOKENS), ("bf16", "v41")):
+        require_built(request.param, config_of(archs.get(request.param), tokens, name).instance)
     with mla_suite.emulate(request.param) as record:
         yield record
 
@@ -85,30 +89,8 @@ def descale_of(kind):
     return torch.tensor([0.0371]) if kind.per_tensor_descale else None
 
 
-def answer_of(arch, name):
-    """What `arch` says to a cache of kv_format `name` where all kernels that it declares are built."""
-    kind = get_kv_format(name)
-    call = (*rows(kind, 2), caches.empty(kind, 2, 4), torch.arange(2), descale_of(kind))
-    with launch.declared_kernels():
-        return NATIVE.supports(APPEND_KV.problem(*call, kv_format=name), archs.get(arch))
-
-
-REFUSED = [(arch, name) for arch in ARCHS for name in KV_FORMATS if isinstance(answer_of(arch, name), Unsupported)]
-TAKEN = [name for name in KV_FORMATS if name not in {refused for _, refused in REFUSED}]
-
-
-@pytest.mark.parametrize(("arch_name", "name"), REFUSED)
-def test_a_kv_format_is_refused_only_for_what_it_declares(arch_name, name):
-    kind = get_kv_format(name)
-    reasons = [f"holds {each}; it takes" for each in sorted(kind.encodings - {*ENCODINGS, "pad"})]
-    if kind.scaled > kind.latent:
-        reasons.append("scales its rope values too")
-    answer = answer_of(arch_name, name)
-    assert any(f"kv_format {name} {reason}" in answer.reason for reason in reasons), answer.reason
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.parametrize("name", KV_FORMATS)
 def test_every_kv_format_and_input_type(arch, name, dtype):
     kind = get_kv_format(name)
     kv_c, k_pe = rows(kind, 6, dtype)
@@ -121,7 +103,7 @@ def test_every_kv_format_and_input_type(arch, name, dtype):
     assert_same_bytes(name, 5, 3, kv_c, k_pe, slots.int(), padded=False)
 
 
-@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.parametrize("name", KV_FORMATS)
 def test_any_bits(arch, name):
     """Random fp32 patterns: denormals, both zeros, every exponent, values that saturate. NaN and inf apart."""
     kind = get_kv_format(name)
@@ -135,7 +117,7 @@ def test_any_bits(arch, name):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.parametrize("name", KV_FORMATS)
 def test_nan_and_infinity(arch, name, dtype):
     kind = get_kv_format(name)
     kv_c, k_pe = rows(kind, 4, dtype)
@@ -174,15 +156,15 @@ def test_of_equal_slots_the_last_token_stays(arch, tokens):
 
 
 @pytest.mark.parametrize("tokens", [2, 8, 45])
-@pytest.mark.parametrize("name", ["bf16", "fp8_fnuz", "v32", "dsv4"])
+@pytest.mark.parametrize("name", ["bf16", "fp8_fnuz", "v32", "dsv4", "v41", "v41_fp4"])
 def test_several_tokens_to_a_workgroup(arch, name, tokens):
     slots = torch.randint(-2, 24, (45,))
-    assert_same_bytes(name, 6, 4, *rows(get_kv_format(name), 45), slots, config=AppendConfig(arch, tokens))
+    assert_same_bytes(name, 6, 4, *rows(get_kv_format(name), 45), slots, config=config_of(arch, tokens, name))
 
 
 @pytest.mark.parametrize("tokens", [1, 45])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.parametrize("name", KV_FORMATS)
 def test_rows_in_whole_octets(arch, name, dtype, tokens):
     """Any finite 16-bit value, rotated both ways, several rows to a wave; skipped tokens may have any position."""
     kind = get_kv_format(name)
@@ -195,7 +177,7 @@ def test_rows_in_whole_octets(arch, name, dtype, tokens):
     positions = torch.where(slots < 0, 2**60, torch.arange(45) % 9)
     parts = values[:, : kind.latent], values[:, kind.latent :]
     for interleaved in (True, False):
-        options = dict(config=AppendConfig(arch, tokens), interleaved=interleaved)
+        options = dict(config=config_of(arch, tokens, name), interleaved=interleaved)
         assert_same_bytes(name, 6, 4, *parts, slots, cos_sin, positions, **options)
 
 
@@ -220,6 +202,19 @@ def test_many_tokens_share_workgroups():
         if isinstance(answer, Unsupported):
             pytest.skip(answer.reason)
         assert answer.config.tokens == group
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("rope", [0, 6, 32, 72])
+@pytest.mark.parametrize("name", [name for name, kind in KV_FORMATS.items() if kind.seamless and not kind.dense])
+def test_a_run_divided_anywhere(arch, name, rope, dtype):
+    """Rope values are rotated and scaled with the latents beside them, in whole octets and elsewhere."""
+    kind = get_kv_format(name).sized(KV_FORMATS[name].head_dim - rope, rope)
+    angles = torch.rand(9, rope), torch.arange(5)
+    for interleaved in (True, False):
+        for rotation in (angles, ()):
+            parts = rows(kind, 5, dtype)
+            assert_same_bytes(name, 3, 4, *parts, torch.tensor([7, 0, -1, 11, 3]), *rotation, interleaved=interleaved)
 
 
 @pytest.mark.parametrize("latent", [1, 127, 512, 700])

@@ -45,7 +45,7 @@ NATIVE = BackendCalls(COMBINE, "native")
 ARCHS = ("gfx942", "gfx950")
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_WORK = 70_000  # splits x rows of a case: half a second
+MAX_WORK = 70_000  # splits x rows of a case: half a second; the default run takes less
 
 
 @pytest.fixture(params=ARCHS)
@@ -70,7 +70,7 @@ def combine(partial_out, partial_lse, split_indptr=None, attn_sink=None, **argum
     return outputs[0], outputs[1]
 
 
-CASES = list(enumerate(cover(MAX_WORK)))
+CASES = list(enumerate(cover(20_000)))
 
 
 @pytest.mark.parametrize(("index", "case"), CASES, ids=[f"s{s}-h{h}-t{t}" for _, (s, h, t) in CASES])

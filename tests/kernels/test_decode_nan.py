@@ -8,6 +8,7 @@ import pytest
 import torch
 from built import require_built
 from decode_grid import CPU, FP8_NAN, assert_within_bound
+from hostile_inputs import in_turn
 
 import mla_suite
 from mla_suite import archs
@@ -131,11 +132,13 @@ def test_a_descale_of_zero(arch, name, heads):
 
 
 @pytest.mark.parametrize(
-    ("heads", "options"), [(16, {"num_splits": 3}), (48, {"planned": True, "sink": True}), (128, {})], ids=str
+    ("factor", "problem"),
+    in_turn([1e6, 1.7, 1e-6], [(16, {"num_splits": 3}), (48, {"planned": True, "sink": True}), (128, {})]),
+    ids=str,
 )
-@pytest.mark.parametrize("factor", [1e6, 1.7, 1e-6])
-def test_a_q_descale_that_16_bits_cannot_hold(arch, factor, heads, options):
+def test_a_q_descale_that_16_bits_cannot_hold(arch, factor, problem):
     """Queries times the factor are infinite in fp16, or lose their bits; scores are as without it."""
+    heads, options = problem
     for stored in (*formats(arch)[:3], {"rotate": True}):
         args, kwargs = decode_sample((100, 33, 0), heads=heads, **options, **stored).make(CPU)
         given = [*args[:7], torch.tensor([factor]), *args[8:]]

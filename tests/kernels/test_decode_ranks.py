@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from decode_grid import assert_within_bound, decode
+from hostile_inputs import in_turn
 from rank_problems import SHAPES, merged, rank_calls, whole_call
 
 import mla_suite
@@ -22,8 +23,7 @@ def test_ranks_of_the_reference_merge_to_the_whole(name):
     assert_within_bound(*merged(results), exact_decode(*args, **kwargs), 2.0**-7)
 
 
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
-@pytest.mark.parametrize("name", EMULATED)
+@pytest.mark.parametrize(("arch", "name"), in_turn(("gfx942", "gfx950"), EMULATED))
 def test_kernels_see_what_a_rank_may_see(name, arch):
     with mla_suite.emulate(arch):
         results = [decode(arch, args, kwargs) for args, kwargs in rank_calls(name, CPU)]

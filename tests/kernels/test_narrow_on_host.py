@@ -76,7 +76,7 @@ FAULTS = {
 }
 
 
-@each_of(FAULTS, "queries of half a row", place=lambda _, header, right, broken: (f"sm_90/decode/{header}", right))
+@each_of(FAULTS, place=lambda _, header, right, broken: (f"sm_90/decode/{header}", right))
 def test_a_fault_is_found(tmp_path, name):
     source, header, right, broken = FAULTS[name]
     own = with_a_fault(tmp_path / "csrc", f"sm_90/decode/{header}", right, broken)

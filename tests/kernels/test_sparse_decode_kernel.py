@@ -9,6 +9,7 @@ import pytest
 import sparse_runs
 import torch
 from decode_grid import assert_within_bound
+from hostile_inputs import in_turn
 from sparse_problems import CONFIGS, MODES, POOLS, attend, exact, in_mode, kind_of, pools_of, problem, require_kernels
 
 import mla_suite
@@ -38,10 +39,11 @@ def readable(*names):
     ]
 
 
-def on_archs(cases, quick):
-    """Each case on each arch; of gfx942 the default run takes `quick`."""
+def on_archs(cases, quick, on_gfx950=None):
+    """Each case on each arch; the default run takes `quick` of gfx942, and `on_gfx950` or all of the other."""
+    taken = {"gfx942": quick, "gfx950": cases if on_gfx950 is None else on_gfx950}
     return [
-        pytest.param(name, *case, marks=[pytest.mark.full] if name == "gfx942" and case not in quick else [])
+        pytest.param(name, *case, marks=[] if case in taken[name] else [pytest.mark.full])
         for name in CONFIGS
         for case in cases
     ]
@@ -82,7 +84,9 @@ V4 = [
         case
         for name in ("dsv4", "dsv4_fnuz")
         for case in on_archs(
-            [(name, *shape) for shape in V4], [("dsv4", *V4[0]), ("dsv4", *V4[2]), ("dsv4_fnuz", *V4[-1])]
+            [(name, *shape) for shape in V4],
+            [("dsv4", *V4[0]), ("dsv4", *V4[2]), ("dsv4_fnuz", *V4[-1])],
+            [("dsv4", *V4[number]) for number in (0, 3, 4)],
         )
         if case.values[:2] in readable(name)
     ],
@@ -234,8 +238,8 @@ def test_selections_that_lie_apart():
     check(args, kwargs)
 
 
-@pytest.mark.parametrize("heads", [16, 64, 128])
-def test_same_bits_again_and_in_any_order(heads):
+@pytest.mark.parametrize(("arch", "heads"), in_turn(CONFIGS, [16, 64, 128]), indirect=["arch"])
+def test_same_bits_again_and_in_any_order(arch, heads):
     args, kwargs = problem(POOLS["three pools"], 3, heads)
     kwargs["num_splits"] = 2
     first = attend(args, kwargs)
@@ -245,8 +249,8 @@ def test_same_bits_again_and_in_any_order(heads):
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-@pytest.mark.parametrize("heads", [16, 64])
-def test_query_tokens_of_one_sequence_or_of_many_have_the_same_bits(heads):
+@pytest.mark.parametrize(("arch", "heads"), in_turn(CONFIGS, [16, 64]), indirect=["arch"])
+def test_query_tokens_of_one_sequence_or_of_many_have_the_same_bits(arch, heads):
     """Twelve query tokens as 12 sequences, as 6 with a draft each and as 4 with two drafts each; all in two splits."""
     args, kwargs = problem([("dsv4", 2, 64, 128), ("dsv4", 40, 2, 150)], 12, heads)
     args[4] = [torch.randint(0, index.shape[1] + 1, (12,), dtype=torch.int32) for index in args[2]]

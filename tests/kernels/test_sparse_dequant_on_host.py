@@ -69,7 +69,7 @@ FAULTS = {
 }
 
 
-@each_of(FAULTS, "pools share a stage", place=lambda header, right, broken: (f"sm_90/sparse_decode/{header}", right))
+@each_of(FAULTS, place=lambda header, right, broken: (f"sm_90/sparse_decode/{header}", right))
 def test_a_fault_is_found(tmp_path, name):
     header, *change = FAULTS[name]
     program = compiled(tmp_path, "v41any", with_a_fault(tmp_path / "csrc", f"sm_90/sparse_decode/{header}", *change))

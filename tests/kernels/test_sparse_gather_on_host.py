@@ -44,7 +44,7 @@ FAULTS = {
 }
 
 
-@each_of(FAULTS, "absent keys seen", place=lambda right, broken: (PRODUCER, right))
+@each_of(FAULTS, place=lambda right, broken: (PRODUCER, right))
 def test_a_fault_is_found(tmp_path, name):
     own = with_a_fault(tmp_path / "csrc", PRODUCER, *FAULTS[name])
     assert ran(compiled(tmp_path, "bf16x576", own), "64 2 300 1 1 16 plain").returncode != 0

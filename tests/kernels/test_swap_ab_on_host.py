@@ -81,14 +81,14 @@ WINDOW_FAULTS = {
 }
 
 
-@each_of(WINDOW_FAULTS, "NaN before the window", place=lambda header, right, broken: (f"{DECODE}/{header}", right))
+@each_of(WINDOW_FAULTS, place=lambda header, right, broken: (f"{DECODE}/{header}", right))
 def test_a_broken_window_is_found(tmp_path, name):
     header, right, broken = WINDOW_FAULTS[name]
     own = with_a_fault(tmp_path / "csrc", f"{DECODE}/{header}", right, broken)
     assert ran(compiled(tmp_path, "fp16", 16, own), "5 3 1 3 2 window100 270 1 0 161 500").returncode != 0
 
 
-@each_of(FAULTS, "keys overwritten early", place=lambda right, *_: (MAINLOOP, right))
+@each_of(FAULTS, place=lambda right, *_: (MAINLOOP, right))
 def test_a_broken_mainloop_is_found(tmp_path, name):
     own = broken_mainloop(tmp_path, *FAULTS[name])
     assert ran(compiled(tmp_path, "fp16", 16, own), "5 3 7 1 2 sink 70 1 0 161 500").returncode != 0

@@ -12,19 +12,18 @@ from functools import partial
 
 import pytest
 import torch
-from stub_drivers import FakeTorch, Stub
+from stub_drivers import FakeTorch, Stub, route
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_suite
 from mla_suite import archs
 from mla_suite.build.params import load
-from mla_suite.core import dispatch, register
-from mla_suite.core.op import Op
+from mla_suite.core import dispatch
 from mla_suite.integrations import aiter
 from mla_suite.integrations.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
-from mla_suite.launch import has_kernel, launcher, tensor_map
+from mla_suite.launch import has_kernel, tensor_map
 from mla_suite.launch.cuda import CudaDriver
 from mla_suite.ops.sparse_decode import max_logits as max_logits_by_torch
 
@@ -40,12 +39,7 @@ def launched(stub_folder, monkeypatch):
     h200, stub, found = archs.get("sm_90"), Stub(stub_folder / "libcuda.so.1"), []
     stub.reset(0)
     stub.library.cuCtxSetCurrent(1)
-    monkeypatch.setattr(launcher, "_make_driver", lambda index: CudaDriver(h200, 0, stub.library, FakeTorch().device()))
-    monkeypatch.setattr(launcher, "_drivers", {})
-    monkeypatch.setattr(launcher, "_prepared", {})
-    monkeypatch.setattr(register, "_validate", lambda *arguments: None)
-    for called in (Op, register._OutOverload):
-        monkeypatch.setattr(called, "validate_values", lambda *arguments: None)
+    route(monkeypatch, lambda: CudaDriver(h200, 0, stub.library, FakeTorch().device()))
     monkeypatch.setattr(tensor_map, "swizzled", lambda *arguments: (0,) * tensor_map.WORDS)
     bind = CudaDriver.bind
 
@@ -54,7 +48,6 @@ def launched(stub_folder, monkeypatch):
         return lambda params, buffers: found.append((kernel.entry.id, params)) or start(params, buffers)
 
     monkeypatch.setattr(CudaDriver, "bind", noting)
-    dispatch.clear_caches()
     token = dispatch.emulated.set(h200)
     with torch.inference_mode():
         yield found

@@ -9,15 +9,14 @@ from functools import partial
 import pytest
 import torch
 from launch_records import record
-from stub_drivers import FakeTorch, Stub
+from stub_drivers import FakeTorch, Stub, route
 
 import mla_suite
 from mla_suite import archs as arch
 from mla_suite.archs import combine as configs
 from mla_suite.build import manifest
 from mla_suite.build.params import load
-from mla_suite.core import dispatch, register
-from mla_suite.core.op import Op
+from mla_suite.core import dispatch
 from mla_suite.kv_formats import cache as caches
 from mla_suite.launch import has_kernel, launcher
 from mla_suite.launch.hip import HipDriver
@@ -92,15 +91,7 @@ def hip(stub_folder, monkeypatch, request):
     assert [needed for needed in NEEDED[name] if not has_kernel(name, needed)] == []
     record, stub = arch.get(name), Stub(stub_folder / "libamdhip64.so")
     stub.reset(0)
-    monkeypatch.setattr(
-        launcher, "_make_driver", lambda index: HipDriver(record, 0, stub.library, FakeTorch().device())
-    )
-    monkeypatch.setattr(launcher, "_drivers", {})
-    monkeypatch.setattr(launcher, "_prepared", {})
-    monkeypatch.setattr(register, "_validate", lambda *arguments: None)
-    for called in (Op, register._OutOverload):
-        monkeypatch.setattr(called, "validate_values", lambda *arguments: None)
-    dispatch.clear_caches()  # calls made ready for the emulator, and after the test for the recording driver
+    route(monkeypatch, lambda: HipDriver(record, 0, stub.library, FakeTorch().device()))
     with mla_suite.emulate(name):
         yield stub
     dispatch.clear_caches()

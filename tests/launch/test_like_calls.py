@@ -7,15 +7,14 @@ from collections import defaultdict
 import numpy
 import pytest
 import torch
-from stub_drivers import FakeTorch, Stub
+from stub_drivers import FakeTorch, Stub, route
 
 import mla_suite  # noqa: F401  # registers the operators
 from mla_suite import archs
-from mla_suite.core import dispatch, register
-from mla_suite.core.op import Op
+from mla_suite.core import dispatch
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
-from mla_suite.launch import has_kernel, launcher, tensor_map
+from mla_suite.launch import has_kernel, tensor_map
 from mla_suite.launch.cuda import CudaDriver
 
 OPS = torch.ops.mla_suite
@@ -126,12 +125,7 @@ def launches(stub_folder, monkeypatch):
 
     stub.reset(0)
     stub.library.cuCtxSetCurrent(1)
-    monkeypatch.setattr(launcher, "_make_driver", lambda index: Recording(h200, 0, stub.library, FakeTorch().device()))
-    monkeypatch.setattr(launcher, "_drivers", {})
-    monkeypatch.setattr(launcher, "_prepared", {})
-    monkeypatch.setattr(register, "_validate", lambda *arguments: None)
-    for called in (Op, register._OutOverload):
-        monkeypatch.setattr(called, "validate_values", lambda *arguments: None)
+    route(monkeypatch, lambda: Recording(h200, 0, stub.library, FakeTorch().device()))
     # A map is its address and a number for the rest, so that a map of other contents is another.
     numbers = itertools.count()
     contents = defaultdict(lambda: next(numbers))
@@ -147,7 +141,6 @@ def launches(stub_folder, monkeypatch):
             return str(error)
         return [(*launch, [*map(known, numpy.frombuffer(params, dtype="<u8"))]) for *launch, params in found]
 
-    dispatch.clear_caches()
     token = dispatch.emulated.set(h200)
     yield launched
     dispatch.emulated.reset(token)

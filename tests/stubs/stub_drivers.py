@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 import pytest
 
+from mla_suite.core import dispatch, register
+from mla_suite.core.op import Op
+from mla_suite.launch import launcher
 from mla_suite.launch.driver import TorchDevice
 
 HERE = Path(__file__).parent
@@ -90,3 +93,13 @@ class FakeTorch:
 
     def device(self) -> TorchDevice:
         return TorchDevice(lambda: self.current, lambda ordinal: self.stream(ordinal), self.guard)
+
+
+def route(monkeypatch, make_driver):
+    """Has CPU tensors go to the driver that `make_driver()` returns, values unseen, as those of a GPU are."""
+    for name, value in (("_make_driver", lambda index: make_driver()), ("_drivers", {}), ("_prepared", {})):
+        monkeypatch.setattr(launcher, name, value)
+    monkeypatch.setattr(register, "_validate", lambda *arguments: None)
+    for called in (Op, register._OutOverload):
+        monkeypatch.setattr(called, "validate_values", lambda *arguments: None)
+    dispatch.clear_caches()  # calls made ready for the emulator

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from backend import CPU
-from hostile_inputs import raw
+from hostile_inputs import in_turn, raw
 
 import mla_suite
 from mla_suite.kv_formats import KV_FORMATS, get_kv_format
@@ -38,16 +38,7 @@ def tokens(name: str, count: int, dtype: torch.dtype = torch.bfloat16) -> tuple[
     return rows[:, : kind.latent], rows[:, kind.latent :]  # strided: neither part is contiguous
 
 
-def in_turn(values: Any) -> list[Any]:
-    """Each KV format with one of the values, by turns; a full run takes all of them."""
-    return [
-        pytest.param(name, value, marks=[] if (row + column) % len(values) == 0 else pytest.mark.full)
-        for row, name in enumerate(KV_FORMATS)
-        for column, value in enumerate(values)
-    ]
-
-
-@pytest.mark.parametrize(("name", "rope"), in_turn(["as given", "interleaved", "halves"]))
+@pytest.mark.parametrize(("rope", "name"), in_turn(["as given", "interleaved", "halves"], KV_FORMATS))
 def test_samples(name: str, rope: str) -> None:
     case = sample(9, name, page=3, rope=rope != "as given", interleaved=rope != "halves", skip=True)
     args, kwargs = case.make(CPU)
@@ -57,7 +48,7 @@ def test_samples(name: str, rope: str) -> None:
     assert torch.equal(mine, args[2])
 
 
-@pytest.mark.parametrize(("name", "dtype"), in_turn([torch.bfloat16, torch.float16, torch.float32]))
+@pytest.mark.parametrize(("dtype", "name"), in_turn([torch.bfloat16, torch.float16, torch.float32], KV_FORMATS))
 def test_input_dtypes_and_repeated_slots(name: str, dtype: torch.dtype) -> None:
     slots = torch.tensor([4, 14, -1, 4, 0, 7, 4, -3], dtype=torch.int32)
     assert_same_bytes(both(name, *tokens(name, 8, dtype), slots))

@@ -22,6 +22,7 @@ class CdnaKernels(CommonKernels):
     wavefront = 64
     tile_rows = MAX_ROWS
     plan_waves = PLAN_WAVES
+    append_has_runs = True
     sparse_config: type[CdnaSparseConfig]
 
     def decode_config(self, problem: DecodeProblem, most: int) -> CdnaConfig:
