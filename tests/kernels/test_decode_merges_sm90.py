@@ -9,6 +9,7 @@ from decode_launches import launched
 from mla_suite.archs import combine
 from mla_suite.archs.attention import DECODE_INPUTS
 from mla_suite.archs.sm_90.costs import Estimate
+from mla_suite.core import dispatch
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan.metadata import Layout
 
@@ -37,6 +38,24 @@ def test_which_partials_are_streamed(monkeypatch, options, streamed):
     (*_, fields, _, _), _, _ = launched(monkeypatch, decode_sample((700, 90, 5), **options), merges=merges)
     assert fields["streaming"] == int(streamed)
     assert ("streaming" in merges[0]["kernel"]) is streamed
+
+
+@pytest.mark.parametrize(("given", "seconds"), [(None, 20), ("", 20), ("0", 0), ("300", 300)])
+def test_how_long_a_streaming_combine_waits(monkeypatch, given, seconds):
+    dispatch.clear_caches()
+    if given is not None:
+        monkeypatch.setenv("MLA_SUITE_WAIT_SECONDS", given)
+    merges = []
+    launched(monkeypatch, decode_sample((700, 90, 5), heads=16, num_splits=8), merges=merges)
+    assert merges[0]["workgroups"] == seconds
+
+
+@pytest.mark.parametrize("given", ["-1", "soon", "4001", "1.5"])
+def test_a_limit_that_is_none_is_refused(monkeypatch, given):
+    dispatch.clear_caches()
+    monkeypatch.setenv("MLA_SUITE_WAIT_SECONDS", given)
+    with pytest.raises(ValueError, match=f"MLA_SUITE_WAIT_SECONDS={given}: it is a whole number of seconds up to 4000"):
+        launched(monkeypatch, decode_sample((700, 90, 5), heads=16, num_splits=8), merges=[])
 
 
 @pytest.mark.parametrize(

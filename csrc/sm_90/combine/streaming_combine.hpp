@@ -76,9 +76,12 @@ struct StreamingCombine {
     }
   }
 
+  // How long a wait may take, 0 for ever. It comes as `workgroups`, which this kernel has no other use for.
+  MLA_DEVICE static int seconds(const CombineParams& p) { return p.workgroups; }
+
   MLA_DEVICE static float wait_for_lse(const CombineParams& p, const RowAssignment& at, int split) {
     const float* from = Merge::lse_at(p, at, split);
-    SpinLimit limit("decode has stored the log-sum-exp of a partial");
+    TimeLimit limit("decode has stored the log-sum-exp of a partial", seconds(p));
     uint32_t word;
     do word = static_cast<uint32_t>(ld_relaxed_gpu(reinterpret_cast<const int32_t*>(from)));
     while (word == SENTINEL && limit.again());
@@ -116,7 +119,7 @@ struct StreamingCombine {
         const uint32_t word = bit_cast<int>(weight[i]) != 0 ? SENTINEL : 0;
         words[i] = make_uint4(word, word, word, word);
       }
-      SpinLimit limit("decode has stored the columns of a partial");
+      TimeLimit limit("decode has stored the columns of a partial", seconds(p));
       while (load_missing(from, apart, words) && limit.again()) __nanosleep(PAUSE);
 #pragma unroll
       for (int i = 0; i < in_flight; ++i) add(weight[i], words[i], sum[c]);

@@ -89,7 +89,10 @@ class ProducerTma : protected ProducerBase<Traits> {
 
   // The warps that load keys and queries meet at every tile but the first, to stay within one revolution of the ring:
   // an mbarrier's parity distinguishes two phases, not three.
-  MLA_DEVICE void meet() { named_barrier_sync<PRODUCER_BARRIER, 64>(); }
+  MLA_DEVICE void meet() {
+    __syncwarp();  // one lane issues loads, and a barrier wants whole warps
+    named_barrier_sync<PRODUCER_BARRIER, 64>();
+  }
 
   // Publishes all tiles, then calls `after` with each and whether its queries are loaded even if it has no keys. With
   // ClusterReduceLast the tile that the cluster merges is named, with where its results go.

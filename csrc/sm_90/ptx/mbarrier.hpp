@@ -41,7 +41,8 @@ MLA_DEVICE bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
   return done != 0;
 }
 
-// Blocks until the phase with this parity is complete.
+// Blocks until the phase with this parity is complete. Lanes of a warp may see that in different tries, so the branches
+// are not `.uni`.
 MLA_DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity, WaitSite site = WaitSite::here()) {
 #if defined(MLA_MAX_TRIES)
   SpinLimit limit("an mbarrier's phase is complete", site);
@@ -50,7 +51,7 @@ MLA_DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity, WaitSite site =
   asm volatile(
       "{\n.reg .pred done;\nwaiting:\n"
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra.uni arrived;\nbra.uni waiting;\narrived:\n}\n" ::"r"(barrier),
+      "@done bra arrived;\nbra waiting;\narrived:\n}\n" ::"r"(barrier),
       "r"(parity)
       : "memory");
 #endif

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 import torch
 
 from mla_suite.archs import ArchSpec, combine
 from mla_suite.archs.combine import CombineConfig
+from mla_suite.launch.spec import LaunchSpec
 
 PLANNED_GROUPS = 4  # workgroups for each compute unit, that walk the splits of a plan
 RESIDENT = 4224  # waves of a whole H200; the compiled kernel takes from it how many splits are many
 MAX_STREAMED_ROWS = 16  # rows that neighbouring compute units fill for streaming (csrc/sm_90/combine/PERF.md)
 STREAMING_POINTS = ((4, 8), (2, 8), (1, 8), (1, 4))  # slices, waves
+MOST_WAIT_SECONDS = 4000  # 32 bits of the kernel count them in units of 1,024 ns
 MAX_STREAMED_SPLITS = 128  # splits of a sequence: each has a lane that keeps its weight
 
 
@@ -141,6 +144,16 @@ def streaming(
         return None
     points = (StreamingCombineConfig(arch, head_dim_v, *point, runs) for point in STREAMING_POINTS)
     return next((p for p in points if p.grid(rows * batch) <= p.resident * (arch.compute_units - busy)), None)
+
+
+def bounded(launch: LaunchSpec) -> LaunchSpec:
+    """The launch of a streaming combine, whose waits for decode end in a trap after MLA_SUITE_WAIT_SECONDS: 20 where it
+    is not set, 0 for none. They travel as `workgroups`, which such a kernel has no other use for."""
+    given = os.environ.get("MLA_SUITE_WAIT_SECONDS") or "20"
+    if not given.isdecimal() or int(given) > MOST_WAIT_SECONDS:
+        most = f"a whole number of seconds up to {MOST_WAIT_SECONDS}, or 0 for no limit"
+        raise ValueError(f"MLA_SUITE_WAIT_SECONDS={given}: it is {most}")
+    return launch._replace(numbers={**launch.numbers, "workgroups": int(given)})
 
 
 def config_for(

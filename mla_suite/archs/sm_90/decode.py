@@ -423,6 +423,8 @@ def _spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArg
         )
         # A plan says itself how many partials a sequence has; which of them decode merges depends on `groups`.
         merge = combined(chosen, args, shape, results, wanted_lse, groups if merges else splits.partials, merges)
+        if streaming is not None:
+            merge = combine.bounded(merge)
     beside = " while decode runs" if streaming is not None else ""
     pairs = "" if config.cluster_mode == "none" else f"; clusters of two CTAs, cluster_mode {config.cluster_mode}"
     notes.append(f"{splits.note(shape, 'sequence')}{beside}{pairs}")

@@ -14,6 +14,7 @@
 #define __CUDACC__ 1
 #define __device__
 #define __forceinline__ inline
+#define __noinline__
 #define __global__
 #define __shared__
 #define __align__(bytes)

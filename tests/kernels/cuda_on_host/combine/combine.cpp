@@ -5,48 +5,16 @@
 // A problem is of 32-bit words: blocks, words of the parameters without addresses, words of partial_out, partial_lse,
 // the plan, cu_seqlens_q, attn_sink, out, lse; then the parameters and all of these, out and lse included. Results are
 // out and lse. Until a thread of a block has waited for decode, partials are NaN.
-#include "block.hpp"
-
-#undef __shared__
-#define __shared__ static
-#define __launch_bounds__(...)
-inline int __reduce_max_sync(unsigned, int value) {
-  const uint64_t* lanes = meet_warp(static_cast<uint32_t>(value));
-  int largest = value;
-  for (int i = 0; i < 32; ++i) largest = max(largest, static_cast<int>(lanes[i]));
-  return largest;
-}
-template <class T>
-T __shfl_sync(unsigned mask, T value, int lane, int width) {
-  return __shfl_sync(mask, value, current % 32 / width * width + lane % width);
-}
-inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
-inline int __ffs(unsigned bits) { return __builtin_ffs(static_cast<int>(bits)); }
-inline int atomicOr(int* word, int bits) { return std::exchange(*word, *word | bits); }
-inline int atomicExch(int* word, int value) { return std::exchange(*word, value); }
-inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fsub_rn(float a, float b) { return a - b; }
+#include "merge_host.hpp"
 
 #include "sm_90/combine/resident_combine.cu"
 
 namespace {
 
-using Words = std::vector<uint32_t>;
-
 mla::CombineParams params;
 Words partial_out, partial_lse, of_out, of_lse;
 
 void run_kernel() { MLA_SUITE_KERNEL(params); }
-
-Words take(std::FILE* file, size_t count) {
-  Words words(count);
-  if (std::fread(words.data(), 4, count, file) != count) fail("words are missing:", static_cast<long>(count));
-  return words;
-}
-template <class T>
-T* at(Words& words) {
-  return words.empty() ? nullptr : reinterpret_cast<T*>(words.data());
-}
 
 }  // namespace
 

@@ -31,6 +31,11 @@ V ld_global(const V* address) {
 }
 inline void ld_global_v4(const void* from, uint32_t (&to)[4]) { std::memcpy(to, from, 16); }
 inline int ld_relaxed_gpu(const int32_t* address) { return *address; }
+inline uint4 ld_relaxed_gpu_v4(const float* from) {
+  uint4 words;
+  std::memcpy(&words, from, 16);
+  return words;
+}
 
 template <class V>
 V ld_shared(uint32_t from) {

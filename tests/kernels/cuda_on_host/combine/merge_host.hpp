@@ -1,0 +1,36 @@
+// What the kernels of csrc/sm_90/combine need of CUDA beyond cuda.hpp, and problems of 32-bit words.
+#pragma once
+
+#include "block.hpp"
+
+#undef __shared__
+#define __shared__ static
+#define __launch_bounds__(...)
+inline int __reduce_max_sync(unsigned, int value) {
+  const uint64_t* lanes = meet_warp(static_cast<uint32_t>(value));
+  int largest = value;
+  for (int i = 0; i < 32; ++i) largest = max(largest, static_cast<int>(lanes[i]));
+  return largest;
+}
+template <class T>
+T __shfl_sync(unsigned mask, T value, int lane, int width) {
+  return __shfl_sync(mask, value, current % 32 / width * width + lane % width);
+}
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __ffs(unsigned bits) { return __builtin_ffs(static_cast<int>(bits)); }
+inline int atomicOr(int* word, int bits) { return std::exchange(*word, *word | bits); }
+inline int atomicExch(int* word, int value) { return std::exchange(*word, value); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+
+using Words = std::vector<uint32_t>;
+
+inline Words take(std::FILE* file, size_t count) {
+  Words words(count);
+  if (std::fread(words.data(), 4, count, file) != count) fail("words are missing:", static_cast<long>(count));
+  return words;
+}
+template <class T>
+T* at(Words& words) {
+  return words.empty() ? nullptr : reinterpret_cast<T*>(words.data());
+}
