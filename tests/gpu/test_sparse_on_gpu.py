@@ -131,7 +131,7 @@ def test_within_the_rounding_bound(heads):
 
 
 def test_random_problems(few_heads, request):
-    """130 draws over everything that the kernels take; every instance is reached."""
+    """150 draws over everything that the kernels take; every instance is reached."""
     draw = random.Random(7)
     met: dict[str, int] = {}
     names_of = {
@@ -139,8 +139,21 @@ def test_random_problems(few_heads, request):
         "v41": ("v41", "v41_interleaved", "v41_vllm"),
         "v41 of both sizes": ("v41", "v41_interleaved", "v41_fp4", "v41_fp4_interleaved"),
     }
-    kinds = ("v32", "v32", "mixed", "dsv4", "dsv4", "dsv4", "bf16", "v41", "v41 of both sizes", "v32_nope")
-    for number in range(130):
+    kinds = (
+        "v32",
+        "v32",
+        "mixed",
+        "dsv4",
+        "dsv4",
+        "dsv4",
+        "bf16",
+        "v41",
+        "v41 of both sizes",
+        "v32_nope",
+        "fp8",
+        "fp8",
+    )
+    for number in range(150):
         kind = draw.choice(kinds)
         names = names_of.get(kind, (kind,))
         mode = draw.choice(MODES)
