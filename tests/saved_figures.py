@@ -26,7 +26,8 @@ from vllm_server import Load
 from mla_suite.distributed import peer_memory
 
 ROOT = Path(__file__).parent.parent
-FLASHMLA, REDUCE = "benchmarks/results/flashmla/h200.json", "benchmarks/results/reduce/h200.csv"
+FLASHMLA, FLASHMLA_H100 = (f"benchmarks/results/flashmla/{card}.json" for card in ("h200", "h100"))
+REDUCE = "benchmarks/results/reduce/h200.csv"
 ENGINE, SERVER = "benchmarks/results/vllm/h200.csv", "benchmarks/results/vllm/h200_server.csv"
 BY_BUILDER, DECODE = "benchmarks/results/vllm/h200_plan_by_builder.csv", "benchmarks/results/decode_sm90/h200.json"
 TRANSFORMERS, TWO_GPUS = "benchmarks/results/transformers/h200.csv", "benchmarks/results/distributed/h200x2.csv"
@@ -85,6 +86,22 @@ def headline() -> Iterator[Sourced]:
             f"A share of {share:.2f} means {100 - 100 * share:.0f} % less time",
             f"with one they take {span([row['plan'] / row['peer'] for row in uneven])}",
             f"64 query rows and take {span([row['plan'] / row['peer'] for row in slow], 3)} times as long",
+        ],
+    )
+    shares = {
+        kind: [row[column] / row["peer"] for row in saved(FLASHMLA_H100)["rows"] if row["kind"] == kind]
+        for kind, column in (("dense", "plan"), ("sparse", "op"), ("prefill", "op"))
+    }
+    rows_of = {kind: f"{geometric_mean(own):.3f}" for kind, own in shares.items()}
+    slower = {kind: sum(share > 1.01 for share in own) for kind, own in shares.items()}
+    yield Sourced(
+        README,
+        FLASHMLA_H100,
+        [
+            f"took {rows_of['dense']} of FlashMLA's time with a plan in {len(shares['dense'])} dense rows ("
+            f"{slower['dense']} above 1.01x), {rows_of['sparse']} in {len(shares['sparse'])} sparse rows "
+            f"({slower['sparse']}) and {rows_of['prefill']} in {len(shares['prefill'])} rows of sparse prefill "
+            f"({slower['prefill']}; the worst {max(shares['prefill']):.2f})",
         ],
     )
     (long,) = (row for row in dense if row["name"] == "B64 H128 q1 kv16384")
