@@ -92,8 +92,9 @@ def is_one_run(kind: KVFormat) -> bool:
 def supports(problem: Problem, arch: ArchSpec, bulk_bytes: int, has_runs: bool = False) -> Supported | Unsupported:
     """`has_runs`: the arch has kernels of one run."""
     kind = get_kv_format(problem.kv_format).sized(problem.latent, problem.rope)
-    one_run = has_runs and is_one_run(kind)
-    if not one_run and (kind.scaled > kind.latent or "e2m1" in kind.encodings):
+    beyond = kind.scaled > kind.latent or "e2m1" in kind.encodings  # what kernels of any kv_format do not store
+    one_run = has_runs and is_one_run(kind) and beyond
+    if beyond and not one_run:
         given = f"kv_format {problem.kv_format} scales its rope values too or has values of 4 bits"
         return Unsupported(f"{given}; {arch.name}'s kernels of any kv_format store neither")
     if kind.scale_rule is not None and kind.scale_rule.tile > MAX_SCALE_GROUP:

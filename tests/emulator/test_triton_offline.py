@@ -133,4 +133,4 @@ def test_sparse_decode(arch: str, case: Sample, num_splits: int) -> None:
     args, kwargs = case.make(CPU)
     kwargs["num_splits"] = num_splits
     (out, lse), _ = run("sparse_decode", arch, args, kwargs)
-    assert_exact(out, lse, exact(*args, **kwargs))
+    assert_exact(out, lse, exact(*args[:6], **kwargs))  # neither a plan nor descales

@@ -35,6 +35,12 @@ def rows_of(seed):
     rows[6, 100], rows[7, 500], rows[8, 3] = torch.nan, torch.inf, -torch.inf
     rows[9] *= 1e-38
     rows[10] = 3e38
+    # Quotients that lie between two codes of e4m3, by scales of 3 / 64 and 5 / 64, whose reciprocals are rounded.
+    between = (17 + 2 * torch.randint(0, 8, (2, 512), generator=draw)) * 2.0 ** torch.randint(
+        -9, -2, (2, 512), generator=draw
+    )
+    rows[11:13] = between * torch.tensor([[3.0], [5.0]])
+    rows[11:13, ::128], rows[11:13, 1::128] = torch.tensor([[21.0], [35.0]]), -0.0
     return rows.bfloat16()
 
 
@@ -110,6 +116,7 @@ def test_the_references_bytes(tmp_path, record):
         assert differences(program, tmp_path, name) == 0, name
 
 
+ROUNDED = "__fmaf_rn(__fmaf_rn(-near, scale, value), inverse, near)"
 FAULTS = {
     "rounded to even": ("(bits & 0xffff) != 0 ? 1 : 0", "bits >> 15 & 1"),
     "a tie goes up": ("+ (size >> 9 & 0x00010001)", "+ 0x00010001"),
@@ -117,15 +124,18 @@ FAULTS = {
     "codes of NaN": ("& some;", ";"),
     "halves exchanged": ("bytes[i] = halves | halves >> 12;", "bytes[i] = halves << 4 | halves >> 16;"),
     "the scale of half a tile": ("apart < LANES", "apart < LANES / 2"),
+    "a quotient that is not rounded": (f"copysignf({ROUNDED}", "copysignf(near"),
+    "-0 becomes +0": (f"copysignf({ROUNDED}, value)", ROUNDED),
 }
 
 
+FAULTY = {"the scale of half a tile": "v41", "a quotient that is not rounded": "v32_nope", "-0 becomes +0": "v32_nope"}
 HEADER = "sm_90/append_kv/record_row.hpp"
 
 
 @each_of(FAULTS, "a tie goes up", place=lambda right, broken: (HEADER, right))
 def test_a_fault_is_found(tmp_path, name):
     changed = with_a_fault(tmp_path / "csrc", HEADER, *FAULTS[name])
-    record = "v41" if name == "the scale of half a tile" else "v41_fp4"
-    program = build(tmp_path / "append", {"FORMAT": record, "HOST_BLOCK_THREADS": 32}, changed)
+    record = FAULTY.get(name, "v41_fp4")
+    program = build(tmp_path / "append", {"FORMAT": RECORDS[record], "HOST_BLOCK_THREADS": 32}, changed)
     assert differences(program, tmp_path, record) > 0

@@ -62,6 +62,7 @@ def drivers(monkeypatch, amd_objects):
     monkeypatch.setattr(launcher, "_prepared", {})
     monkeypatch.setattr(launcher, "_environment", lambda: None)
     monkeypatch.setattr(manifest, "_found", lambda: amd_objects)
+    monkeypatch.setattr(manifest, "built", manifest.built.__wrapped__)  # without what it remembers of the real objects
     return made
 
 

@@ -7,10 +7,10 @@ from mla_suite.archs import CSRC
 from mla_suite.build import manifest
 
 PACKAGE = CSRC.parent
-MAX_BYTES = 35_000_000
+MAX_BYTES = 40_000_000
 
 
-def test_the_installed_package_holds_35_mb_at_most():
+def test_the_installed_package_holds_40_mb_at_most():
     root = manifest.locate()
     if isinstance(root, str):
         pytest.skip("the package's own kernels are not built: run `python -m mla_suite build`")
