@@ -1,12 +1,15 @@
 """A layer and a long context over two or more GPUs, beside one GPU in the same run.
 
     torchrun --nproc-per-node 2 benchmarks/bench_distributed.py [--csv FILE]
+    torchrun --nproc-per-node 8 benchmarks/bench_distributed.py --batches 128 --lengths 4096 --contexts 4194304
 
-Tensor parallel: a decode step of DeepSeek V3's attention layer (hidden 7168, 128 heads, batch 128, bf16), compiled with
-fullgraph and captured in a CUDA graph. Context parallel: attention of one sequence of 128 heads over its keys dealt to
-the ranks, compiled and captured likewise. Each result is compared with one GPU's before it is timed. The time is that
+Layers: a decode step of DeepSeek V3's attention layer (hidden 7168, 128 heads, bf16), spread over all ranks in every
+way: tensor parallel (TP), context parallel (CP), both at once, and data parallel (DP), where each rank has a part of
+the batch. Contexts: attention of one sequence of 128 heads over its keys dealt to the ranks. Both are compiled with
+fullgraph and captured in a CUDA graph, and each result is compared with one GPU's before it is timed. The time is that
 of a graph of equal calls divided by their number; the slowest rank counts. Collectives are timed alone as well, through
-peer memory and through NCCL, with the bytes that a rank sends.
+peer memory and through NCCL, with the bytes that a rank sends in one exchange, and every rank's sum must have the same
+bits.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import date
 from functools import partial
-from itertools import chain
+from itertools import chain, product, repeat
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,15 +29,15 @@ import torch.distributed as dist
 
 import mla_suite
 from mla_suite.bench.saving import Table
-from mla_suite.distributed import ContextParallelCache, Parallel, ParallelMLA, cp_decode, peer_memory
+from mla_suite.bench.timer import queued_us
+from mla_suite.distributed import ContextParallelCache, KeyShard, Parallel, ParallelMLA, cp_decode, peer_memory
 from mla_suite.distributed.context import merge_ranks
 from mla_suite.distributed.parallel import gather, initialise
 from mla_suite.models import MLA, MLAConfig, PagedLatentCache, Step, cos_sin_table
 
-FULL = MLAConfig(hidden_size=7168, num_heads=128, q_lora_rank=1536, max_position=8192)
-BATCH, PAGE = 128, 64
-LAYER_LENGTHS = (512, 4096)
-CONTEXTS = (262_144, 1_048_576)
+FULL = MLAConfig(hidden_size=7168, num_heads=128, q_lora_rank=1536, max_position=32_768)
+PAGE = 64
+BATCHES, LENGTHS, CONTEXTS = [32, 128], [512, 4096, 32_768], [262_144, 1_048_576, 4_194_304]
 CALLS, REPLAYS = 20, 15
 
 
@@ -50,65 +53,96 @@ def graph_us(call: Callable[[], object]) -> float:
     times = []
     for _ in range(REPLAYS):
         dist.barrier()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / CALLS)
+        times.append(queued_us(graph.replay) / CALLS)
     slowest = torch.tensor(median(times), device="cuda")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return float(slowest)
 
 
-def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((found.float() - exact.float()).norm() / exact.float().norm())
+def checked(found: torch.Tensor, exact: torch.Tensor, bound: float) -> float:
+    """The relative error of a result, which must be below the bound on every rank."""
+    error = float((found.float() - exact.float()).norm() / exact.float().norm())
+    if not error < bound:
+        raise SystemExit(f"bench_distributed: rank {dist.get_rank()}: error {error:.3g}, and {bound} is allowed")
+    return error
 
 
-def fill(cache: PagedLatentCache | ContextParallelCache, lengths: list[int], seed: int) -> Step:
-    """Random latents in every page; -> the step of one new token per sequence."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    for layer in cache.layers:
-        layer.normal_(generator=generator)
+def fill(cache: PagedLatentCache | ContextParallelCache, lengths: list[int]) -> Step:
+    """Room for every token of the lengths; -> the step of one new token per sequence, the last."""
     sequences = [cache.allocate(length) for length in lengths]
     cache.append(sequences, [length - 1 for length in lengths])
     return cache.append(sequences, [1] * len(lengths))
 
 
-def layer_rows(parallel: Parallel, device: torch.device) -> Iterator[dict[str, Any]]:
-    """The layer on one GPU and tensor parallel over all of them."""
+def deal(whole: torch.Tensor, step: Step, own: torch.Tensor, own_step: Step, shard: KeyShard) -> None:
+    """Copies the pages that a rank owns from one GPU's cache; runs of keys are whole pages."""
+    pages = step.block_table[:, shard.rank :: shard.world]
+    own[own_step.block_table[:, : pages.shape[1]].flatten().long()] = whole[pages.flatten().long()]
+
+
+def full_layer(device: torch.device) -> MLA:
     torch.manual_seed(0)
     whole = MLA(FULL, dtype=torch.bfloat16, device=device).requires_grad_(False)
     for parameter in whole.parameters():
         if parameter.dim() > 1:
             parameter.normal_(std=parameter.shape[-1] ** -0.5)
     whole.fuse()
-    spread = ParallelMLA(FULL, parallel, dtype=torch.bfloat16, device=device).requires_grad_(False)
-    spread.load_full_weights(whole.state_dict())
-    table = cos_sin_table(FULL, device=device)
-    for kv_len in LAYER_LENGTHS:
-        cache = PagedLatentCache(1, BATCH * -(-kv_len // PAGE), PAGE, device=device)
-        step = fill(cache, [kv_len] * BATCH, seed=kv_len)  # the same on all ranks
-        x = torch.randn(BATCH, 1, FULL.hidden_size, device=device, generator=torch.Generator(device).manual_seed(1))
-        x = x.bfloat16()
-        torch._dynamo.reset()
-        alone, together = (torch.compile(layer.decode, fullgraph=True) for layer in (whole, spread))
-        arguments = x, cache.layers[0], step, table
-        error = relative(together(*arguments), alone(*arguments))
-        assert error < 2e-2, error
-        one, many = graph_us(partial(alone, *arguments)), graph_us(partial(together, *arguments))
-        torch._dynamo.reset()
-        with through_nccl():
-            together(*arguments)
-            nccl = graph_us(partial(together, *arguments))
-        what = f"layer B{BATCH} kv {kv_len}"
-        yield {"what": what, "one_us": one, "many_us": many, "nccl_us": nccl, "error": error}
+    return whole
 
 
-def context_rows(parallel: Parallel, device: torch.device) -> Iterator[dict[str, Any]]:
+def layer_rows(
+    ways: list[Parallel], batches: list[int], lengths: list[int], device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """The layer on one GPU, and spread over all of them in every way; DP gives each rank its part of the batch."""
+    whole, table = full_layer(device), cos_sin_table(FULL, device=device)
+    layers = [ParallelMLA(FULL, way, interleave=PAGE, dtype=torch.bfloat16, device=device) for way in ways]
+    for layer in layers:
+        layer.requires_grad_(False).load_full_weights(whole.state_dict())
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for batch, kv_len in product(batches, lengths):
+        cache = PagedLatentCache(1, batch * -(-kv_len // PAGE), PAGE, device=device)
+        generator = torch.Generator(device).manual_seed(kv_len)  # the same on all ranks
+        cache.layers[0].normal_(generator=generator)
+        step = fill(cache, [kv_len] * batch)
+        x = torch.randn(batch, 1, FULL.hidden_size, device=device, generator=generator).bfloat16()
+        exact, one = timed(whole.decode, x, cache.layers[0], step, table)
+        shown = {"what": f"layer B{batch} kv {kv_len}", "one_us": one}
+        for way, layer in zip(ways, layers, strict=True):
+            own = ContextParallelCache(
+                1, batch * -(-kv_len // (PAGE * way.cp_size)), PAGE, shard=layer.shard, device=device
+            )
+            own_step = fill(own, [kv_len] * batch)
+            deal(cache.layers[0], step, own.layers[0], own_step, layer.shard)
+            found, many = timed(layer.decode, x, own.layers[0], own_step, table)
+            error = checked(found, exact, 2e-2)
+            row = {"split": name_of(way), "many_us": many, "error": error}
+            if way.cp_size == 1:
+                with through_nccl():
+                    row["nccl_us"] = timed(layer.decode, x, own.layers[0], own_step, table)[1]
+            yield shown | row
+        if batch % world == 0:
+            mine = slice(rank * (batch // world), (rank + 1) * (batch // world))
+            own_step = Step(step.block_table[mine], step.seq_lens[mine], step.slot_mapping[mine], step.positions[mine])
+            found, many = timed(whole.decode, x[mine], cache.layers[0], own_step, table)
+            yield shown | {"split": f"DP{world}", "many_us": many, "error": checked(found, exact[mine], 2e-2)}
+
+
+def timed(layer: Callable[..., torch.Tensor], *arguments: Any) -> tuple[torch.Tensor, float]:
+    """A layer compiled for these arguments alone: what it gives, and the microseconds of a captured call."""
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True)
+    return compiled(*arguments).clone(), graph_us(partial(compiled, *arguments))
+
+
+def name_of(way: Parallel) -> str:
+    sizes = {"TP": way.tp_size, "CP": way.cp_size}
+    return " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
+
+
+def context_rows(parallel: Parallel, contexts: list[int], device: torch.device) -> Iterator[dict[str, Any]]:
     """One sequence of 128 heads: all keys on one GPU, and dealt to the ranks."""
     shard = parallel.shard(PAGE)
-    for kv_len, q_len in ((CONTEXTS[0], 1), (CONTEXTS[0], 4), (CONTEXTS[1], 1)):
+    for kv_len, q_len in chain(((contexts[0], 4),), zip(contexts, repeat(1))) if contexts else ():
         pages = kv_len // PAGE
         generator = torch.Generator(device).manual_seed(kv_len)
         cache = torch.randn(pages, PAGE, 576, device=device, generator=generator, dtype=torch.bfloat16)
@@ -137,17 +171,17 @@ def context_rows(parallel: Parallel, device: torch.device) -> Iterator[dict[str,
 
         mine, exact = spread(q, own, lens, own_lens, own_table), alone(q, cache, lens, table)
         heads = 128 // shard.world
-        error = relative(mine, exact[:, :, shard.rank * heads : (shard.rank + 1) * heads])
-        assert error < 1e-2, error
+        error = checked(mine, exact[:, :, shard.rank * heads : (shard.rank + 1) * heads], 1e-2)
         one = graph_us(partial(alone, q, cache, lens, table))
         many = graph_us(partial(spread, q, own, lens, own_lens, own_table))
-        half = graph_us(partial(alone, q, own, own_lens, own_table)) if q_len == 1 else None
+        own_keys = graph_us(partial(alone, q, own, own_lens, own_table)) if q_len == 1 else None
         torch._dynamo.reset()
         with through_nccl():
             spread(q, own, lens, own_lens, own_table)
             nccl = graph_us(partial(spread, q, own, lens, own_lens, own_table))
         what = f"decode B1 H128 q_len {q_len} kv {kv_len}"
-        yield {"what": what, "one_us": one, "many_us": many, "nccl_us": nccl, "own_keys_us": half, "error": error}
+        times = {"one_us": one, "many_us": many, "nccl_us": nccl, "own_keys_us": own_keys}
+        yield {"what": what, "split": name_of(parallel), **times, "error": error}
         del cache, own
         torch.cuda.empty_cache()
 
@@ -173,6 +207,7 @@ def collective_rows(parallel: Parallel, device: torch.device) -> Iterator[dict[s
         queries = torch.randn(tokens, own_heads, 576, device=device).bfloat16()
         shard, group = parallel.shard(), parallel.cp_group
         sent = (parallel.world - 1) * tokens
+        same_bits(parallel.sum_over_all(hidden))
         cases: dict[str, tuple[Callable[[], object], int]] = {
             f"sum {tokens} x 7168 bf16": (partial(parallel.sum_over_all, hidden), sent * 7168 * 2),
             f"merge {tokens} x 128 x 512 bf16": (partial(merge_ranks, out, lse, shard, group), sent * own_heads * 1028),
@@ -185,19 +220,51 @@ def collective_rows(parallel: Parallel, device: torch.device) -> Iterator[dict[s
             peers = graph_us(call)
             with through_nccl():
                 nccl = graph_us(call)
-            yield {"what": what, "many_us": peers, "nccl_us": nccl, "sent_bytes": sent_bytes}
+            row = {"what": what, "many_us": peers, "nccl_us": nccl, "sent_bytes": sent_bytes}
+            if what.startswith("sum"):
+                row |= {f"in_{name}_us": graph_us_in(call, limit) for name, limit in (("one", 2**62), ("two", -1))}
+            yield row
+
+
+def graph_us_in(sum_of_all: Callable[[], object], second_exchange_bytes: int) -> float:
+    """The time of a sum in one exchange, or in two."""
+    chosen = peer_memory.SECOND_EXCHANGE_BYTES
+    peer_memory.SECOND_EXCHANGE_BYTES = second_exchange_bytes
+    try:
+        return graph_us(sum_of_all)
+    finally:
+        peer_memory.SECOND_EXCHANGE_BYTES = chosen
+
+
+def same_bits(found: torch.Tensor) -> None:
+    """Ends the program where the ranks' results differ in a bit."""
+    everyone = [torch.empty_like(found) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, found)
+    if not all(torch.equal(one, found) for one in everyone):
+        raise SystemExit(f"bench_distributed: the ranks' sums of {tuple(found.shape)} differ")
+
+
+def sizes(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", type=Path, help="write the rows to this file as they come")
+    for name, default in (("batches", BATCHES), ("lengths", LENGTHS), ("contexts", CONTEXTS)):
+        shown = ",".join(map(str, default))
+        parser.add_argument(f"--{name}", type=sizes, default=default, help=f"{shown} if not given; '' leaves them out")
     arguments = parser.parse_args()
     device = initialise()
     world = dist.get_world_size()
     if device.type != "cuda":
         raise SystemExit("bench_distributed: needs one GPU per rank; the demo command runs on CPUs")
-    tp = Parallel.create(tp_size=world, device_type="cuda")
-    cp = Parallel.create(cp_size=world, device_type="cuda")
+    ways = [
+        Parallel.create(tp_size=tp, cp_size=world // tp, device_type="cuda")
+        for tp in range(world, 0, -1)
+        if world % tp == 0
+    ]
+    cp = ways[-1]
     about = {
         "device": f"{world} x {torch.cuda.get_device_name()}",
         "torch": torch.__version__,
@@ -206,7 +273,12 @@ def main() -> None:
     }
     table = Table(arguments.csv if dist.get_rank() == 0 else None, about)
     with torch.inference_mode():
-        for row in chain(collective_rows(cp, device), layer_rows(tp, device), context_rows(cp, device)):
+        rows = chain(
+            collective_rows(cp, device),
+            context_rows(cp, arguments.contexts, device),
+            layer_rows(ways, arguments.batches, arguments.lengths, device),
+        )
+        for row in rows:
             table.add(row)
             if dist.get_rank() == 0:
                 report(row, world)
@@ -215,7 +287,8 @@ def main() -> None:
 
 def report(row: dict[str, Any], world: int) -> None:
     one = f"{row['one_us']:9.1f} us on one, {row['many_us'] / row['one_us']:.3f}x" if "one_us" in row else ""
-    print(f"{row['what']:36}{row['many_us']:9.1f} us on {world}, NCCL {row['nccl_us']:.1f} {one}", flush=True)
+    nccl = f", NCCL {row['nccl_us']:.1f}" if "nccl_us" in row else ""
+    print(f"{row.get('split', ''):10}{row['what']:36}{row['many_us']:9.1f} us on {world}{nccl} {one}", flush=True)
 
 
 if __name__ == "__main__":

@@ -128,14 +128,8 @@ def _own_graph(call: Callable[[], object], calls: int = 20) -> tuple[list[float]
         call()
 
     def queued(count: int) -> float:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         call()
-        begin.record()
-        for _ in range(count):
-            call()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) * 1e3 / count
+        return timer.queued_us(call, count)
 
     rounds = []
     for _ in range(EFFORT.rounds):

@@ -185,23 +185,9 @@ def moved(merged: int, tiles: int, heads: int) -> int:
     return heads * (merged * (HEAD_DIM_V + 1) * 4 + tiles * (HEAD_DIM_V * 2 + 4))
 
 
-class Line(NamedTuple):
-    """One runner on one shape; latency in microseconds on a GPU, else the clocks in which its bytes can be moved."""
-
-    shape: tuple[int, int, int]
-    runner: str
-    unit: str
-    latency: float
-    gb_per_s: float
-    partial_tiles: int
-    of_stock: float
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        speed = f"{self.gb_per_s:.0f}" if self.gb_per_s else ""
-        ratio = f"{self.of_stock:.3f}" if self.of_stock else ""
-        first = (*map(str, self.shape), self.runner, self.unit, f"{self.latency:.2f}")
-        return *first, speed, str(self.partial_tiles), ratio
+Line = tuple[str, str, str, str, int, str]
+"""One runner on one shape: the cells of HEADER behind the shape's. Latency is in microseconds on a GPU, else the clocks
+in which its bytes can be moved."""
 
 
 def timed(shape: tuple[int, int, int], device: torch.device) -> Iterator[Line]:
@@ -224,7 +210,7 @@ def timed(shape: tuple[int, int, int], device: torch.device) -> Iterator[Line]:
         us = median(device_rounds(call, [turn], EFFORT))
         stock_us = stock_us or us
         speed = moved(maps.merged, maps.tiles, heads) / us / 1e3
-        yield Line(shape, name, "us", us, speed, maps.merged, us / stock_us)
+        yield name, "us", f"{us:.2f}", f"{speed:.0f}", maps.merged, f"{us / stock_us:.3f}"
 
 
 def counted(shape: tuple[int, int, int], name: str) -> Iterator[Line]:
@@ -235,11 +221,11 @@ def counted(shape: tuple[int, int, int], name: str) -> Iterator[Line]:
     own, planned = uniform_maps(tokens, splits, cpu), planned_maps(tokens, heads, splits, arch.compute_units, cpu)
     for runner, maps in (("stock bytes", planned), ("stock_uniform bytes", own)):
         clocks = moved(maps.merged, maps.tiles, heads) / rate
-        yield Line(shape, f"{name} {runner}", "clocks", clocks, 0.0, maps.merged, 0.0)
+        yield f"{name} {runner}", "clocks", f"{clocks:.2f}", "", maps.merged, ""
     with emulate(name):
         point, _ = combine_config.choose(arch, HEAD_DIM_V, "bf16", heads, tokens, splits, uniform=True)
         clocks = counted_search.bound(point, tokens * heads, splits)["memory"]
-    yield Line(shape, f"{name} ours bytes", "clocks", clocks, 0.0, own.merged, 0.0)
+    yield f"{name} ours bytes", "clocks", f"{clocks:.2f}", "", own.merged, ""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -257,8 +243,8 @@ def main(arguments: list[str] | None = None) -> None:
         shape = case.facts["batch"], case.facts["heads"], case.facts["splits"]
         found = [timed(shape, torch.device("cuda"))] if on_gpu else [counted(shape, a) for a in given.arch.split(",")]
         for line in (line for part in found for line in part):
-            table.add(dict(zip(HEADER, line.cells, strict=True)))
-            print(",".join(line.cells), flush=True)
+            table.add(dict(zip(HEADER, (*shape, *line), strict=True)))
+            print(*shape, *line, sep=",", flush=True)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import csv
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
-from mla_suite.distributed.peer_memory import TOTAL_SLICE_BYTES
+from mla_suite.distributed.peer_memory import SECOND_EXCHANGE_BYTES, TOTAL_SLICE_BYTES, sums_in_two
 
 HIDDEN, HEADS, D_QK, D_V, TOKEN_BYTES, LAYERS = 7168, 128, 576, 512, 1152, 61  # DeepSeek V3 in bf16
 MEMORY = 1e11  # bytes of a GPU for the cache of all layers; where it does not fit, no time is given
@@ -23,13 +24,13 @@ KINDS = {"sum": 2 * HIDDEN, "gather": 2 * HEADS * D_QK, "merge": HEADS * (2 * D_
 NVLINK = 450e9  # bytes/s of an H200 in one direction, on which the lines below were measured
 
 
-def measured() -> dict[str, dict[str, str]]:
-    """The rows of the run on two H200s, by name."""
-    saved = (Path(__file__).parent / "results" / "distributed" / "h200x2.csv").read_text().splitlines()
-    return {row["what"]: row for row in csv.DictReader(line for line in saved if not line.startswith("#"))}
+def saved(run: str) -> list[dict[str, str]]:
+    """The rows of a run of bench_distributed.py."""
+    lines = (Path(__file__).parent / "results" / "distributed" / run).read_text().splitlines()
+    return list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
 
-MEASURED = measured()
+MEASURED = {row["what"]: row for row in saved("h200x2.csv")}
 
 
 @dataclass(frozen=True)
@@ -78,15 +79,16 @@ class Machine:
         if ranks == 1:
             return 0.0
         whole = tokens * KINDS[kind]
-        slices = whole * ranks if kind == "sum" else whole  # in a rank's buffer, one from every rank
-        through_peers = self.peer_memory and ranks <= self.node and slices <= TOTAL_SLICE_BYTES
-        # Peers each get the whole summand at once; NCCL's ring passes parts on, twice around.
-        copies = {"sum": ranks if through_peers else 2}.get(kind, 1)
+        through_peers = self.peer_memory and ranks <= self.node and whole <= TOTAL_SLICE_BYTES
+        in_two = kind == "sum" and sums_in_two(int(whole), ranks, TOTAL_SLICE_BYTES // ranks)
+        # In one exchange peers each get the whole summand; NCCL's ring passes parts on, twice around.
+        copies = {"sum": ranks if through_peers and not in_two else 2}.get(kind, 1)
         sent = whole * copies * (ranks - 1) / ranks
         if ranks > self.node:
             return self.network_latency + sent / self.network
         line = (PEER_MEMORY if through_peers else NCCL)[kind]
-        return line.latency + sent * line.per_byte * NVLINK / min(self.link, self.link_to_peer * (ranks - 1))
+        waiting = line.latency + (SECOND_EXCHANGE_BYTES * line.per_byte if through_peers and in_two else 0.0)
+        return waiting + sent * line.per_byte * NVLINK / min(self.link, self.link_to_peer * (ranks - 1))
 
     def attention(self, tokens: float, heads: float, keys: float, sequences: float) -> float:
         """Seconds of `tokens` query tokens over `keys` keys in each of `sequences` sequences."""
@@ -102,6 +104,7 @@ class Machine:
 # the H200's latencies and to reach the same part of the link's rate.
 H200 = Machine("H200", 4.6e12, 790e12, NVLINK, NVLINK)
 OVER_NCCL = replace(H200, peer_memory=False)
+H100 = replace(H200, name="H100", memory=3.1e12)  # its HBM3; the links are the H200's
 MACHINES = (
     H200,
     Machine("MI300X", 5.3e12, 1307e12, 7 * 64e9, 64e9),
@@ -213,5 +216,23 @@ def layers() -> str:
     return "\n".join(lines)
 
 
+def every_way() -> str:
+    """A layer over two H100s in every way, as a share of one H100's time: measured, and by the model."""
+    rows = {(row["what"], row["split"]): row for row in saved("h100x2.csv")}
+    lines = [
+        "| layer | one GPU, us | TP | model | CP | model | DP | model |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for batch, kv_len in product((32, 128), (512, 4096, 32_768)):
+        what = f"layer B{batch} kv {kv_len}"
+        cells = [f"batch {batch}, {kv_len:,} keys", f"{float(rows[what, 'TP2']['one_us']):.0f}"]
+        for name in ("TP", "CP", "DP"):
+            row, way = rows[what, f"{name}2"], WAYS[name]
+            share = float(row["many_us"]) / float(row["one_us"])
+            cells += [f"{share:.2f}", f"{way(H100, 2, batch, kv_len) / way(H100, 1, batch, kv_len):.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
-    print("\n\n".join([*(table(machine) for machine in MACHINES), layers(), collectives()]))
+    print("\n\n".join([*(table(machine) for machine in MACHINES), layers(), collectives(), every_way()]))

@@ -41,6 +41,7 @@ import torch
 from vllm_model import ON_GPU, OURS, PEER, VOCAB, Contexts, Row, check, equal_tokens, medians, start_engine, versions
 
 from mla_suite.bench.saving import Table
+from mla_suite.bench.timer import queued_us
 
 MODEL_LAYERS = 61  # of DeepSeek V3, which share a step's plan
 WARM_STEPS, ROUNDS, PROFILED_STEPS, REPLAYS = 4, 3, 5, 8
@@ -98,14 +99,8 @@ def replay_us(process: Any, batch: int) -> float:
     rounds = []
     for _ in range(ROUNDS):
         torch.cuda.synchronize()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         graphs[0].replay()
-        begin.record()
-        for _ in range(REPLAYS):
-            graphs[0].replay()
-        end.record()
-        end.synchronize()
-        rounds.append(begin.elapsed_time(end) * 1e3 / REPLAYS)
+        rounds.append(queued_us(graphs[0].replay, REPLAYS))
     return median(rounds)
 
 

@@ -23,6 +23,8 @@ import vllm_server
 from vllm_model import medians
 from vllm_server import Load
 
+from mla_suite.distributed import peer_memory
+
 ROOT = Path(__file__).parent.parent
 FLASHMLA, REDUCE = "benchmarks/results/flashmla/h200.json", "benchmarks/results/reduce/h200.csv"
 ENGINE, SERVER = "benchmarks/results/vllm/h200.csv", "benchmarks/results/vllm/h200_server.csv"
@@ -282,6 +284,20 @@ def two_gpus() -> Iterator[Sourced]:
             f"({short['nccl_us']:.1f}, although its merge is {merge['nccl_us'] - merge['many_us']:.0f} us longer)",
         ],
     )
+    rows = {row["what"]: row for row in scale_model.saved("h100x2.csv")}
+    second = [float(row["in_two_us"]) - float(row["in_one_us"]) for row in rows.values() if row["in_two_us"]]
+    longest = rows["decode B1 H128 q_len 1 kv 4194304"]
+    yield Sourced(
+        SCALE,
+        "benchmarks/results/distributed/h100x2.csv",
+        [
+            " ".join(scale_model.every_way().split()),
+            f"cost {span(second, 1)} us in sums",
+            f"took {float(longest['many_us']) / float(longest['one_us']):.2f} of one GPU's time with CP",
+        ],
+    )
+    send = peer_memory.SECOND_EXCHANGE_BYTES * scale_model.PEER_MEMORY["sum"].per_byte
+    yield Sourced(SCALE, "benchmarks/scale_model.py", [f"sends in about {send * 1e6:.0f} us"])
     floors = saved(DECODE)["floors"]
     size, us = floors["read"][-1]
     yield Sourced(SCALE, DECODE, [f"| H200 | {size / us / 1e6:.1f} TB/s | {round(floors['tflops'], -1):.0f} TFLOP/s |"])

@@ -43,8 +43,7 @@ def main(name: str, out: str, *options: str) -> int:
             print(f"{other}: Debian's clang and the ziglang wheel write other instructions", file=sys.stderr)
             return 1
         shown += "; their instructions are those of the ziglang wheel, line by line"
-    versions = debian_space.versions(folder)
-    named = [f"{package} {versions[package]}" for package in debian_space.SPACES[name].packages]
+    named = debian_space.named(name, folder)
     print(f"{name} ({', '.join(named)}): {shown}")
     if "--record" in options:
         rocm_matrix.put(name, named, shown)

@@ -86,6 +86,12 @@ def versions(folder: Path) -> dict[str, str]:
     return found
 
 
+def named(name: str, folder: Path) -> list[str]:
+    """The packages that a user space is there for, with their versions, as tables and messages name them."""
+    there = versions(folder)
+    return [f"{package} {there[package]}" for package in SPACES[name].packages]
+
+
 def _base() -> Path:
     named = os.environ.get("MLA_SUITE_SPACES")
     root = Path(named) if named else cache_root()

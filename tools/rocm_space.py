@@ -52,8 +52,7 @@ def main(arguments: list[str]) -> int:
     checked = ", ".join(f"{count} objects of {arch}" for arch, count in counts["objects"].items())
     instructions = sum(counts["instructions"].values())
     summary = f"comgr accepts {checked}; {instructions:,} instructions read as the build wrote them, 0 unknown"
-    versions = debian_space.versions(folder)
-    named = [f"{package} {versions[package]}" for package in debian_space.SPACES[name].packages]
+    named = debian_space.named(name, folder)
     print(f"{name} ({', '.join(named)}): {summary}; headers, error words and the sentence without a GPU are right")
     if "--record" in arguments:
         rocm_matrix.put(name, named, f"{summary}; driver against headers, error words, no-GPU sentence")

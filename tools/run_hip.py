@@ -51,10 +51,8 @@ def main(arguments: list[str]) -> int:
         failed = int(any(statuses))
         counts = [f"{arch}: {_counts(table)}" for arch, table in tables.items()] if record and not failed else []
     if record and not failed:
-        versions = debian_space.versions(folder)
-        named = [f"{package} {versions[package]}" for package in debian_space.SPACES[NAME].packages]
         what = "every operator's samples, random problems, graphs, streams, threads and planted faults on a virtual GPU"
-        rocm_matrix.put("hip", named, f"{what}; {', '.join(counts)}")
+        rocm_matrix.put("hip", debian_space.named(NAME, folder), f"{what}; {', '.join(counts)}")
     return failed
 
 

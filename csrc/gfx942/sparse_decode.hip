@@ -1,5 +1,6 @@
 // Sparse decode on gfx942. Macros of an instance: KV_FORMAT as below, ROWS 16, 32 or 64 (bf16: 16 or 64).
 #include "cdna/sparse_decode/mfma_16x16x16/traits.hpp"
+#include "cdna/sparse_decode/v41_format.hpp"
 #include "gfx942/sparse_policy.hpp"
 
 namespace {
@@ -7,6 +8,9 @@ namespace sparse = cdna::sparse;
 using dsv4 = sparse::Dsv4Format<gfx942::OcpDequant<gfx942::Exact>>;
 using dsv4fnuz = sparse::Dsv4Format<gfx942::FnuzDequant<gfx942::Exact>>;
 using v32 = sparse::V32Format<gfx942::OcpDequant<gfx942::ToNearestEven>>;
+using v32nope = sparse::V32Format<gfx942::OcpDequant<gfx942::ToNearestEven>, 0>;
+using v41 = sparse::V41Format<gfx942::OcpDequant<gfx942::Exact>>;
+using v41any = sparse::V41AnyFormat<gfx942::OcpDequant<gfx942::Exact>, gfx942::Fp4Dequant>;
 using bf16x512 = sparse::Bf16Format<512>;
 using bf16x576 = sparse::Bf16Format<576>;
 using Decode = sparse::mfma_16x16x16::Decode<sparse::SparseProblem<KV_FORMAT, ROWS>, gfx942::SparsePolicy>;

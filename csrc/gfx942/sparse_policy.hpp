@@ -85,4 +85,44 @@ struct OcpDequant : FnuzDequant<Rounding> {
   MLA_DEVICE static Pair twice(Pair values) { return values + values; }
 };
 
+// e2m1 times an e4m3 scale, exactly. e2m1 becomes the FNUZ code of twice its value, because the scale, an OCP code that
+// is read as FNUZ, is half of its own.
+struct Fp4Dequant {
+  float scale;
+
+  // -0 becomes 0, and a NaN among the four makes all of them FNUZ's NaN.
+  MLA_DEVICE static uint32_t prepared_scales(uint32_t four) {
+    constexpr uint32_t low_bits = 0x7f7f7f7f, high_bits = 0x80808080;
+    const uint32_t size = four & low_bits;
+    const uint32_t codes = size | (four & (size + low_bits) & high_bits);
+    return (size + 0x01010101 & high_bits) != 0 ? high_bits : codes;
+  }
+  MLA_DEVICE explicit Fp4Dequant(uint32_t code)
+      : scale(__builtin_amdgcn_cvt_f32_fp8(static_cast<int>(code), 0)) {}
+
+  // Even and odd values apart, since each has a byte in what is widened.
+  MLA_DEVICE cdna::u32x4 eight(uint32_t codes) const {
+    const uint32_t size = codes & 0x77777777;
+    const uint32_t signs = codes & (size + 0x77777777);  // bit 3 of each four, unless the value is zero
+    const uint32_t even = doubled(size) | (signs << 4 & 0x80808080), odd = doubled(size >> 4) | (signs & 0x80808080);
+    const Pair even_low = times_scale<false>(even), even_high = times_scale<true>(even);
+    const Pair odd_low = times_scale<false>(odd), odd_high = times_scale<true>(odd);
+    return cdna::u32x4{packed(even_low[0], odd_low[0]), packed(even_low[1], odd_low[1]),
+                       packed(even_high[0], odd_high[0]), packed(even_high[1], odd_high[1])};
+  }
+
+ private:
+  typedef float Pair __attribute__((ext_vector_type(2)));
+
+  // FNUZ codes of 0, 1, 2, 3, 4, 6, 8 and 12, by the low three bits of each byte.
+  MLA_DEVICE static uint32_t doubled(uint32_t sizes) {
+    return __builtin_amdgcn_perm(0x5c585450, 0x4c484000, sizes & 0x07070707);
+  }
+  template <bool upper>
+  MLA_DEVICE Pair times_scale(uint32_t four) const {
+    return __builtin_amdgcn_cvt_pk_f32_fp8(static_cast<int>(four), upper) * Pair{scale, scale};
+  }
+  MLA_DEVICE static uint32_t packed(float low, float high) { return Exact::pack(low, high); }
+};
+
 }  // namespace gfx942

@@ -1,5 +1,6 @@
 // Sparse decode on gfx950. Macros of an instance: KV_FORMAT as below, ROWS 16 to 128.
 #include "cdna/sparse_decode/mfma_16x16x32/traits.hpp"
+#include "cdna/sparse_decode/v41_format.hpp"
 #include "gfx950/sparse_policy.hpp"
 
 namespace {
@@ -7,6 +8,9 @@ namespace sparse = cdna::sparse;
 using dsv4 = sparse::Dsv4Format<gfx950::Pow2Dequant>;
 using v32 = sparse::V32Format<gfx950::ScaleDequant>;
 using v32pow2 = sparse::V32Format<gfx950::Pow2Dequant>;
+using v32nope = sparse::V32Format<gfx950::ScaleDequant, 0>;
+using v41 = sparse::V41Format<gfx950::Pow2Dequant>;
+using v41any = sparse::V41AnyFormat<gfx950::Pow2Dequant, gfx950::Fp4Dequant>;
 using bf16x512 = sparse::Bf16Format<512>;
 using bf16x576 = sparse::Bf16Format<576>;
 using Decode = sparse::mfma_16x16x32::Decode<sparse::SparseProblem<KV_FORMAT, ROWS>, gfx950::Policy>;

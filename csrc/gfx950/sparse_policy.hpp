@@ -42,4 +42,26 @@ struct ScaleDequant {
   }
 };
 
+// Multiplies e2m1 by an e4m3 scale, exactly.
+struct Fp4Dequant {
+  float scale;
+
+  MLA_DEVICE static uint32_t prepared_scales(uint32_t four) { return four; }
+  MLA_DEVICE explicit Fp4Dequant(uint32_t code)
+      : scale(__builtin_amdgcn_cvt_f32_fp8(static_cast<int>(code), 0)) {}
+
+  MLA_DEVICE cdna::u32x4 eight(uint32_t codes) const {
+    return cdna::u32x4{pair<0>(codes), pair<1>(codes), pair<2>(codes), pair<3>(codes)};
+  }
+
+ private:
+  template <int byte>
+  MLA_DEVICE uint32_t pair(uint32_t codes) const {
+    typedef float Pair __attribute__((ext_vector_type(2)));
+    typedef __bf16 Rounded __attribute__((ext_vector_type(2)));
+    const Pair values = __builtin_amdgcn_cvt_scalef32_pk_f32_fp4(codes, 1.0f, byte);
+    return __builtin_bit_cast(uint32_t, __builtin_convertvector(values * Pair{scale, scale}, Rounded));
+  }
+};
+
 }  // namespace gfx950

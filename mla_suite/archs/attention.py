@@ -229,6 +229,9 @@ RECORDS = {
     ("dsv4", 512): "dsv4",
     ("v32", 576): "v32",
     ("v32_pow2", 576): "v32pow2",
+    ("v32_nope", 512): "v32nope",
+    ("v41", 512): "v41",
+    ("v41_fp4", 512): "v41any",
     ("bf16", 512): "bf16x512",
     ("bf16", 576): "bf16x576",
 }
@@ -248,8 +251,8 @@ def record_of(kv_formats: Sequence[str], width: int, records: Mapping[tuple[str,
     # A power of two is a number: the kernel for any scale reads both.
     if names == {"v32", "v32pow2"}:
         return "v32"
-    # One kernel reads V4.1's pools of 288 bytes, and those of 528 beside them.
-    if "v41fp4" in names and names <= {"v41", "v41fp4"}:
+    # The kernel of V4.1's pools of 288 bytes reads those of 528 beside them.
+    if names == {"v41", "v41any"}:
         return "v41any"
     return names.pop() if len(names) == 1 else None
 

@@ -55,6 +55,17 @@ def cold_bytes(device: torch.device) -> int:
     return max(160_000_000, cache * 8 // 3)
 
 
+def queued_us(call: Callable[[], object], count: int = 1) -> float:
+    """Time of a call on the device, of `count` that are queued one behind the other."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(count):
+        call()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e3 / count
+
+
 class Replay:
     """A captured graph of calls over rotating inputs, to be timed in rounds.
 
@@ -89,13 +100,8 @@ class Replay:
 
     def _replay_us(self) -> float:
         """Time of one replay, after another."""
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self.graph.replay()
-        begin.record()
-        self.graph.replay()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) * 1e3
+        return queued_us(self.graph.replay)
 
     def round(self, rest_s: float = REST_S, warmup: int = 0, iters: int = 0) -> float:
         """Median over the replays of one round; `warmup` and `iters` as in an Effort."""

@@ -1,7 +1,7 @@
 """Print the byte map of every KV cache kv_format.
 
-A cache is a tensor [pages, page_size, width]. For each kv_format this shows what one token costs, the rule that makes
-its scales, and where each field of token t lies in a block of P tokens:
+A cache is a tensor [num_pages, page_size, width]. For each kv_format this shows what one token costs, the rule that
+makes its scales, and where each field of token t lies in a block of P tokens:
 
     python -m mla_suite formats                         all kv_formats, blocks of 64 tokens
     python -m mla_suite formats dsv4 --page-size 256    one kv_format, another page size

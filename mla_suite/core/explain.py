@@ -55,7 +55,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     decode on cpu -> reference: fp32 reference (supports every input)
       not native: native kernels need ...
       not triton: needs cuda tensors, got cpu
-      context 128 keys per sequence, from block_table width x page
+      context 128 keys per sequence, from block_table width x page_size
     """
     record = register.get(op)
     given, outputs = _checked(record, args, kwargs)

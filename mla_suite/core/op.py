@@ -224,10 +224,16 @@ class Op:
         return {a.name: a.default_value for a in arguments if a.kwarg_only and a.name not in self.outputs}
 
     @cached_property
-    def numbers(self) -> tuple[type | None, ...]:
-        """For each keyword argument the type that torch's dispatcher gives to a number, float or int, or None."""
+    def kinds(self) -> tuple[type | None, ...]:
+        """For each keyword argument the type that torch's dispatcher passes on; None for one that has several."""
         kinds = {torch._C.FloatType: float, torch._C.IntType: int, torch._C.SymIntType: int}
+        kinds |= {torch._C.BoolType: bool, torch._C.StringType: str}
         return tuple([kinds.get(type(a.real_type)) for a in self._arguments(self.schema) if a.kwarg_only])
+
+    @cached_property
+    def needed(self) -> tuple[int, ...]:
+        """Positions of the tensors that may not be left out."""
+        return tuple([at for at, name in enumerate(self.arguments[: len(self.positional)]) if name in self.required])
 
     def _arguments(self, schema: str) -> Any:
         return torch._C.parse_schema(self.qualname + schema).arguments
@@ -246,10 +252,10 @@ class Op:
         return f"({', '.join([*positional, *(['*'] if options else []), *options])})"
 
 
-def converted(numbers: Sequence[type | None], options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Options as torch's dispatcher passes them on; `numbers` are those of `Op`."""
-    pairs = zip(numbers, options, strict=True)
-    return tuple([value if kind is None or value.__class__ is kind else _CONVERT[kind](value) for kind, value in pairs])
+def converted(kinds: Sequence[type | None], options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Options as torch's dispatcher passes them on; `kinds` are those of `Op`."""
+    pairs = zip(kinds, options, strict=True)
+    return tuple([value if value.__class__ is kind else _CONVERT.get(kind, _as_it_is)(value) for kind, value in pairs])
 
 
 def _as_float(value: Any) -> Any:
@@ -264,4 +270,8 @@ def _as_int(value: Any) -> Any:
     return value.item() if hasattr(value, "__array__") and not value.shape else value
 
 
-_CONVERT = {float: _as_float, int: _as_int}
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+_CONVERT: dict[type | None, Callable[[Any], Any]] = {float: _as_float, int: _as_int}

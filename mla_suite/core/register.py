@@ -70,7 +70,9 @@ def register_overload(op: Op) -> Op:
 
 def _define_functional(op: Op) -> None:
     _define(op.name + op.schema)
-    _implement(op.name, _functional(op), _fake(op))
+    implementation = _functional(op)
+    _implement(op.name, implementation, _fake(op))
+    eager.implementations[op.name] = implementation
     if op.mutates:
         _fall_through(op.name)
     else:
@@ -86,7 +88,7 @@ class _OutOverload(NamedTuple):
     positional: tuple[Any, ...]
     options: dict[str, Any]
     required: frozenset[str]
-    numbers: tuple[type | None, ...]
+    kinds: tuple[type | None, ...]
     known: KnownCalls
 
     @classmethod
@@ -99,7 +101,7 @@ class _OutOverload(NamedTuple):
             op.positional,
             options,
             op.required | set(op.outputs),
-            (*op.numbers, *[None] * (len(options) - len(op.options))),
+            (*op.kinds, *[None] * (len(options) - len(op.options))),
             op.known_out,
         )
 

@@ -36,7 +36,7 @@ def cp_decode(
     """`mla_suite.decode` over keys that are spread over the ranks of `group`.
 
     q            [batch, q_len, heads, head_dim], the same on every rank of the group
-    kv_cache     [pages, page, width], this rank's keys of every sequence
+    kv_cache     [num_pages, page_size, width], this rank's keys of every sequence
     seq_lens     [batch] int32, keys of each sequence on all ranks together, those of the query tokens included
     block_table  [batch, width] int32, this rank's pages
     shard        this rank's share of the keys

@@ -116,7 +116,7 @@ class Parallel:
         if self.world == 1:
             return x
         check_same_shape("sum", x, self.all_group)
-        if peer_memory.serves(self.all_group, x.numel() * x.element_size()):
+        if peer_memory.serves_sum(self.all_group, x.numel() * x.element_size(), self.world):
             return torch.ops.mla_suite_ranks.peer_sum(x.contiguous(), str(self.all_group))
         return functional.wait_tensor(functional.all_reduce(x, "sum", self.all_group))
 

@@ -17,6 +17,8 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed import distributed_c10d
 
 TOTAL_SLICE_BYTES = 18 << 20  # of a rank's slices together; 128 tokens of 128 heads over two ranks are 8.4 MB each
+# What a GPU sends in the time of a second exchange of flags: 3 us at the 200 GB/s of two H200s (docs/scale.md).
+SECOND_EXCHANGE_BYTES = 600_000
 POLLS_PER_SECOND = 1 << 20  # a look at a flag takes about a microsecond
 MAX_POLLS = 2**31 - 1
 TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
@@ -55,7 +57,10 @@ class PeerMemory:
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of x over the ranks, made in fp32; the same bits on every rank."""
         out = torch.empty_like(x)
-        self._reduce(x, out, gather=False)
+        if sums_in_two(x.numel() * x.element_size(), self.ranks, self.capacity):
+            self._scattered_sum(x, out)
+        else:
+            self._reduce(x, out, gather=False)
         return out
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -92,6 +97,19 @@ class PeerMemory:
                 **peer_triton.OPTIONS,
             )
         return merged, merged_lse
+
+    def _scattered_sum(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        from mla_suite.distributed import peer_triton
+
+        share = int(share_bytes(x.numel() * x.element_size(), self.ranks)) // x.element_size()
+        block = max(512, min(peer_triton.MAX_BLOCK, _power_of_two(share, self.programs)))
+        peer_triton.scattered_sum_kernel[(self.programs,)](
+            *(x, out, self.peers, self.rank, x.numel(), share, self.capacity, self.polls),
+            WORLD=self.ranks,
+            BLOCK=block,
+            num_warps=max(2, block // 1024),
+            **peer_triton.OPTIONS,
+        )
 
     def _reduce(self, x: torch.Tensor, out: torch.Tensor, *, gather: bool) -> None:
         from mla_suite.distributed import peer_triton
@@ -147,6 +165,22 @@ def connect(group: Any, timeout_s: float) -> None:
 def serves(group: Any, size: int | torch.SymInt) -> bool:
     """Whether the ranks of a group exchange `size` bytes per rank through each other's memory."""
     return bool(size <= _capacities.get(str(group), -1))
+
+
+def serves_sum(group: Any, size: int | torch.SymInt, ranks: int) -> bool:
+    """Whether the ranks of a group sum tensors of `size` bytes through each other's memory."""
+    return serves(group, size) or serves(group, share_bytes(size, ranks))
+
+
+def share_bytes(size: int | torch.SymInt, ranks: int) -> int | torch.SymInt:
+    """Bytes that a rank sums of a tensor of `size` bytes that is summed in two exchanges."""
+    return -(-size // (16 * ranks)) * 16
+
+
+def sums_in_two(size: int, ranks: int, capacity: int) -> bool:
+    """Whether two exchanges sum a tensor of `size` bytes sooner than one, or it does not fit one."""
+    spared = size * (ranks - 1) * (ranks - 2) // ranks  # of the ranks - 1 times `size` that one exchange sends
+    return size > capacity or spared > SECOND_EXCHANGE_BYTES
 
 
 def merges(group: Any, out: torch.Tensor, own_heads: int) -> bool:

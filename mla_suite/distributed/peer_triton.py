@@ -1,10 +1,10 @@
 """Kernels in which GPUs of one host exchange data by storing into each other's memory: one launch, one way.
 
 Every rank has a buffer that all ranks reach. A program stores its share into every peer's buffer, raises its flag
-there, waits for the same program's flag of every peer, and reduces what arrived. Flags are numbers of calls that only
-grow, kept per program, so nothing is reset and a captured graph may be replayed. Two halves of the data area take
-turns: a rank that stores into a half for the second time has seen a flag of the call between, which its peer sent after
-it had read the first.
+there, waits for the same program's flag of every peer, and reduces what arrived. Flags are numbers of exchanges that
+only grow, kept per program, so nothing is reset and a captured graph may be replayed. Two halves of the data area take
+turns: a rank that stores into a half for the second time has seen a flag of the exchange between, which its peer sent
+after it had read the first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_PROGRAMS = 128  # of a launch, each with flags of its own; below the compute
 MAX_RANKS = 16
 MAX_BLOCK = 8192  # values in a program's registers: 8 warps of 32
 _MAX_PROGRAMS = tl.constexpr(MAX_PROGRAMS)
-FLAG_BYTES = 4 * MAX_RANKS * MAX_PROGRAMS  # [ranks][MAX_PROGRAMS]; behind them every program counts its calls
+FLAG_BYTES = 4 * MAX_RANKS * MAX_PROGRAMS  # [ranks][MAX_PROGRAMS]; behind them every program counts its exchanges
 _CALLS_AT = tl.constexpr(FLAG_BYTES)
 HEADER_BYTES = FLAG_BYTES + 4 * MAX_PROGRAMS
 _HEADER = tl.constexpr(HEADER_BYTES)
@@ -35,8 +35,15 @@ def _slice(peers, owner, writer, call, capacity, WORLD: tl.constexpr):
 
 
 @triton.jit
+def _values(peers, owner, writer, call, capacity, like, WORLD: tl.constexpr):
+    """The same address as a pointer to values of `like`'s type."""
+    address = _slice(peers, owner, writer, call, capacity, WORLD)
+    return tl.multiple_of(address.to(tl.pointer_type(like.dtype.element_ty)), 16)
+
+
+@triton.jit
 def _signal_and_wait(peers, rank, call, polls, WORLD: tl.constexpr):
-    """Tells every peer that this program's data has arrived there, and waits for theirs."""
+    """Tells every peer that this program's data of exchange `call` has arrived there, and waits for theirs."""
     program = tl.program_id(0)
     tl.debug_barrier()  # every thread's stores are before the flag
     for step in tl.static_range(1, WORLD):
@@ -47,7 +54,7 @@ def _signal_and_wait(peers, rank, call, polls, WORLD: tl.constexpr):
         peer = (rank + step) % WORLD
         flag = (tl.load(peers + rank) + 4 * (peer * _MAX_PROGRAMS + program)).to(tl.pointer_type(tl.int32))
         left = polls
-        # A peer may be one call ahead already. The difference stays right when the numbers wrap around.
+        # A peer may be one exchange ahead already. The difference stays right when the numbers wrap around.
         while (tl.atomic_add(flag, 0, sem="acquire", scope="sys") - call < 0) & (left > 0):
             left -= 1
         tl.device_assert(left > 0, "a rank did not join a collective within the timeout")
@@ -56,7 +63,7 @@ def _signal_and_wait(peers, rank, call, polls, WORLD: tl.constexpr):
 
 @triton.jit
 def _begin(peers, rank):
-    """-> where this program counts its calls, and the number of this one."""
+    """-> where this program counts its exchanges, and the number of this one."""
     counter = (tl.load(peers + rank) + _CALLS_AT + 4 * tl.program_id(0)).to(tl.pointer_type(tl.int32))
     return counter, tl.load(counter) + 1
 
@@ -83,8 +90,7 @@ def reduce_kernel(
         at = block * BLOCK + tl.arange(0, BLOCK)
         value = tl.load(x + at, mask=at < values)
         for step in tl.static_range(1, WORLD):
-            address = _slice(peers, (rank + step) % WORLD, rank, call, capacity, WORLD)
-            to = tl.multiple_of(address.to(tl.pointer_type(x.dtype.element_ty)), 16)
+            to = _values(peers, (rank + step) % WORLD, rank, call, capacity, x, WORLD)
             tl.store(to + at, value, mask=at < values)
     if program < blocks:
         _signal_and_wait(peers, rank, call, polls, WORLD)
@@ -93,8 +99,7 @@ def reduce_kernel(
         own = tl.load(x + at, mask=at < values)
         total = tl.zeros([BLOCK], tl.float32)
         for writer in tl.static_range(0, WORLD):
-            address = _slice(peers, rank, writer, call, capacity, WORLD)
-            source = tl.multiple_of(address.to(tl.pointer_type(x.dtype.element_ty)), 16)
+            source = _values(peers, rank, writer, call, capacity, x, WORLD)
             arrived = tl.load(source + at, mask=(at < values) & (writer != rank), cache_modifier=".cg")
             value = tl.where(writer == rank, own, arrived)
             if GATHER:
@@ -104,6 +109,62 @@ def reduce_kernel(
         if not GATHER:
             tl.store(out + at, total.to(out.dtype.element_ty), mask=at < values)
     tl.store(counter, call)
+
+
+@triton.jit(do_not_specialize=["rank", "polls"], debug=True)
+def scattered_sum_kernel(
+    x,  # [values]
+    out,  # [values], the sum over all ranks
+    peers,  # [WORLD] int64, addresses of the ranks' buffers
+    rank,
+    values,
+    share,  # values that a rank sums, a multiple of 16 bytes; rank r has those from r * share on
+    capacity,  # bytes of a slice
+    polls,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`reduce_kernel`'s sum, bit for bit, in two exchanges: every rank sums its share, then sends it to all.
+
+    Grid: the same number of programs in every call. A rank sends 2 (WORLD - 1) / WORLD times its values, where one
+    exchange sends WORLD - 1 times; and it waits for the other ranks twice.
+    """
+    program = tl.program_id(0)
+    counter, call = _begin(peers, rank)
+    blocks = (share + BLOCK - 1) // BLOCK
+    for block in range(program, blocks, tl.num_programs(0)):
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        for step in tl.static_range(1, WORLD):
+            peer = (rank + step) % WORLD
+            live = (at < share) & (peer * share + at < values)
+            value = tl.load(x + peer * share + at, mask=live)
+            tl.store(_values(peers, peer, rank, call, capacity, x, WORLD) + at, value, mask=live)
+    if program < blocks:
+        _signal_and_wait(peers, rank, call, polls, WORLD)
+    for block in range(program, blocks, tl.num_programs(0)):
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        live = (at < share) & (rank * share + at < values)
+        own = tl.load(x + rank * share + at, mask=live)
+        total = tl.zeros([BLOCK], tl.float32)
+        for writer in tl.static_range(0, WORLD):
+            source = _values(peers, rank, writer, call, capacity, x, WORLD) + at
+            arrived = tl.load(source, mask=live & (writer != rank), cache_modifier=".cg")
+            total += tl.where(writer == rank, own, arrived).to(tl.float32)
+        result = total.to(out.dtype.element_ty)
+        tl.store(out + rank * share + at, result, mask=live)
+        for step in tl.static_range(1, WORLD):
+            to = _values(peers, (rank + step) % WORLD, rank, call + 1, capacity, x, WORLD)
+            tl.store(to + at, result, mask=live)
+    if program < blocks:
+        _signal_and_wait(peers, rank, call + 1, polls, WORLD)
+    for block in range(program, blocks, tl.num_programs(0)):
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        for step in tl.static_range(1, WORLD):
+            writer = (rank + step) % WORLD
+            live = (at < share) & (writer * share + at < values)
+            source = _values(peers, rank, writer, call + 1, capacity, x, WORLD) + at
+            tl.store(out + writer * share + at, tl.load(source, mask=live, cache_modifier=".cg"), mask=live)
+    tl.store(counter, call + 1)
 
 
 @triton.jit(do_not_specialize=["rank", "polls"], debug=True)

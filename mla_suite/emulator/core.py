@@ -20,77 +20,45 @@ ARCHS = {"gfx942": 1, "gfx950": 2}
 CLASSES = ("salu", "smem", "valu", "transcendental", "matrix", "lds", "global", "atomic", "control")
 
 
+def _fields(kind: type, *names: str) -> list[tuple[str, type]]:
+    """Fields of a structure that have one type and follow each other."""
+    return [(name, kind) for name in names]
+
+
 class View(c.Structure):
     """One buffer of a launch as the core sees it."""
 
     _fields_ = [
-        ("base", c.c_uint64),
-        ("span", c.c_uint64),
+        *_fields(c.c_uint64, "base", "span"),
         ("shift", c.c_int64),
-        ("access", c.c_int32),
-        ("dimensions", c.c_int32),
-        ("size", c.c_int64 * MAX_DIMENSIONS),
-        ("stride", c.c_int64 * MAX_DIMENSIONS),
+        *_fields(c.c_int32, "access", "dimensions"),
+        *_fields(c.c_int64 * MAX_DIMENSIONS, "size", "stride"),
     ]
 
 
 class RawFinding(c.Structure):
     _fields_ = [
-        ("kind", c.c_int32),
-        ("pc", c.c_int32),
-        ("wave", c.c_int32),
-        ("other", c.c_int32),
-        ("workgroup", c.c_int64),
-        ("detail", c.c_int64),
-        ("lanes", c.c_uint64),
-        ("address", c.c_uint64),
-        ("count", c.c_uint64),
+        *_fields(c.c_int32, "kind", "pc", "wave", "other"),
+        *_fields(c.c_int64, "workgroup", "detail"),
+        *_fields(c.c_uint64, "lanes", "address", "count"),
     ]
 
 
 class PcCounts(c.Structure):
-    _fields_ = [
-        ("times", c.c_uint64),
-        ("lanes", c.c_uint64),
-        ("global_bytes", c.c_uint64),
-        ("lds_bytes", c.c_uint64),
-        ("lds_clocks_128", c.c_uint64),
-        ("lds_clocks_256", c.c_uint64),
-    ]
+    _fields_ = _fields(c.c_uint64, "times", "lanes", "global_bytes", "lds_bytes", "lds_clocks_128", "lds_clocks_256")
 
 
 class LaunchRequest(c.Structure):
     _fields_ = [
         ("program", c.c_void_p),
-        ("grid", c.c_uint32 * 3),
-        ("block", c.c_uint32 * 3),
-        ("lds_bytes", c.c_uint32),
-        ("mode", c.c_uint32),
-        ("user_scalars", c.c_uint32),
-        ("ids", c.c_uint32),
-        ("scratch_bytes", c.c_uint32),
-        ("reverse_waves", c.c_uint32),
-        ("checks", c.c_uint32),
-        ("threads", c.c_uint32),
-        ("views", c.c_uint32),
-        ("findings", c.c_uint32),
-        ("spin_limit", c.c_uint64),
-        ("instruction_limit", c.c_uint64),
-        ("user_scalar", c.c_void_p),
-        ("order", c.c_void_p),
-        ("view", c.c_void_p),
-        ("finding", c.c_void_p),
-        ("counts", c.c_void_p),
-        ("loaded", c.c_void_p),
-        ("stored", c.c_void_p),
-        ("initial_vectors", c.c_void_p),
-        ("initial_scalars", c.c_void_p),
-        ("initial_lds", c.c_void_p),
-        ("final_vectors", c.c_void_p),
-        ("final_scalars", c.c_void_p),
-        ("final_lds", c.c_void_p),
-        ("model", c.c_void_p),
-        ("times", c.c_void_p),
+        *_fields(c.c_uint32 * 3, "grid", "block"),
+        *_fields(c.c_uint32, "lds_bytes", "mode", "user_scalars", "ids", "scratch_bytes", "reverse_waves"),
+        *_fields(c.c_uint32, "checks", "threads", "views", "findings"),
+        *_fields(c.c_uint64, "spin_limit", "instruction_limit"),
+        *_fields(c.c_void_p, "user_scalar", "order", "view", "finding", "counts", "loaded", "stored"),
+        *_fields(c.c_void_p, "initial_vectors", "initial_scalars", "initial_lds"),
+        *_fields(c.c_void_p, "final_vectors", "final_scalars", "final_lds"),
+        *_fields(c.c_void_p, "model", "times"),
         ("models", c.c_uint32),
     ]
 
@@ -99,19 +67,17 @@ class TimeModel(c.Structure):
     """Constants of one compute unit, in clocks and bytes per clock; csrc/emulator/timeline.hpp explains them."""
 
     _fields_ = [
-        *((name, c.c_double) for name in (
-            *("issue", "vector_latency", "transcendental", "matrix_extra", "branch", "lds_latency", "lds_rate"),
-            *("lds_direct", "memory_latency", "scalar_latency", "memory_rate", "cache_rate", "barrier"),
-        )),
-        ("simds", c.c_uint32),
-        ("copies", c.c_uint32),
-    ]  # fmt: skip
+        *_fields(c.c_double, "issue", "vector_latency", "transcendental", "matrix_extra", "branch", "lds_latency"),
+        *_fields(c.c_double, "lds_rate", "lds_direct", "memory_latency", "scalar_latency", "memory_rate", "cache_rate"),
+        ("barrier", c.c_double),
+        *_fields(c.c_uint32, "simds", "copies"),
+    ]
 
 
 class GroupTime(c.Structure):
     """What one workgroup took, and how many of these clocks each unit of its compute unit was busy."""
 
-    _fields_ = [(name, c.c_double) for name in ("clocks", "matrix", "vector", "lds", "memory")]
+    _fields_ = _fields(c.c_double, "clocks", "matrix", "vector", "lds", "memory")
 
 
 class Core:

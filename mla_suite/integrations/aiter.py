@@ -76,7 +76,7 @@ def mla_decode_fwd(
     """Decode into `o`.
 
     q                  [tokens, heads, head_dim] bf16, fp16, fp32 or float8
-    kv_buffer          [pages, page_size, 1, head_dim] bf16, fp16, fp32 or float8
+    kv_buffer          [num_pages, page_size, 1, head_dim] bf16, fp16, fp32 or float8
     o                  [tokens, heads, head_dim_v] in q's dtype, bf16 for float8 queries; written through decode.out
     qo_indptr          [batch + 1] int32; kv_indptr [batch + 1] int32 counts pages; kv_indices int32 page ids
     kv_last_page_lens  [batch] int32, tokens in the last page; not read with pages of one token
@@ -114,7 +114,7 @@ def mla_decode_fwd(
         _refuse(name, f"kv_buffer is {kv_buffer.dtype}", possible, TypeError)
     if kv_buffer.dim() != 4 or kv_buffer.shape[1:] != (page_size, 1, q.shape[-1]) or page_size < 1:
         given = f"kv_buffer has shape {tuple(kv_buffer.shape)}, page_size is {page_size} and q has {q.shape[-1]} values"
-        _refuse(name, given, "it takes [pages, page_size, 1, head_dim]")
+        _refuse(name, given, "it takes [num_pages, page_size, 1, head_dim]")
     if o.dim() != 3:
         _refuse(name, f"o has shape {tuple(o.shape)}", "it takes [tokens, heads, head_dim_v]")
     batch = kv_indptr.shape[0] - 1

@@ -70,10 +70,10 @@ def flash_mla_with_kvcache(
     """Decode over a paged cache, dense with block_table and cache_seqlens or sparse with indices.
 
     q                [batch, q_len, heads, head_dim]
-    k_cache          [pages, page, 1, head_dim] in q's dtype, or uint8 / float8 records: 656 bytes per token (V3.2, the
-                     kv_format v32) or 584 (V4, dsv4), recognised by the last dimension. Rows of q's dtype may have
-                     several KV heads, [pages, page, kv_heads, head_dim], in dense calls: heads / kv_heads query heads
-                     that follow each other share one. Dense calls take rows of float8 as well
+    k_cache          [num_pages, page_size, 1, head_dim] in q's dtype, or uint8 / float8 records: 656 bytes per token
+                     (V3.2, the kv_format v32) or 584 (V4, dsv4), recognised by the last dimension. Rows of q's dtype
+                     may have several KV heads, [num_pages, page_size, kv_heads, head_dim], in dense calls: heads /
+                     kv_heads query heads that follow each other share one. Dense calls take rows of float8 as well
     block_table      [batch, width] int32; cache_seqlens [batch] int32
     tile_scheduler_metadata, num_splits   what get_mla_metadata returned, or another library's FlashMLASchedMeta
     softmax_scale    1 / sqrt(head_dim) if None
@@ -212,12 +212,13 @@ def _sparse_tensors(given: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of sparse_decode from those of `flash_mla_with_kvcache`."""
     q, cache, _, _, indices, sink, extra, extra_indices, length, extra_length, *_ = given
     if extra is None:
-        return q, [_rows(cache)], [indices], [None], [length], sink, None
-    return q, [_rows(cache), _rows(extra)], [indices, extra_indices], [None, None], [length, extra_length], sink, None
+        return q, [_rows(cache)], [indices], [None], [length], sink, None, None, None
+    pools, lengths = [_rows(cache), _rows(extra)], [length, extra_length]
+    return q, pools, [indices, extra_indices], [None, None], lengths, sink, None, None, None
 
 
 def _rows(cache: torch.Tensor) -> torch.Tensor:
-    """A cache [pages, page, 1, width] as the operators take it."""
+    """A cache [num_pages, page_size, 1, width] as the operators take it."""
     return (cache.view(torch.uint8) if cache.dtype is torch.int8 else cache).squeeze(2)
 
 
@@ -232,13 +233,13 @@ __getattr__ = absent(__name__, dict.fromkeys(_PREFILL, _NO_PREFILL))
 def _kv_format(
     name: str, argument: str, cache: torch.Tensor, is_fp8_kvcache: bool | None, dense_rows: int | None
 ) -> str:
-    """The kv_format of a cache [pages, page, 1, width]; rows of `dense_rows` values may be float8."""
+    """The kv_format of a cache [num_pages, page_size, 1, width]; rows of `dense_rows` values may be float8."""
     if cache.dim() != 4 or cache.shape[2] != 1 or cache.shape[1] < 1:
-        _refuse(name, f"{argument} has shape {tuple(cache.shape)}", "it takes [pages, page, 1, width]")
+        _refuse(name, f"{argument} has shape {tuple(cache.shape)}", "it takes [num_pages, page_size, 1, width]")
     width = cache.shape[-1]
     if dense_rows is not None and width != dense_rows and cache.dtype in WIDE:
         given = f"{argument} has shape {tuple(cache.shape)}"
-        _refuse(name, given, f"q has rows of {dense_rows} values: it takes [pages, page, 1, {dense_rows}]")
+        _refuse(name, given, f"q has rows of {dense_rows} values: it takes [num_pages, page_size, 1, {dense_rows}]")
     records = {656: "v32", 584: "dsv4_fnuz" if cache.dtype == torch.float8_e4m3fnuz else "dsv4"}
     kv_format = records.get(width) if cache.dtype.itemsize == 1 else WIDE.get(cache.dtype)
     if width == dense_rows:

@@ -2,11 +2,11 @@
 
 Each pair of a sequence and a KV head becomes a sequence of its own.
 
-The operators take one KV head, which is what MLA has. A cache [pages, page, kv_heads, width] is, without a copy, a
-cache of one KV head whose pages hold one token: the row of token t of page p for head k has the number
-(p x page + t) x kv_heads + k. So one call serves all heads, with a table of rows in place of the table of pages: four
-bytes per place in the block table, per token and KV head. Queries and results of several query tokens change the order
-of their rows on the way, which is a copy of each; a single query token's are views.
+The operators take one KV head, which is what MLA has. A cache [num_pages, page_size, kv_heads, width] is, without a
+copy, a cache of one KV head whose pages hold one token: the row of token t of page p for head k has the number
+(p x page_size + t) x kv_heads + k. So one call serves all heads, with a table of rows in place of the table of pages:
+four bytes per place in the block table, per token and KV head. Queries and results of several query tokens change the
+order of their rows on the way, which is a copy of each; a single query token's are views.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Caches in a declared kv_format: make, check, pack, unpack, gather rows, scatter rows, look for damaged values.
 
-A cache is `[pages, page_size, width]`; blocks may lie further apart than their tokens need (`KVFormat.block_bytes`). A
+A cache is `[num_pages, page_size, width]`; blocks may lie further apart than tokens need (`KVFormat.block_bytes`). A
 *slot* is page id * page_size + offset. Rows are fp32 `[..., head_dim]`. `empty`, `pack`, `unpack` and `validate` are in
 `mla_suite.kv_formats` as well, and take a format by its name or its record.
 """
@@ -62,7 +62,8 @@ def check(
     pages, page, given = cache.shape
     if given != width:
         rows = f" for rows of {head_dim} values" if kv_format.dense else ""
-        checks.fail(op, argument, f"has shape {tuple(cache.shape)}", f"{taker} takes [pages, page, {width}]{rows}")
+        possible = f"{taker} takes [num_pages, page_size, {width}]{rows}"
+        checks.fail(op, argument, f"has shape {tuple(cache.shape)}", possible)
     if page < 1:
         checks.fail(op, argument, f"has shape {tuple(cache.shape)}", "a page holds 1 token or more")
     strides = cache.stride()
@@ -102,6 +103,13 @@ def check_descale(
     if not kv_format.per_tensor_descale:
         users = ", ".join(name for name, declared in KV_FORMATS.items() if declared.per_tensor_descale)
         checks.fail(op, argument, f"was given with kv_format {kv_format.name!r}", f"only {users} read one: pass None")
+    check_single(descale, like, op=op, argument=argument)
+
+
+def check_single(descale: torch.Tensor | None, like: torch.Tensor, *, op: str, argument: str) -> None:
+    """Refuse a descale that is not a single fp32 value."""
+    if descale is None:
+        return
     checks.tensor(op, argument, descale, rank=(0, 1), dtypes=checks.FLOAT32, like=like)
     if descale.numel() != 1:
         checks.fail(op, argument, f"has shape {tuple(descale.shape)}", "it takes one value: shape [] or [1]")
@@ -117,7 +125,7 @@ def check_descale_value(descale: torch.Tensor | None, *, op: str, argument: str)
 def pack(
     kv_format: str | KVFormat, rows: torch.Tensor, *, descale: torch.Tensor | None = None, padded: bool = True
 ) -> torch.Tensor:
-    """A new cache that holds `rows` `[pages, page_size, head_dim]` (any float dtype), quantised by the format's rule.
+    """A new cache that holds `rows` `[num_pages, page_size, head_dim]` (any float dtype), quantised by its rule.
 
     Bytes between blocks are zero. Raises ValueError for an unknown name, for rows of another width than the format's,
     and for a descale that the format has no use for.
@@ -129,7 +137,7 @@ def pack(
             "pack",
             "rows",
             f"has shape {tuple(rows.shape)}",
-            f"kv_format {kv_format.name!r} takes [pages, page, {width}]",
+            f"kv_format {kv_format.name!r} takes [num_pages, page_size, {width}]",
         )
     check_descale(kv_format, descale, rows, op="pack", argument="descale")
     sized = _sized_to(kv_format, rows.shape[-1])
@@ -143,7 +151,7 @@ def pack(
 
 
 def unpack(kv_format: str | KVFormat, cache: torch.Tensor, *, descale: torch.Tensor | None = None) -> torch.Tensor:
-    """fp32 rows `[pages, page_size, head_dim]` of a cache; `unpack(kv_format, cache[page_ids])` reads only those pages.
+    """fp32 rows `[num_pages, page_size, head_dim]` of a cache; of some pages, `unpack(kv_format, cache[page_ids])`.
 
     Raises ValueError or TypeError for an unknown name, for a tensor that is no cache in that format, and for a descale
     that it has no use for.
@@ -254,7 +262,7 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def _words(kv_format: KVFormat, cache: torch.Tensor, field: Field, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """One field of every token as a view `[pages, page, words]`, in the widest word that fits unless one is asked for.
+    """One field of every token as a view `[num_pages, page_size, words]`, in the widest word that fits, or in `dtype`.
 
     Indexing moves one word at a time: 2048 rows of 1152 bytes take 0.2 ms as int64 and 1.3 ms as bytes (one CPU core).
     """

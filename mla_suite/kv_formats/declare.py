@@ -82,7 +82,7 @@ class ScaleRule:
 class KVFormat:
     """A KV format: where each value of a token lies in a block of a paged cache, and how it is encoded.
 
-    A cache is a tensor `[pages, page_size, width]` of `dtypes[0]` (any of `dtypes` is accepted); `width` counts
+    A cache is a tensor `[num_pages, page_size, width]` of `dtypes[0]` (any of `dtypes` is accepted); `width` counts
     elements of that dtype. The row a token stands for is its `latent` values followed by its `rope` values, `head_dim`
     in all; V is the first `head_dim_v` of them.
     """

@@ -58,8 +58,8 @@ def append_kv(
 
     kv_c          [tokens, latent] bfloat16, float16 or float32: the un-rotated part (512; 448 for dsv4)
     k_pe          [tokens, rope] of the same dtype: the part that carries positions (64)
-    kv_cache      [pages, page, width] in `kv_format`; blocks may lie further apart than their tokens need
-    slot_mapping  [tokens] int32 or int64: page id * page + offset; a negative slot skips its token
+    kv_cache      [num_pages, page_size, width] in `kv_format`; blocks may lie further apart than their tokens need
+    slot_mapping  [tokens] int32 or int64: page id * page_size + offset; a negative slot skips its token
     kv_descale    [] or [1] fp32 above 0, for fp8 and fp8_fnuz: a value x is stored as x / kv_descale (None is 1)
     cos_sin       [max_len, rope] float: cosines then sines, rope / 2 each; rotates k_pe before it is stored
     positions     [tokens] int32 or int64: the row of cos_sin of each token; given exactly when cos_sin is

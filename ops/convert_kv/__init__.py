@@ -52,10 +52,10 @@ def convert_kv(
 ) -> None:
     """Write tokens of `source` into `destination`, each at its slot. Mutates `destination` and nothing else.
 
-    source               [pages, page, width] in `source_format`
-    destination          [pages, page, width] in `destination_format`; its rows have as many values as source's, its
-                         pages any size, and its memory is its own
-    source_slots         [tokens] int32 or int64: page id * page + offset, in pages of source
+    source               [num_pages, page_size, width] in `source_format`
+    destination          [num_pages, page_size, width] in `destination_format`; its rows have as many values as those
+                         of source, its pages any size, and its memory is its own
+    source_slots         [tokens] int32 or int64: page id * page_size + offset, in pages of source
     destination_slots    [tokens] int32 or int64, in pages of destination, none twice
     source_descale       [] or [1] fp32, for fp8 and fp8_fnuz: a stored value is read as value * source_descale
     destination_descale  [] or [1] fp32 above 0, for fp8 and fp8_fnuz: x is stored as x / destination_descale

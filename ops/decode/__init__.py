@@ -66,7 +66,7 @@ class Problem(NamedTuple):
     q_len: int  # max_seqlen_q when ragged
     context: int  # keys per sequence, as `context_from` says: a bound or a mean, never a length read from the device
     context_from: str
-    page: int
+    page_size: int
     head_dim: int
     head_dim_v: int
     q_dtype: torch.dtype
@@ -119,7 +119,8 @@ def decode(
 
     q             [batch, q_len, heads, head_dim], or [tokens, heads, head_dim] with cu_seqlens_q; bfloat16, float16,
                   float32 or float8
-    kv_cache      [pages, page, width] in `kv_format`; token t of a sequence lies in its page t // page at t % page
+    kv_cache      [num_pages, page_size, width] in `kv_format`; token t of a sequence lies in its page t // page_size,
+                  at t % page_size
     seq_lens      [batch] int32, cached keys of each sequence, those of the query tokens included
     block_table   [batch, width] int32 page ids, entries past a sequence's pages or before its window are never read; or
     kv_indptr     [batch + 1] int32 and kv_indices [n] int32: sequence b has pages kv_indices[kv_indptr[b]...]
@@ -200,11 +201,7 @@ def check(args: DecodeArgs) -> tuple[Output, ...]:
     _check_pages(args, batch)
     if args.head_dim_v < 1 or args.head_dim_v > head_dim:
         checks.fail("decode", "head_dim_v", f"is {args.head_dim_v}", f"it takes 1..{head_dim}, the head_dim of q")
-    if args.q_descale is not None:
-        checks.tensor("decode", "q_descale", args.q_descale, rank=(0, 1), dtypes=checks.FLOAT32, like=args.q)
-        if args.q_descale.numel() != 1:
-            given = f"has shape {tuple(args.q_descale.shape)}"
-            checks.fail("decode", "q_descale", given, "it takes one value: [] or [1]")
+    caches.check_single(args.q_descale, args.q, op="decode", argument="q_descale")
     caches.check_descale(kind, args.kv_descale, args.q, op="decode", argument="kv_descale")
     if args.attn_sink is not None:
         checks.tensor("decode", "attn_sink", args.attn_sink, rank=1, dtypes=checks.FLOAT32, like=args.q)
@@ -298,16 +295,16 @@ def _check_pages(args: DecodeArgs, batch: int) -> None:
 
 
 def describe(args: DecodeArgs) -> Problem:
-    batch, page = args.seq_lens.shape[0], args.kv_cache.shape[1]
+    batch, page_size = args.seq_lens.shape[0], args.kv_cache.shape[1]
     if args.split_size > 0:
         batch, context, context_from = 0, 0, "nothing: batch-invariant"
     elif args.max_seqlen_kv > 0:
         context, context_from = args.max_seqlen_kv, "max_seqlen_kv"
     elif args.block_table is not None:
-        context, context_from = args.block_table.shape[1] * page, "block_table width x page"
+        context, context_from = args.block_table.shape[1] * page_size, "block_table width x page_size"
     else:
         pages = 0 if args.kv_indices is None else args.kv_indices.shape[0]
-        context, context_from = pages * page // max(batch, 1), "kv_indices per sequence x page"
+        context, context_from = pages * page_size // max(batch, 1), "kv_indices per sequence x page_size"
     q_len = args.q.shape[1] if args.cu_seqlens_q is None else args.max_seqlen_q
     if args.window_left >= 0 and args.split_size == 0:
         context, context_from = most_keys(context, q_len, args.window_left), "window_left"
@@ -317,7 +314,7 @@ def describe(args: DecodeArgs) -> Problem:
         q_len=q_len,
         context=context,
         context_from=context_from,
-        page=page,
+        page_size=page_size,
         head_dim=args.q.shape[-1],
         head_dim_v=args.head_dim_v,
         q_dtype=args.q.dtype,

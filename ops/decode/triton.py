@@ -43,7 +43,7 @@ SIZES += ["cp_interleave", "cp_period", "cp_offset", "window_left"]
 @triton.jit(do_not_specialize=SIZES)
 def decode_kernel(
     q,  # [tokens, heads, LATENT + ROPE]
-    kv_cache,  # [pages, page, LATENT + ROPE]
+    kv_cache,  # [num_pages, page_size, LATENT + ROPE]
     seq_lens,  # [batch] int32
     block_table,  # [batch, width] int32, or None
     kv_indptr,  # [batch + 1] int32, or None

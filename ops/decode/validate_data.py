@@ -18,8 +18,8 @@ from mla_suite.ops.plan import check_lengths, check_plan
 def validate(args: Any) -> None:
     caches.check_base(get_kv_format(args.kv_format), args.kv_cache, op="decode", argument="kv_cache")
     check_lengths("decode", args.seq_lens, args.max_seqlen_kv)
-    _check_descale("q_descale", args.q_descale)
-    _check_descale("kv_descale", args.kv_descale)
+    check_descale("decode", "q_descale", args.q_descale)
+    check_descale("decode", "kv_descale", args.kv_descale)
     if args.cu_seqlens_q is not None:
         _check_queries(args.cu_seqlens_q, args.q.shape[0], args.max_seqlen_q)
     pages, page_size, _ = args.kv_cache.shape
@@ -51,11 +51,11 @@ def _check_ranks(args: Any) -> None:
         checks.fail("decode", f"seq_lens[{b}]", f"is {int(args.seq_lens[b])}", possible)
 
 
-def _check_descale(name: str, factor: torch.Tensor | None) -> None:
+def check_descale(op: str, name: str, factor: torch.Tensor | None) -> None:
     """Kernels look for the largest score before they multiply, and mask scores with -inf."""
     value = 0.0 if factor is None else float(factor)
     if not 0.0 <= value < math.inf:
-        checks.fail("decode", name, f"is {value:g}", "it takes a finite number, 0 or more")
+        checks.fail(op, name, f"is {value:g}", "it takes a finite number, 0 or more")
 
 
 def _check_queries(cu_seqlens_q: torch.Tensor, tokens: int, max_seqlen_q: int) -> None:

@@ -14,12 +14,12 @@ from mla_suite.core.op import Op, Output
 from mla_suite.core.register import register, register_overload
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
+from mla_suite.ops.decode import Q_DTYPES, Q_FP8
+from mla_suite.ops.decode.validate_data import check_descale
 from mla_suite.ops.plan import check_plan, check_splits, check_words
 from mla_suite.ops.plan.metadata import splits_of
 from mla_suite.ops.sparse_decode import compare, reference, samples
 from mla_suite.ops.sparse_decode.max_logits import with_max_logits
-
-Q_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _Optional: TypeAlias = Sequence[torch.Tensor | None] | None
 
@@ -35,6 +35,8 @@ class SparseDecodeArgs:
     topk_lengths: Sequence[torch.Tensor | None] | None = None
     attn_sink: torch.Tensor | None = None
     plan: torch.Tensor | None = None
+    q_descale: torch.Tensor | None = None
+    kv_descale: torch.Tensor | None = None
     _: KW_ONLY
     kv_formats: Sequence[str]
     softmax_scale: float
@@ -69,6 +71,8 @@ def sparse_decode(
     topk_lengths: Sequence[torch.Tensor | None] | None = None,
     attn_sink: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    kv_descale: torch.Tensor | None = None,
     *,
     kv_formats: Sequence[str],
     softmax_scale: float,
@@ -78,9 +82,11 @@ def sparse_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from each query token to the tokens that `indices` select from `kv_caches`, one softmax over all of them.
 
-    q             [batch, q_len, heads, head_dim] or [tokens, heads, head_dim]; bfloat16, float16 or float32
-    kv_caches     per pool: [pages, page, width] in its kv_format; pools differ freely in kv_format, page and size
-    indices       per pool, int32, page id * page + offset: dense [batch, q_len, topk] or [tokens, topk], or ragged [n]
+    q             [batch, q_len, heads, head_dim] or [tokens, heads, head_dim]; bfloat16, float16, float32 or
+                  float8
+    kv_caches     per pool: [num_pages, page_size, width] in its kv_format; pools differ freely in all of these
+    indices       per pool, int32, page id * page_size + offset: dense [batch, q_len, topk] or [tokens, topk], or
+                  ragged [n]
     indptrs       per pool: int32 [query tokens + 1] for ragged indices, token t selects indptr[t]..indptr[t + 1];
                   None for dense ones
     topk_lengths  per pool, for dense indices: int32 [batch], [batch, q_len] or [tokens]: only that many of the topk
@@ -88,13 +94,17 @@ def sparse_decode(
     attn_sink     [heads] fp32 logits: adds exp(sink) to the denominator of `out`, never to `lse`
     plan          from `mla_suite.plan` with the selected keys of each query token as seq_lens, for kernels that share
                   their work out; changes no result beyond rounding
-    kv_formats    per pool: a name of `python -m mla_suite formats`; fp8 and fp8_fnuz pools are read with a descale of 1
+    q_descale     [] or [1] fp32, multiplies float8 queries to dequantise them
+    kv_descale    [] or [1] fp32, multiplies the rows of all pools, whose kv_formats are then fp8 or fp8_fnuz: e4m3
+                  and no scales
+    kv_formats    per pool: a name of `python -m mla_suite formats`
     softmax_scale multiplies q . k
     head_dim_v    V is the first head_dim_v values of a row
     num_splits    forced splits per query token; 0 leaves it to the kernel
     split_size    keys per split in batch-invariant mode; 0 is off
 
-    -> out [..., heads, head_dim_v] in q's dtype, lse [..., heads] fp32 natural log, of the keys alone.
+    -> out [..., heads, head_dim_v] in q's dtype (bfloat16 for float8), lse [..., heads] fp32 natural log, of the keys
+    alone.
 
     An index that is negative or past its pool selects nothing; an index given twice is two keys. What is not selected
     is never read into a result. A query token with no key gives out 0 and lse -inf, whatever the sink.
@@ -106,7 +116,7 @@ def sparse_decode(
         checks.fail("sparse_decode", "kv_caches and kv_formats", given, "each is a list, one entry per pool", TypeError)
     indptrs = [None] * pools if indptrs is None else indptrs
     topk_lengths = [None] * pools if topk_lengths is None else topk_lengths
-    tensors = q, kv_caches, indices, indptrs, topk_lengths, attn_sink, plan
+    tensors = q, kv_caches, indices, indptrs, topk_lengths, attn_sink, plan, q_descale, kv_descale
     return eager.call(SPARSE_DECODE, tensors, (names, softmax_scale, head_dim_v, num_splits, split_size))
 
 
@@ -136,11 +146,22 @@ def check(args: SparseDecodeArgs) -> tuple[Output, ...]:
         checks.shape("sparse_decode", "attn_sink", args.attn_sink, (heads,), "[heads]")
     if args.plan is not None:
         check_words("sparse_decode", args.plan, _tokens(args.q), args.q)
+    _check_descales(args)
     if args.head_dim_v < 1 or args.head_dim_v > head_dim:
         checks.fail("sparse_decode", "head_dim_v", f"is {args.head_dim_v}", f"V is a part of a row: 1..{head_dim}")
     checks.scale("sparse_decode", args.softmax_scale)
     check_splits("sparse_decode", args.num_splits, args.split_size)
-    return Output((*args.q.shape[:-1], args.head_dim_v), args.q.dtype), Output(tuple(args.q.shape[:-1]), torch.float32)
+    dtype = torch.bfloat16 if args.q.dtype in Q_FP8 else args.q.dtype
+    return Output((*args.q.shape[:-1], args.head_dim_v), dtype), Output(tuple(args.q.shape[:-1]), torch.float32)
+
+
+def _check_descales(args: SparseDecodeArgs) -> None:
+    if args.q_descale is not None and args.q.dtype not in Q_FP8:
+        given = f"is given with queries of {str(args.q.dtype).removeprefix('torch.')}"
+        checks.fail("sparse_decode", "q_descale", given, "it multiplies float8 ones: pass None")
+    caches.check_single(args.q_descale, args.q, op="sparse_decode", argument="q_descale")
+    for name in args.kv_formats:
+        caches.check_descale(get_kv_format(name), args.kv_descale, args.q, op="sparse_decode", argument="kv_descale")
 
 
 def _tokens(q: torch.Tensor) -> int | torch.SymInt:
@@ -206,6 +227,8 @@ def validate(args: SparseDecodeArgs) -> None:
             if least < 0 or most > index.shape[-1]:
                 possible = f"indices[{i}] has {index.shape[-1]} entries per query token"
                 checks.fail("sparse_decode", f"topk_lengths[{i}]", f"holds lengths {least}..{most}", possible)
+    check_descale("sparse_decode", "q_descale", args.q_descale)
+    check_descale("sparse_decode", "kv_descale", args.kv_descale)
     if args.plan is not None:
         check_plan(
             "sparse_decode", args.plan, int(_tokens(args.q)), "q's query tokens are", args.num_splits, args.split_size

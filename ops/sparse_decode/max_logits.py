@@ -59,7 +59,10 @@ def largest_scores(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -
         tokens = max(1, CHUNK_BYTES // (4 * index.shape[1] * q.shape[-1]))
         for chosen, rows, present, found in zip(*(t.split(tokens) for t in (index, q, counts, largest)), strict=True):
             slots = torch.where(present, chosen, 0).long()
-            keys = caches.as_keys(kind, caches.gather(kind, cache, slots.flatten())).unflatten(0, slots.shape)
+            keys = caches.gather(kind, cache, slots.flatten(), descale=args.kv_descale)
+            keys = caches.as_keys(kind, keys).unflatten(0, slots.shape)
             scores = rows.float() @ keys.transpose(1, 2) * args.softmax_scale  # [tokens, heads, keys]
+            if args.q_descale is not None:
+                scores *= args.q_descale
             scores.masked_fill_(~present[:, None], -torch.inf)
             torch.maximum(found, scores.amax(-1), out=found)

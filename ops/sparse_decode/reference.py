@@ -24,9 +24,11 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     ]
     for t, here in enumerate(itertools.product(*map(range, dims))):
         pools = zip(args.kv_formats, args.kv_caches, selections, strict=True)
-        parts = [rows(name, cache, selection[t]) for name, cache, selection in pools]
+        parts = [rows(name, cache, selection[t], args.kv_descale) for name, cache, selection in pools]
         keys = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)
         scores = args.q[here].to(dtype) @ keys.T * args.softmax_scale  # [heads, keys]
+        if args.q_descale is not None:
+            scores = scores * args.q_descale
         found = torch.logsumexp(scores, dim=-1)
         lse[here] = found.masked_fill(found == -torch.inf, empty_lse(args.plus_inf_lse))
         denominator = found if args.attn_sink is None else torch.logaddexp(found, args.attn_sink)
@@ -56,9 +58,9 @@ def per_token(lengths: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
     return lengths.reshape(*lengths.shape, *[1] * (len(dims) - lengths.dim())).expand(dims).flatten()
 
 
-def rows(kv_format: str, cache: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def rows(kv_format: str, cache: torch.Tensor, index: torch.Tensor, kv_descale: torch.Tensor | None) -> torch.Tensor:
     """fp32 keys `[keys, head_dim]` that `index` selects; negative and out-of-range entries select none."""
     slots = cache.shape[0] * cache.shape[1]
     valid = index[(index >= 0) & (index < slots)].long()
     kind = get_kv_format(kv_format)
-    return caches.as_keys(kind, caches.gather(kind, cache, valid))
+    return caches.as_keys(kind, caches.gather(kind, cache, valid, descale=kv_descale))

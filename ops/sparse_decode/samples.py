@@ -25,17 +25,21 @@ class PoolShape(NamedTuple):
 def sample(
     batch: int, q_len: int, heads: int, pools: Sequence[PoolShape], *, sink: bool = False, lengths: bool = False
 ) -> Sample:
-    """Random rows and selections; ragged pools give token t only topk - t % 3 indices."""
+    """Random rows and selections; ragged pools give token t only topk - t % 3 indices. Per-tensor fp8 has a descale."""
     head_dim = get_kv_format(pools[0].kv_format).head_dim
     tokens = batch * q_len
 
     def make(device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
         draw: dict[str, Any] = dict(generator=torch.Generator(device).manual_seed(0), device=device)
         q = torch.randn(batch, q_len, heads, head_dim, **draw).bfloat16()
+        per_tensor = all(get_kv_format(pool.kv_format).per_tensor_descale for pool in pools)
+        kv_descale = torch.tensor(0.02, device=device) if per_tensor else None
         kv_caches, indices, indptrs, topk_lengths = [], [], [], []
         for pool in pools:
             rows = torch.randn(pool.pages, pool.page, head_dim, **draw)
-            kv_caches.append(caches.pack(pool.kv_format, rows))
+            packed = caches.pack(pool.kv_format, rows, descale=kv_descale)
+            # As serving engines hold it; opcheck cannot compare float8 tensors.
+            kv_caches.append(packed.view(torch.uint8) if packed.element_size() == 1 else packed)
             index = torch.randint(-1, pool.pages * pool.page, (batch, q_len, pool.topk), **draw).int()
             keep = [max(pool.topk - t % 3, 0) for t in range(tokens)]
             if pool.ragged:
@@ -46,7 +50,7 @@ def sample(
             topk_lengths.append(torch.tensor(keep[:batch]).int().to(device) if use_lengths else None)
         attn_sink = torch.randn(heads, **draw) if sink else None
         kwargs = {"kv_formats": [pool.kv_format for pool in pools], "softmax_scale": head_dim**-0.5}
-        return (q, kv_caches, indices, indptrs, topk_lengths, attn_sink), kwargs
+        return (q, kv_caches, indices, indptrs, topk_lengths, attn_sink, None, None, kv_descale), kwargs
 
     name = f"b{batch}-q{q_len}-h{heads}-" + "-".join(
         f"{pool.kv_format}.p{pool.page}.{'r' if pool.ragged else 'k'}{pool.topk}" for pool in pools
@@ -62,6 +66,7 @@ def samples() -> Sequence[Sample]:
         sample(2, 1, 16, [PoolShape("v32", 3, 64, 48)]),
         sample(2, 2, 8, [PoolShape("dsv4", 2, 64, 16), PoolShape("dsv4_fnuz", 9, 2, 12, ragged=True)], sink=True),
         sample(3, 1, 12, [PoolShape("bf16", 4, 16, 9)], lengths=True),
+        sample(2, 2, 16, [PoolShape("fp8", 3, 16, 40), PoolShape("fp8", 5, 1, 7, ragged=True)]),
         sample(
             2, 1, 8, [PoolShape("v41_interleaved", 3, 16, 20), PoolShape("v41_fp4_interleaved", 2, 5, 9)], sink=True
         ),

@@ -33,7 +33,7 @@ COMPILES = triton.knobs.runtime.interpret or tuple(map(int, triton.__version__.s
 class Pool(NamedTuple):
     """One pool as the kernel takes it."""
 
-    cache: Any  # [pages, page, width]
+    cache: Any  # [num_pages, page_size, width]
     index: Any  # dense [tokens, topk] or ragged [entries] int32
     indptr: Any  # [tokens + 1] int32, or None: dense
     lengths: Any  # [tokens / tokens_per_length] int32, or None: all topk
@@ -52,6 +52,8 @@ class Pool(NamedTuple):
 def sparse_decode_kernel(
     q,  # [tokens, heads, VALUES + REST]
     pools,  # tuple of POOLS `Pool`s
+    q_descale,  # one fp32 value, or None
+    kv_descale,  # one fp32 value, or None
     attn_sink,  # [heads] fp32, or None
     out,  # [tokens, heads, VALUES]
     lse,  # [tokens, heads] fp32
@@ -99,12 +101,19 @@ def sparse_decode_kernel(
     m_i = tl.full([BLOCK_M], -float("inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     accumulator = tl.zeros([BLOCK_M, VALUES], tl.float32)
+    scale = softmax_scale * LOG2E
+    if q_descale is not None:
+        scale *= tl.load(q_descale)
+    value_scale = 1.0
+    if kv_descale is not None:
+        value_scale = tl.load(kv_descale)
+        scale *= value_scale
     before = tl.zeros([], tl.int64)  # keys of earlier pools
     for i in tl.static_range(POOLS):
         count = count_of(pools[i], token)
         low, high = tl.maximum(first - before, 0), tl.minimum(end - before, count)
         m_i, l_i, accumulator = attend_pool(
-            pools[i], token, low, high, q_row, live, softmax_scale * LOG2E, m_i, l_i, accumulator,
+            pools[i], token, low, high, q_row, live, scale, m_i, l_i, accumulator,
             VALUES, REST, BLOCK_N, DOT,
         )  # fmt: skip
         before += count
@@ -116,14 +125,14 @@ def sparse_decode_kernel(
         if attn_sink is not None:
             sink = tl.load(attn_sink + head, mask=live, other=0.0) * LOG2E
             denominator += tl.exp2(sink - tl.where(m_i == -float("inf"), 0.0, m_i))
-        factor = tl.where(l_i == 0.0, 0.0, 1.0 / denominator)
+        factor = tl.where(l_i == 0.0, 0.0, value_scale / denominator)
         out_row = out + token * out_stride_token + head * out_stride_head
         value = (accumulator * factor[:, None]).to(out.dtype.element_ty)
         tl.store(out_row[:, None] + column[None, :], value, mask=live[:, None])
         at = lse_offset(token, head, lse_stride_token, lse_stride_head, lse_stride_batch, lse_tokens)
         tl.store(lse + at, tl.where(result_lse == -float("inf"), empty_lse, result_lse), mask=live)
     else:
-        factor = tl.where(l_i == 0.0, 0.0, 1.0 / l_i)
+        factor = tl.where(l_i == 0.0, 0.0, value_scale / l_i)
         partial_row = part * heads + head
         value = accumulator * factor[:, None]
         tl.store(partial_out + partial_row[:, None] * VALUES + column[None, :], value, mask=live[:, None])
@@ -182,6 +191,8 @@ def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
         return Unsupported(
             f"triton {triton.__version__} cannot compile it; it takes 3.6 or newer, as torch 2.10 brings"
         )
+    if problem.dtype == torch.float8_e4m3fnuz:
+        return Unsupported("q is float8_e4m3fnuz; it takes bfloat16, float16, float32 or float8_e4m3fn")
     values, rest = problem.head_dim_v, problem.head_dim - problem.head_dim_v
     if values & (values - 1) or rest & (rest - 1) or values < 16 or 0 < rest < 16:
         return Unsupported(f"head_dim_v {values} and {rest} further values; both must be powers of two, at least 16")
@@ -239,6 +250,8 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     sparse_decode_kernel[(tiles * tokens * splits,)](
         queries,
         pools,
+        args.q_descale,
+        args.kv_descale,
         args.attn_sink,
         flat_out,
         lse,
@@ -258,7 +271,7 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         REST=head_dim - args.head_dim_v,
         BLOCK_M=config.rows,
         BLOCK_N=config.keys,
-        DOT=DOT_TYPES[args.q.dtype],
+        DOT=DOT_TYPES.get(args.q.dtype, tl.bfloat16),
         num_warps=config.warps,
         num_stages=config.stages,
     )

@@ -1,8 +1,7 @@
-"""Graph replay recovers a kernel's time, on a made-up device; verdicts hold on noisy timings with heavy tails."""
+"""Graph replay recovers a kernel's time, on a made-up device; verdicts go by the spread."""
 
 from __future__ import annotations
 
-import random
 import timeit
 from collections import Counter
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import simulated
 import torch
 
 from mla_suite.bench import timer
@@ -186,36 +184,6 @@ def test_cpu_rounds_are_microseconds(took_s: float, monkeypatch: pytest.MonkeyPa
     assert rounds == pytest.approx([took_s * 1e6] * NO_REST.rounds)
     repeats = {2e-6: 5 * 666, 0.002: 5, 0.6: 1}[took_s]
     assert calls == 1 + NO_REST.rounds * repeats
-
-
-@pytest.mark.parametrize("us", [20.5, 24.0, 47.0, 118.0, 452.0])
-def test_one_planted_shape_is_the_only_one_named(us: float) -> None:
-    seed = round(us * 10)
-    print("seed", seed)
-    source = random.Random(seed)
-    for _ in range(10):
-        old, same, slow = (simulated.run(level, source) for level in (us, us, 1.1 * us))
-        assert timer.judge(old, same).word == "same"
-        assert timer.judge(old, slow).word == "slower"
-        assert timer.judge(slow, old).word == "faster"
-
-
-@pytest.mark.parametrize(
-    "trouble",
-    [dict(noise=0.02), dict(heavy=0.25), dict(disturbed=0.10)],
-    ids=["noisy replays", "a quarter of them in a heavy tail", "a tenth of the rounds disturbed"],
-)
-def test_verdicts_hold_in_worse_noise(trouble: dict[str, float]) -> None:
-    """600 pairs of runs; a disturbed run may hide a slowdown once, but nothing may be called slower that is not."""
-    source = random.Random(7)
-    print("seed 7", trouble)
-    false = missed = 0
-    for _ in range(300):
-        old, same, slow = (simulated.run(level, source, **trouble) for level in (50.0, 50.0, 55.0))
-        false += timer.judge(old, same).word == "slower"
-        missed += timer.judge(old, slow).word != "slower"
-    assert false == 0
-    assert missed <= 3
 
 
 def test_a_shift_within_the_spread_is_noise_and_beyond_it_is_not() -> None:

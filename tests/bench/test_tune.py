@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import simulated
 import torch
 
 from mla_suite import archs as arch
@@ -79,14 +77,12 @@ def _operator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
     tuning.clear_cache()
 
 
-def searched(times: dict[int, float], baseline_us: float = 100.0, seed: int = 0, space: SearchSpace = SPACE) -> Outcome:
-    """Points that `times` does not name take 40 us."""
-    source = random.Random(seed)
-    print("seed", seed)
+def searched(times: dict[int, float], baseline_us: float = 100.0, space: SearchSpace = SPACE) -> Outcome:
+    """Points that `times` does not name take 40 us. Rounds differ by 1 %, and every fifth is disturbed."""
 
     def timer(runner: Runner, turns: Sequence[Call], effort: Effort) -> list[float]:
         us = baseline_us if runner.config == "8" else times.get(int(runner.config), 40.0)
-        return simulated.run(us, source)[: effort.rounds]
+        return [us * (1.3 if number % 5 == 4 else 1 + number % 3 / 200) for number in range(effort.rounds)]
 
     return search.search(CASE, space, ARCH, torch.device("cpu"), timer)
 
@@ -109,9 +105,8 @@ def test_the_fastest_right_point_is_worth_a_row() -> None:
     assert len(found.best_rounds) == len(found.present_rounds) >= FEWEST_ROUNDS
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_what_is_within_the_noise_of_the_present_point_is_not(seed: int) -> None:
-    found = searched({0: 40.0, 3: 39.6}, seed=seed)
+def test_what_is_within_the_noise_of_the_present_point_is_not() -> None:
+    found = searched({0: 40.0, 3: 39.6})
     assert found.kept is not None
     assert found.kept.startswith("within the noise of the present configuration")
 

@@ -118,8 +118,8 @@ def arguments(**options):
 @pytest.mark.parametrize(
     ("options", "given", "note"),
     [
-        ({}, {}, "context 160 keys per sequence, from block_table width x page"),
-        ({"ragged_pages": True}, {}, "context 128 keys per sequence, from kv_indices per sequence x page"),
+        ({}, {}, "context 160 keys per sequence, from block_table width x page_size"),
+        ({"ragged_pages": True}, {}, "context 128 keys per sequence, from kv_indices per sequence x page_size"),
         ({}, {"max_seqlen_kv": 4000}, "context 4000 keys per sequence, from max_seqlen_kv"),
         ({"split_size": 64}, {"max_seqlen_kv": 4000}, "batch-invariant (split_size 64): the choice sees neither"),
     ],

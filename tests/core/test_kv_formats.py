@@ -289,7 +289,7 @@ BAD_CACHES = {
         "is int8; kv_format 'v32' takes uint8 or float8_e4m3fn",
     ),
     "flavour": (lambda: torch.zeros(2, 4, 656, dtype=torch.uint8).view(torch.float8_e4m3fnuz), "float8_e4m3fnuz"),
-    "width": (lambda: torch.zeros(2, 4, 576, dtype=torch.uint8), r"takes \[pages, page, 656\]"),
+    "width": (lambda: torch.zeros(2, 4, 576, dtype=torch.uint8), r"takes \[num_pages, page_size, 656\]"),
     "token stride": (lambda: torch.zeros(2, 4, 672, dtype=torch.uint8)[..., :656], "exactly 656 elements apart"),
     "last stride": (lambda: torch.zeros(2, 4, 1312, dtype=torch.uint8)[..., ::2], "last dimension must be contiguous"),
     "expanded": (lambda: torch.zeros(1, 4, 656, dtype=torch.uint8).expand(2, 4, 656), "must not overlap"),
@@ -320,7 +320,7 @@ def test_bad_caches_are_refused_in_a_sentence(case):
         ),
         (
             lambda: caches.pack("v32", torch.zeros(2, 4, 512)),
-            r"kv_format 'v32' takes \[pages, page, 576\]",
+            r"kv_format 'v32' takes \[num_pages, page_size, 576\]",
         ),
         (
             lambda: caches.pack("bf16", torch.zeros(2, 4, 576), descale=torch.tensor(2.0)),
@@ -332,7 +332,7 @@ def test_bad_caches_are_refused_in_a_sentence(case):
         ),
         (
             lambda: caches.unpack("v32", torch.zeros(2, 4, 655, dtype=torch.uint8)),
-            r"takes \[pages, page, 656\]",
+            r"takes \[num_pages, page_size, 656\]",
         ),
         (lambda: caches.unpack("bf16", torch.zeros(4, 576).bfloat16()), "unpack: cache has shape"),
     ],

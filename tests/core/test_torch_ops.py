@@ -18,7 +18,7 @@ from mla_suite.core import allocation, dispatch, register
 OPS = torch.ops.mla_suite
 OPERATORS = tuple(register.registry())
 WITH_OUTPUTS = tuple(name for name, op in register.registry().items() if op.outputs)
-WAYS = {"overload": OPS.combine.default, "packet": OPS.combine}
+WAYS = {"public": mla_suite.combine, "overload": OPS.combine.default, "packet": OPS.combine}
 CPU = torch.device("cpu")
 
 
@@ -160,8 +160,8 @@ def traced(call, given):
         assert "mla_suite::combine" in str(torch.jit.trace(call, given, check_trace=False).graph)
 
 
-def recorded(call, given):
-    graph = make_fx(call)(*given)
+def recorded(mode, call, given):
+    graph = make_fx(call, tracing_mode=mode)(*given)
     assert OPS.combine.default in [node.target for node in graph.graph.nodes]
 
 
@@ -177,7 +177,7 @@ OBSERVERS = {
     "negated": lambda call, given: call(given[0], torch._neg_view(given[1])),
     "vmap": lambda call, given: torch.vmap(call)(*[torch.stack([tensor] * 2) for tensor in given]),
     "functionalize": lambda call, given: torch.func.functionalize(call)(*given),
-    "make_fx": recorded,
+    **{f"make_fx of {mode} tensors": partial(recorded, mode) for mode in ("real", "fake", "symbolic")},
     "trace": traced,
 }
 

@@ -12,7 +12,7 @@ from ranks import on_ranks
 import mla_suite
 from mla_suite.distributed import KeyShard, Parallel, cp_decode, cp_sparse_decode
 
-CASES = {2: 60, 4: 30}  # by the number of ranks
+CASES = {2: 60, 4: 30, 8: 20}  # by the number of ranks
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2**-7}  # of values of about 1; bf16 rounds a partial and the result
 
 

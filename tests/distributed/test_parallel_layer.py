@@ -41,7 +41,7 @@ def run_layer(layer, cache, config, dtype, q_lens, compiled) -> list[torch.Tenso
 
 
 def spread(rank: int, tp_size: int, cp_size: int, dtype: torch.dtype, interleave: int, compiled: bool) -> None:
-    config = dataclasses.replace(MLAConfig.tiny(), num_layers=1)
+    config = dataclasses.replace(MLAConfig.tiny(), num_layers=1, num_heads=8)
     weights = weights_of(config, dtype)
     kv_format = "fp32" if dtype == torch.float32 else "bf16"
     parallel = Parallel.create(tp_size=tp_size, cp_size=cp_size, device_type="cpu")
@@ -67,6 +67,7 @@ def several(rank: int, cases: list[tuple[int, int, torch.dtype, int, bool]]) -> 
 CASES = {
     2: [(2, 1, torch.float32, 1, False), (1, 2, torch.float32, 1, False), (1, 2, torch.bfloat16, 4, False)],
     4: [(2, 2, torch.float32, 4, False), (4, 1, torch.bfloat16, 1, False), (1, 4, torch.float32, 1, False)],
+    8: [(2, 4, torch.float32, 4, False), (8, 1, torch.float32, 1, False)],
 }
 
 

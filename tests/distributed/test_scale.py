@@ -44,10 +44,13 @@ def test_a_collective_costs_what_its_way_sends():
     line = MODEL["PEER_MEMORY"]["sum"]
     # Through peer memory each of 7 others gets the whole summand of 2 x 7168 bytes.
     assert h200.collective("sum", 1, 8) == pytest.approx(line.latency + 7 * 14336 * line.per_byte)
-    # 165 tokens do not fit the 18 MB that eight ranks share.
+    # 128 tokens are summed in two exchanges, in which a rank sends its part of the sum to 7 others, and theirs to them.
+    in_two = (128 * 14336 * 2 * 7 / 8 + MODEL["SECOND_EXCHANGE_BYTES"]) * line.per_byte
+    assert h200.collective("sum", 128, 8) == pytest.approx(line.latency + in_two)
+    # 1,400 tokens do not fit the 18 MB that eight ranks share.
     ring = MODEL["NCCL"]["sum"]
-    sent = 165 * 14336 * 2 * 7 / 8
-    assert h200.collective("sum", 165, 8) == pytest.approx(ring.latency + sent * ring.per_byte)
+    sent = 1400 * 14336 * 2 * 7 / 8
+    assert h200.collective("sum", 1400, 8) == pytest.approx(ring.latency + sent * ring.per_byte)
     assert h200.collective("sum", 1, 16) == pytest.approx(20e-6 + 14336 * 2 * 15 / 16 / 50e9)
     slower = replace(h200, link_to_peer=h200.link / 4)
     assert slower.collective("merge", 128, 2) > 3 * h200.collective("merge", 128, 2)

@@ -16,7 +16,7 @@ def attend(q, keys, scale, d_v=512, sink=None):
 
 
 def dense_expected(q, rows, block_table, lengths, scale, causal, sink=None):
-    """rows [pages, page, d]: the values the cache stands for."""
+    """rows [num_pages, page_size, d]: the values the cache stands for."""
     batch, q_len, heads, _ = q.shape
     out, lse = torch.empty(batch, q_len, heads, 512), torch.empty(batch, heads, q_len)
     for b, length in enumerate(lengths):
@@ -29,7 +29,7 @@ def dense_expected(q, rows, block_table, lengths, scale, causal, sink=None):
 
 
 def several_expected(q, rows, block_table, lengths, scale, causal):
-    """rows [pages, page, kv_heads, d]: query heads that follow each other share a KV head."""
+    """rows [num_pages, page_size, kv_heads, d]: query heads that follow each other share a KV head."""
     shared = q.unflatten(2, (rows.shape[2], -1))
     each = [
         dense_expected(shared[:, :, k], rows[:, :, k], block_table, lengths, scale, causal)
@@ -39,7 +39,7 @@ def several_expected(q, rows, block_table, lengths, scale, causal):
 
 
 def paged(lengths, page, width=576, dtype=torch.bfloat16, kv_heads=1):
-    """A shuffled cache [pages, page, kv_heads, width] with NaN past every sequence and absurd spare table entries."""
+    """A shuffled cache [num_pages, page_size, kv_heads, width], NaN past every sequence, absurd spare table entries."""
     counts = [-(-n // page) for n in lengths]
     order = torch.randperm(sum(counts) + 2).int()
     table = torch.full((len(lengths), max(*counts, 1)), 2**31 - 1, dtype=torch.int32)

@@ -131,7 +131,7 @@ INDICES = torch.zeros(2, 1, 4, dtype=torch.int32)
         (dict(indices=INDICES, causal=True), "pass causal=False"),
         (dict(is_fp8_kvcache=True), "the two must agree"),
         (dict(k_cache=torch.zeros(2, 64, 1, 576, dtype=torch.uint8)), "1-byte records of 656"),
-        (dict(k_cache=torch.zeros(2, 64, 576).bfloat16()), r"\[pages, page, 1, width\]"),
+        (dict(k_cache=torch.zeros(2, 64, 576).bfloat16()), r"\[num_pages, page_size, 1, width\]"),
         (dict(topk_length=torch.ones(2, dtype=torch.int32)), "sparse argument is given without indices"),
         (dict(extra_k_cache=torch.zeros(2, 64, 1, 576)), "pass both or neither"),
         (dict(indices=INDICES, extra_topk_length=torch.ones(2, dtype=torch.int32)), "without an extra pool"),

@@ -28,7 +28,7 @@ def selection(batch, q_len, topk, tokens):
 
 
 def sparse_expected(q, pools, scale, sink=None):
-    """pools of (values [pages, page, d], indices, topk_length or None)."""
+    """pools of (values [num_pages, page_size, d], indices, topk_length or None)."""
     batch, q_len, heads, _ = q.shape
     out, lse = torch.empty(batch, q_len, heads, 512), torch.empty(batch, heads, q_len)
     for b in range(batch):

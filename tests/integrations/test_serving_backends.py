@@ -299,34 +299,6 @@ def test_vllm_writes_on_a_cpu(vllm):
         assert not stored[[0, 1, 3, 4, *range(6, 16)]].any()
 
 
-def renamed(self, kv_c_normed, k_pe, kv_cache, slots, kv_cache_dtype, k_scale):
-    """Like vLLM's, but for the name of one argument."""
-
-
-def longer(self, q, kv_c_and_k_pe_cache, attn_metadata, layer, window):
-    """Like vLLM's, with one argument more."""
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "changed", "how"),
-    [
-        ("MLACommonImpl", "do_kv_cache_update", renamed, r"\.do_kv_cache_update of vLLM 0.33.0 takes no slot_mapping;"),
-        ("MLACommonImpl", "forward_mqa", longer, r"\.forward_mqa of vLLM 0.33.0 takes window, whose meaning is not"),
-        ("MLACommonMetadataBuilder", "_build_decode", None, " of vLLM 0.33.0 has no _build_decode; install vLLM 0.25"),
-    ],
-)
-def test_a_vllm_with_another_interface_is_refused(vllm, monkeypatch, owner, name, changed, how):
-    """One that names an argument otherwise, one that passes another, one that asks for no decode metadata."""
-    with monkeypatch.context() as other:
-        if changed is None:
-            other.delattr(getattr(vllm, owner), name)
-        else:
-            other.setattr(getattr(vllm, owner), name, changed)
-        with pytest.raises(TypeError, match=f"^MLASuiteBackend: {owner}{how}"):
-            vllm.MLASuiteBackend.get_impl_cls()
-    assert vllm.MLASuiteBackend.get_impl_cls() is vllm.MLASuiteImpl
-
-
 @pytest.mark.parametrize(("name", "needs"), [("vllm", "vLLM"), ("sglang", "SGLang")])
 def test_without_the_server_the_import_says_so(monkeypatch, name, needs):
     monkeypatch.setitem(sys.modules, name, None)

@@ -1,4 +1,4 @@
-"""Merges to be made, and their exact results: what combine's tests on emulated and on real GPUs share."""
+"""Merges to be made, and their exact results: what combine's tests on emulated and real GPUs share."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ ROW_KEYS = 128 * 192
 EDGES = (0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
 ORDERS = ("forward", "reverse", "shuffle:1", "shuffle:2")
 """In which workgroups run."""
-RECORDS = ((("dsv4",), 4), (("v32", "v32_pow2"), 2), (("bf16",), 4))
+RECORDS = ((("dsv4",), 4), (("v32", "v32_pow2"), 2), (("v32_nope",), 2), (("v41", "v41_fp4"), 4), (("bf16",), 4))
 """KV formats that one sparse problem mixes, and its most pools."""
 FNUZ_RECORDS = {"fnuz": ((("dsv4_fnuz",), 4),), "ocp": ()}
 """Those of archs that convert fp8 in this flavour."""

@@ -113,6 +113,7 @@ POOLS = {
 SPLIT_V41_POOLS = {
     "v4.1 of both sizes": [("v41", 2, 64, 70), ("v41_fp4", 9, 16, 97)],
     "v32 without rope": [("v32_nope", 3, 64, 130)],
+    "v4.1 of sizes in turn": [("v41_fp4", 1, 256, 3), ("v41", 9, 1, 7), ("v41_fp4", 3, 16, 20), ("v41", 2, 61, 33)],
 }
 V41_POOLS = SPLIT_V41_POOLS | {
     "v4.1": [("v41", 2, 64, 70), ("v41", 20, 5, 45)],
@@ -129,7 +130,7 @@ FNUZ_POOLS = {
 
 def pools_of(arch):
     """Pools that the kernels of an arch read."""
-    found = POOLS | (SPLIT_V41_POOLS if ("v41", 512) in CONFIGS[arch].records else {})
+    found = POOLS | SPLIT_V41_POOLS
     return found | FNUZ_POOLS if ("dsv4_fnuz", 512) in CONFIGS[arch].records else found
 
 

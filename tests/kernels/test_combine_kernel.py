@@ -6,6 +6,7 @@ import itertools
 import subprocess
 from types import SimpleNamespace
 
+import merge_runs
 import pytest
 import torch
 from backend_calls import BackendCalls
@@ -23,7 +24,6 @@ from merges import (
     four_rows,
     hard_to_round,
     partials,
-    special,
 )
 
 import mla_suite
@@ -43,6 +43,7 @@ from mla_suite.testing import assert_close, poison
 
 NATIVE = BackendCalls(COMBINE, "native")
 ARCHS = ("gfx942", "gfx950")
+CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_WORK = 70_000  # splits x rows of a case: half a second
 
@@ -101,14 +102,7 @@ def test_the_whole_product(arch, heads, splits):
 
 @pytest.mark.parametrize("head_dim_v", config.HEAD_DIMS_V)
 def test_ragged_splits_with_a_sink(arch, head_dim_v):
-    counts = [0, 1, 5, 0, 33, 2, 161, 1]
-    bounds = [0, *itertools.accumulate(counts)]
-    out, lse = partials(bounds[-1] + 3, 24, head_dim_v)
-    poison(out[bounds[-1] :])  # room that no sequence owns
-    poison(lse[bounds[-1] :])
-    sink = torch.randn(8)
-    result = combine(out, lse, torch.tensor(bounds, dtype=torch.int32), sink, out_dtype=torch.float32)
-    assert_close(*result, exact(out, lse, bounds, sink))
+    merge_runs.ragged_splits_with_a_sink(combine, CPU, head_dim_v, [0, 1, 5, 0, 33, 2, 161, 1])
 
 
 def test_more_splits_than_threads_of_a_workgroup(arch):
@@ -128,20 +122,8 @@ def test_what_is_not_read_and_what_is_nan(arch, waves_share_a_row, monkeypatch):
     point = a_row_by_eight_waves(arch) if waves_share_a_row else four_rows(arch)
     monkeypatch.setattr(config, "choose", lambda *facts: (point, "by the test"))
     dispatch.clear_caches()
-    out, lse = special()
-    merged, total = combine(out, lse, num_splits=6, out_dtype=torch.float32)
+    merge_runs.what_is_not_read_and_what_is_nan(combine, CPU)
     dispatch.clear_caches()
-    nan = merged[0].isnan()
-    assert nan.all(dim=1).nonzero().flatten().tolist() == [1, 6]
-    assert nan[4].nonzero().flatten().tolist() == [7]
-    assert total.isnan().nonzero().tolist() == [[0, 1]]
-    assert total[0, 6] == INF
-    assert torch.equal(merged[0, 2], torch.zeros(512))
-    assert merged[0, 8, 0] == INF
-    assert merged[0, 8, 1] == -INF
-    rest = [0, 3, 5, 7]
-    wanted = exact(out[:, rest], lse[:, rest], [0, 6])
-    assert_close(merged[:, rest], total[:, rest], wanted)
 
 
 @pytest.mark.parametrize("splits", [6, 150])
@@ -171,25 +153,7 @@ def test_nan_and_infinity_survive_rounding(arch, out_dtype):
 
 
 def test_sinks(arch):
-    out, lse = special()
-    sink = torch.tensor([1.0, INF, INF, 400.0, -INF, 3.0, 2.0, -3.0, NAN])
-    merged, total = combine(out, lse, None, sink, num_splits=6, out_dtype=torch.float32)
-    plain, plain_total = combine(out, lse, num_splits=6, out_dtype=torch.float32)
-    assert torch.equal(total.view(torch.int32), plain_total.view(torch.int32))  # no sink is ever in lse
-    assert merged[0, 1].isnan().all()  # an lse is NaN, sink +inf or not
-    assert torch.equal(merged[0, 2], torch.zeros(512))
-    assert torch.equal(merged[0, 3], torch.zeros(512))  # e^400 beside e^0
-    assert torch.equal(merged[0, 4].view(torch.int32), plain[0, 4].view(torch.int32))  # -inf adds nothing
-    assert merged[0, 8].isnan().all()
-    rest = [0, 5, 7]
-    assert_close(merged[:, rest], total[:, rest], exact(out[:, rest], lse[:, rest], [0, 6], sink[rest]))
-
-
-def test_a_sink_of_infinity_gives_zero(arch):
-    out, lse = partials(6, 8)
-    out[3] = NAN  # weight 0: not read
-    merged, _ = combine(out, lse, None, torch.full((4,), INF), num_splits=3)
-    assert torch.equal(merged, torch.zeros(2, 8, 512, dtype=torch.bfloat16))
+    merge_runs.sinks(combine, CPU)
 
 
 @pytest.mark.parametrize("out_dtype", DTYPES)
@@ -201,15 +165,7 @@ def test_one_split_passes_through(arch, out_dtype):
 
 
 def test_skip_single_leaves_those_rows(arch):
-    bounds = [0, 1, 4, 5, 5]
-    out, lse = partials(5, 12)
-    merged, total = combine(out, lse, torch.tensor(bounds, dtype=torch.int32), skip_single=True)
-    wanted = exact(out, lse, [1, 4])
-    assert_close(merged[1:2], total[1:2], wanted)
-    assert bool((merged[[0, 2]].view(torch.int16) == -1).all())
-    assert bool((total[[0, 2]].view(torch.int32) == -1).all())
-    assert torch.equal(merged[3], torch.zeros(12, 512, dtype=torch.bfloat16))
-    assert torch.equal(total[3], torch.full((12,), -INF))
+    merge_runs.skip_single(combine, CPU)
 
 
 def test_merge_of_ragged_queries(arch):
@@ -244,16 +200,7 @@ def test_merge_of_ragged_queries(arch):
 
 
 def test_strided_outputs_and_partials(arch):
-    wide = torch.randn(6, 3, 12, 512)
-    out, lse = wide[:, 1], torch.randn(6, 20)[:, 4:16]
-    merged = poison(torch.empty(2, 14, 1024, dtype=torch.bfloat16))
-    totals = poison(torch.empty(2, 40))
-    torch.ops.mla_suite.combine.out(
-        out, lse, None, None, num_splits=3, out_dtype=torch.bfloat16, out=merged[:, :12, 512:], lse=totals[:, 5:17]
-    )
-    assert_close(merged[:, :12, 512:], totals[:, 5:17], exact(out, lse, [0, 3, 6]))
-    assert bool((merged[:, 12:].view(torch.int16) == -1).all())
-    assert bool((merged[:, :, :512].view(torch.int16) == -1).all())
+    merge_runs.strided_outputs_and_partials(CPU)
 
 
 def test_odd_addresses_take_the_kernel_of_single_values(arch):
@@ -268,14 +215,7 @@ def test_odd_addresses_take_the_kernel_of_single_values(arch):
 
 
 def test_partials_beyond_two_to_the_31_elements(arch):
-    """By strides: of 8.6 GB of address space six pages are touched."""
-    far = 2**30 + 512
-    room = torch.empty(2 * far + 4 * 512)
-    out = room.as_strided((3, 4, 512), (far, 512, 1))
-    out.copy_(torch.randn(3, 4, 512))
-    lse = torch.randn(3, 4)
-    assert out[2].storage_offset() > 2**31
-    assert_close(*combine(out, lse, num_splits=3), exact(out, lse, [0, 3]))
+    merge_runs.partials_beyond_two_to_the_31_elements(combine, CPU)
 
 
 def test_the_same_bits_in_any_order_of_workgroups(arch):

@@ -17,6 +17,7 @@ from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
 
 EMULATED = sparse_runs.Machine(attend)
+RECORDS = ("dsv4", "dsv4_fnuz", "v32", "v32_nope", "v41", "v41_fp4", "bf16")
 check = EMULATED.check
 
 
@@ -183,7 +184,7 @@ def test_hard_scores(heads, kind):
 
 
 @pytest.mark.parametrize("selection", sparse_runs.SELECTIONS)
-@pytest.mark.parametrize(("arch", "name"), readable("dsv4", "dsv4_fnuz", "v32", "bf16"), indirect=["arch"])
+@pytest.mark.parametrize(("arch", "name"), readable(*RECORDS), indirect=["arch"])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_selections(arch, heads, name, selection):
     sparse_runs.selections(EMULATED, name, heads, selection)
@@ -200,7 +201,7 @@ def test_extreme_scales(arch, name):
     sparse_runs.extreme_scales(EMULATED, name=name)
 
 
-@pytest.mark.parametrize(("arch", "name"), readable("dsv4", "dsv4_fnuz", "v32", "bf16"), indirect=["arch"])
+@pytest.mark.parametrize(("arch", "name"), readable(*RECORDS), indirect=["arch"])
 @pytest.mark.parametrize("splits", [1, 2])
 def test_nan_that_is_selected_is_seen(arch, name, splits):
     sparse_runs.selected_nan(EMULATED, name, splits)
@@ -266,7 +267,7 @@ def test_batch_invariant_bits(heads):
     sparse_runs.batch_invariant(EMULATED, heads)
 
 
-@pytest.mark.parametrize(("arch", "name"), readable("dsv4", "dsv4_fnuz", "v32", "bf16"), indirect=["arch"])
+@pytest.mark.parametrize(("arch", "name"), readable(*RECORDS), indirect=["arch"])
 def test_a_pool_beyond_two_and_four_gigabytes(arch, name):
     """Rows behind offsets of 31 and 32 bits have the bits that they have in a small pool. Three pages are touched."""
     args, kwargs = problem([(name, 1, 64, 4)], 1, 16)

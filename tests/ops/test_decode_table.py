@@ -77,7 +77,7 @@ def test_the_context_is_the_mean_of_the_indices_that_are_given():
         for given, backend, context in ((buffer[:total], "native", 4096), (buffer, "reference", 34304)):
             explained = mla_suite.explain("decode", *args[:5], given, *args[6:], **kwargs)
             assert explained.backend == backend
-            assert f"context {context} keys per sequence, from kv_indices per sequence x page" in str(explained)
+            assert f"context {context} keys per sequence, from kv_indices per sequence x page_size" in str(explained)
 
 
 @pytest.mark.parametrize(("batch", "context"), PUBLISHED)

@@ -63,6 +63,15 @@ def test_against_a_loop(monkeypatch, shape, tokens_at_once):
     assert bool((found[0] == -math.inf).any())
 
 
+def test_descales_multiply_scores():
+    q, kv_caches, indices, names = problem([("fp8", 3, 16, 20)], 4, 8)
+    tensors = q.to(torch.float8_e4m3fn), kv_caches, indices, [None], [None]
+    descales = dict(q_descale=torch.tensor([0.25]), kv_descale=torch.tensor(8.0))
+    *_, found = CALL(*tensors, None, None, *descales.values(), kv_formats=names, softmax_scale=0.1)
+    *_, plain = CALL(*tensors, kv_formats=names, softmax_scale=0.2)
+    assert torch.equal(found, plain)
+
+
 @pytest.mark.parametrize("shape", ["v32", "dsv4 window and compressed"])
 def test_opcheck(shape):
     tensors, options = given(shape)

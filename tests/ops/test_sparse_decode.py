@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import mla_suite
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
+from mla_suite.ops.decode import Q_FP8
 
 few = settings(max_examples=25, deadline=None, derandomize=True)
 
@@ -84,6 +85,26 @@ def test_query_lengths_and_dtypes(dtype, q_len):
     assert out.shape == (2, q_len, 8, 512)
     assert lse.shape == (2, q_len, 8)
     assert_exact(out, lse, exact(q, pools_of(names, kv_caches, [i.tolist() for i in indices]), 0.05, None, 512), dtype)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_fnuz"])
+@pytest.mark.parametrize("width", [576, 512])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, *Q_FP8])
+def test_rows_of_per_tensor_fp8(name, width, dtype):
+    """Descales multiply in fp32: rows that fp16 could not hold, queries that are no e4m3 after it."""
+    shape = [(name, 3, 16, 20), (name, 30, 2, 16)]
+    q, kv_caches, indices, names = problem(shape, 3, 8, seed=1) if width == 512 else problem(shape[:1], 3, 8, seed=1)
+    q, q_descale, kv_descale = q.to(dtype), None, torch.tensor(3000.0)
+    out_dtype = dtype
+    if dtype in Q_FP8:
+        q_descale, out_dtype = torch.tensor([0.0137]), torch.bfloat16
+    given = dict(kv_formats=names, softmax_scale=3e-6, q_descale=q_descale, kv_descale=kv_descale)
+    out, lse = mla_suite.sparse_decode(q, kv_caches, indices, **given)
+    assert out.dtype == out_dtype
+    read = q.double() * (1.0 if q_descale is None else q_descale.double())
+    stored = [caches.unpack(name, cache) * kv_descale for cache in kv_caches]
+    lists = pools_of(["fp32"] * len(names), stored, [i.tolist() for i in indices])
+    assert_exact(out, lse, exact(read, lists, 3e-6, None, 512), out_dtype)
 
 
 @pytest.mark.parametrize("head_dim_v", [1, 64, 448, 512, 576])

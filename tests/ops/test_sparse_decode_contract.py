@@ -24,6 +24,9 @@ def record(*shape):
 TWO = zeros(2, 4)
 RAGGED = [zeros(4), TWO]
 PLAN_OF_ONE = mla_suite.plan(ints(40), num_heads=8, num_sm_parts=99, max_seqlen_kv=0)
+FP8 = dict(
+    q=torch.zeros(2, 8, 512).to(torch.float8_e4m3fn), kv_caches=[record(2, 4, 512)] * 2, kv_formats=["fp8", "fp8"]
+)
 # What is changed in a call of two pools, where a pair (position, cache) changes one of its caches, and the error.
 BAD = [
     (dict(q=torch.zeros(8, 512)), r"q has shape \(8, 512\); it takes 3 or 4 dimensions"),
@@ -36,7 +39,7 @@ BAD = [
     (dict(kv_formats=["dsv4", "dsv5"]), "kv_format 'dsv5' is unknown; the kv_formats are"),
     ((1, torch.zeros(2, 4, 584)), r"kv_caches\[1\] is float32; kv_format 'dsv4' takes uint8"),
     ((0, record(2, 4, 1, 584)), r"kv_caches\[0\] has shape"),
-    ((0, record(2, 4, 656)), r"takes \[pages, page, 584\]"),
+    ((0, record(2, 4, 656)), r"takes \[num_pages, page_size, 584\]"),
     ((0, record(2, 4, 592)[..., :584]), r"kv_caches\[0\] has strides .* exactly 584 elements apart"),
     ((0, record(2, 4, 584).to("meta")), "is on meta"),
     ((0, record(584 * 4 + 4)[4:].view(1, 4, 584)), r"kv_caches\[0\] begins 4 bytes past a multiple of 8"),
@@ -60,6 +63,20 @@ BAD = [
     (dict(attn_sink=torch.zeros(4)), r"attn_sink has shape \(4,\); it takes \[heads\]"),
     (dict(attn_sink=torch.zeros(8).half()), "attn_sink is float16; it takes float32"),
     (dict(plan=torch.zeros(9)), "plan is float32; it takes int32"),
+    (
+        dict(q_descale=torch.ones(1)),
+        "q_descale is given with queries of bfloat16; it multiplies float8 ones: pass None",
+    ),
+    (dict(kv_descale=torch.ones(1)), "kv_descale was given with kv_format 'dsv4'; only fp8, fp8_fnuz read one: pass"),
+    (FP8 | dict(q_descale=torch.ones(2)), r"q_descale has shape \(2,\); it takes one value: shape \[\] or \[1\]"),
+    (FP8 | dict(kv_descale=torch.ones(2)), r"kv_descale has shape \(2,\); it takes one value: shape \[\] or \[1\]"),
+    (
+        FP8
+        | dict(kv_caches=[record(2, 4, 512), record(2, 4, 584)], kv_formats=["fp8", "dsv4"], kv_descale=torch.ones(1)),
+        "kv_descale was given with kv_format 'dsv4'",
+    ),
+    (FP8 | dict(q_descale=torch.tensor(-1.0)), "q_descale is -1; it takes a finite number, 0 or more"),
+    (FP8 | dict(kv_descale=torch.tensor(torch.inf)), "kv_descale is inf; it takes a finite number, 0 or more"),
     (dict(head_dim_v=513), r"head_dim_v is 513; V is a part of a row: 1\.\.512"),
     (dict(softmax_scale=torch.inf), "softmax_scale is inf; it takes a finite number"),
     (dict(num_splits=-1), "num_splits is -1; it takes 1"),

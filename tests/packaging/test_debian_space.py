@@ -101,21 +101,6 @@ def test_a_sentence_says_why_packages_cannot_be_had(machine, given, why):
         debian_space.fetch("one")
 
 
-def test_a_suite_that_the_mirror_lacks(machine):
-    apt = Apt()
-    run = apt.run
-
-    def without_suite(command, **given):
-        if command == ["apt-get", "update"]:
-            return subprocess.CompletedProcess(command, 0, "Err:1 http://mirror.example sid Release\n", "")
-        return run(command, **given)
-
-    apt.run = without_suite
-    machine(apt)
-    with pytest.raises(debian_space.Unavailable, match="^apt has no suite sid or experimental here: Err:1"):
-        debian_space.fetch("one")
-
-
 def test_a_fetch_that_failed_is_begun_again(machine):
     machine(Apt("install", "E: no"))
     with pytest.raises(debian_space.Unavailable):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import random
 
 import pytest
 import torch
+from triton.runtime import interpreter
 
 import mla_suite
-from mla_suite.distributed import peer_triton
+from mla_suite.distributed import peer_memory, peer_triton
 from mla_suite.distributed.peer_memory import PeerMemory
 
 CAPACITY = 1 << 16
@@ -48,7 +50,7 @@ def collectives(memory: PeerMemory) -> None:
     for call in range(CALLS):
         torch.manual_seed(call)
         dtype = draw.choice([torch.float32, torch.bfloat16])
-        shape = draw.choice([(1, 40), (3, 700), (2, 1000)])
+        shape = draw.choice([(1, 40), (3, 700), (2, 1001)])
         everyone = torch.randn(memory.ranks, *shape).to(dtype)
         own = everyone[memory.rank].clone()
         assert torch.equal(memory.gather(own), everyone)
@@ -79,7 +81,49 @@ def merges(memory: PeerMemory) -> None:
         torch.testing.assert_close(merged_lse, exact_lse.view(rows, heads)[:, first : first + own])
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("function", [collectives, merges])
+def larger_than_a_slice(memory: PeerMemory) -> None:
+    """Sums that no slice holds, between sums in one exchange, so that both halves come first in turn."""
+    for call, values in enumerate([20_003, 40, CAPACITY // 4 * memory.ranks, 20_003, 40]):
+        everyone = torch.randn(memory.ranks, values, generator=torch.Generator().manual_seed(call))
+        expected = torch.zeros(values)
+        for x in everyone:
+            expected += x
+        assert torch.equal(memory.sum(everyone[memory.rank].clone()), expected)
+
+
+@pytest.mark.parametrize(
+    ("world", "function"),
+    [(2, collectives), (8, collectives), (4, merges), (8, merges), (2, larger_than_a_slice), (4, larger_than_a_slice)],
+)
 def test_every_rank_gets_what_one_process_computes(world, function):
     assert on_shared_ranks(world, function) == [0] * world
+
+
+def test_sums_in_two_exchanges_have_the_bits_of_one(monkeypatch):
+    """Shares of every size, one of them empty: the last ranks have nothing of 40 values."""
+    monkeypatch.setattr(peer_memory, "SECOND_EXCHANGE_BYTES", 0)
+    assert on_shared_ranks(8, collectives) == [0] * 8
+
+
+def a_rank_leaves(memory: PeerMemory) -> None:
+    """Rank 0 does not join the second sum; the others end by an assertion."""
+    impatient = dataclasses.replace(memory, polls=3000)
+    for _ in range(2 if memory.rank else 1):
+        impatient.sum(torch.ones(20_003))
+
+
+def test_a_rank_that_leaves_ends_the_others_and_not_itself(monkeypatch):
+    options = dataclasses.replace(interpreter.interpreter_builder.options, debug=True)  # assertions are off otherwise
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
+    first, *others = on_shared_ranks(4, a_rank_leaves)
+    assert first == 0
+    assert all(code != 0 for code in others)
+
+
+def test_two_exchanges_are_taken_where_they_send_enough_less():
+    token = 7168 * 2
+    chosen = {
+        ranks: [n for n in (1, 4, 16, 32, 128) if peer_memory.sums_in_two(n * token, ranks, 18 << 20)]
+        for ranks in (2, 4, 8)
+    }
+    assert chosen == {2: [], 4: [32, 128], 8: [16, 32, 128]}

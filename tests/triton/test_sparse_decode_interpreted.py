@@ -36,10 +36,11 @@ def compare(
     indptrs: Sequence[torch.Tensor | None] | None = None,
     lengths: Sequence[torch.Tensor | None] | None = None,
     sink: torch.Tensor | None = None,
+    kv_descale: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     nothing = [None] * len(names)
-    args = (q, kv_caches, indices, indptrs or nothing, lengths or nothing, sink)
+    args = (q, kv_caches, indices, indptrs or nothing, lengths or nothing, sink, None, None, kv_descale)
     kwargs = dict(kv_formats=names, softmax_scale=0.05) | options
     expected = torch.ops.mla_suite.sparse_decode(*args, **kwargs)
     got = run(sparse, "sparse_decode", args, kwargs)
@@ -58,6 +59,14 @@ def test_kv_formats(name: str) -> None:
 def test_pools_and_heads(name: str, heads: int, options: dict[str, int]) -> None:
     sink = torch.randn(heads) if heads != 12 else None
     compare(*problem(POOLS[name], 2, heads, seed=heads), sink=sink, **options)
+
+
+@pytest.mark.parametrize(("width", "splits"), [(576, 1), (512, 3)])
+def test_rows_of_per_tensor_fp8_with_a_descale(width: int, splits: int) -> None:
+    shape = [("fp8", 3, 16, 90), ("fp8_fnuz", 30, 2, 16)]
+    q, *rest = problem(shape if width == 512 else shape[:1], 2, 16)
+    assert q.shape[-1] == width
+    compare(q, *rest, sink=torch.randn(16), kv_descale=torch.tensor([0.37]), num_splits=splits)
 
 
 def test_128_heads() -> None:

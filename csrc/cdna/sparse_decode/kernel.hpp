@@ -25,7 +25,7 @@ class SparseDecodeKernel {
     for (TileScheduler scheduler(reread_params<mla::SparseDecodeParams>(), mla::block_id_x()); scheduler.has_next();) {
       const mla::SparseDecodeParams& p = reread_params<mla::SparseDecodeParams>();
       const uint32_t base = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds));
-      if (wave == 0) TopkLists::fill(p, scheduler.sequence(p), base + Lds::lists);
+      if (wave == 0) TopkLists::fill(p, scheduler.sequence(p), base + Lds::lists, Problem::KvFormat::has_fp4 ? p.fp4 : 0);
       mla::block_sync();
       const TopkLists lists(base + Lds::lists);
       Mainloop mainloop(p, scheduler.fetch_next(p, [keys = lists.keys()](int) { return keys; }), first_row, base, wave);

@@ -50,10 +50,12 @@ struct GatherWriteMap {
   MLA_DEVICE bool lower_half() const { return (first & 1024) == 0; }
 };
 
-// Returns the value that lane `which` of each four neighbouring lanes holds.
-template <int which>
+// Returns the value that lane `which` of each four neighbouring lanes holds; to the upper two of them, that of lane
+// `which` + `apart`.
+template <int which, int apart = 0>
 MLA_DEVICE uint32_t from_quad(uint32_t x) {
-  return static_cast<uint32_t>(__builtin_amdgcn_update_dpp(0, static_cast<int>(x), which * 0x55, 0xf, 0xf, true));
+  constexpr int lanes = which * 0x55 + apart * 0x50;
+  return static_cast<uint32_t>(__builtin_amdgcn_update_dpp(0, static_cast<int>(x), lanes, 0xf, 0xf, true));
 }
 
 // Dequantises 16 fp8 values to bf16 and writes them to their two slots.
@@ -72,6 +74,15 @@ MLA_DEVICE void dequant_piece(u32x4 raw, Convert convert, uint32_t at, const Gat
   __builtin_amdgcn_sched_barrier(0);  // or all pieces are converted at once, in more registers than there are
 }
 
+// The same of 16 e2m1 values; see V41AnyFormat.
+template <class Convert>
+MLA_DEVICE void dequant_piece(u32x2 raw, Convert convert, uint32_t at, const GatherWriteMap& map) {
+  const uint32_t a = raw[0], b = raw[1];
+  lds_write16(lds_pointer(at + map.first), convert.eight(a));
+  lds_write16(lds_pointer(at + (map.first ^ 16)), convert.eight(b));
+  __builtin_amdgcn_sched_barrier(0);
+}
+
 // The same in two steps, where the tile is not free yet: 16 values in registers, then in their two slots. LLVM 22 makes
 // other code of a dequant_piece that consists of these.
 struct Slots {
@@ -84,6 +95,13 @@ struct Slots {
     Slots slots{u32x4{convert.low(a), convert.high(a), convert.low(b), convert.high(b)},
                 u32x4{convert.low(c), convert.high(c), convert.low(d), convert.high(d)}};
     asm volatile("" : "+v"(slots.first), "+v"(slots.second));  // or they are computed where they are written
+    return slots;
+  }
+  template <class Convert>
+  MLA_DEVICE static Slots dequantised(u32x2 raw, Convert convert) {
+    const uint32_t a = raw[0], b = raw[1];
+    Slots slots{convert.eight(a), convert.eight(b)};
+    asm volatile("" : "+v"(slots.first), "+v"(slots.second));
     return slots;
   }
   MLA_DEVICE void write(uint32_t at, const GatherWriteMap& map) const {
@@ -100,6 +118,7 @@ struct Dsv4Format {
   static constexpr bool separate_scales = true;  // scales have an address of their own
   static constexpr int raw_registers = 21;
   static constexpr bool is_dequantised = true;
+  static constexpr bool has_fp4 = false;
 
   struct Raw {
     u32x4 latent[4];  // half the lanes have none of the last
@@ -164,13 +183,14 @@ struct Dsv4Format {
   }
 };
 
-// 656 bytes: 512 fp8 values, four fp32 scales of 128 values, 64 bf16 values.
-template <class Convert>
+// 512 fp8 values, four fp32 scales of 128 values, and 64 bf16 values or none: 656 or 528 bytes.
+template <class Convert, int bf16_values = 64>
 struct V32Format {
-  static constexpr int qk_dim = 576;
+  static constexpr int qk_dim = 512 + bf16_values;
   static constexpr bool separate_scales = false;
   static constexpr int raw_registers = 21;
   static constexpr bool is_dequantised = true;
+  static constexpr bool has_fp4 = false;
 
   struct Raw {
     u32x4 latent[4];
@@ -179,7 +199,7 @@ struct V32Format {
   };
 
   MLA_DEVICE static uint64_t row_at(const SelectedToken& token) {
-    return token.page_at + token.in_page * static_cast<uint64_t>(656);
+    return token.page_at + token.in_page * static_cast<uint64_t>(528 + 2 * bf16_values);
   }
 
   MLA_DEVICE static void load_half(Raw&, uint64_t, const GatherLane&) {}
@@ -187,10 +207,10 @@ struct V32Format {
     raw.scale = load_global<uint32_t>(row + 512 + lane.part * 4);
 #pragma unroll
     for (int m = 0; m < 4; ++m) raw.latent[m] = load_global<u32x4>(row + lane.piece() * 16 + m * 128);
-    raw.rope = load_global<u32x4>(row + 528 + lane.slot() * 16);
+    if (bf16_values != 0) raw.rope = load_global<u32x4>(row + 528 + lane.slot() * 16);
   }
 
-  static constexpr int pieces = 5;
+  static constexpr int pieces = bf16_values != 0 ? 5 : 4;
   MLA_DEVICE static void store(int piece, const Raw& raw, uint32_t at, const GatherWriteMap& map) {
     if (piece == 0) store_one<0>(raw, at, map);
     if (piece == 1) store_one<1>(raw, at, map);
@@ -209,7 +229,7 @@ struct V32Format {
   MLA_DEVICE static void write(const Slots (&converted)[pieces], uint32_t at, const GatherWriteMap& map) {
 #pragma unroll
     for (int m = 0; m < 4; ++m) converted[m].write(at + m * 2048, map);
-    lds_write16(lds_pointer(at + map.whole + 8 * 1024), converted[4].first);
+    if constexpr (bf16_values != 0) lds_write16(lds_pointer(at + map.whole + 8 * 1024), converted[4].first);
   }
 
  private:
@@ -233,6 +253,7 @@ struct Bf16Format {
   static constexpr int blocks = qk_dim_ / 64;
   static constexpr int raw_registers = 4 * blocks;
   static constexpr bool is_dequantised = false;
+  static constexpr bool has_fp4 = false;
 
   struct Raw {
     u32x4 block[blocks];

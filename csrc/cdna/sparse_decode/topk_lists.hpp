@@ -19,6 +19,7 @@ struct SelectedToken {
   uint32_t in_page;
   uint32_t page;  // tokens of the page
   bool valid;     // the index lies in the pool
+  bool fp4;       // of V4.1's tokens: those of 288 bytes
 };
 
 class TopkLists {
@@ -31,13 +32,14 @@ class TopkLists {
   static constexpr int page_reciprocal = 32;
   static constexpr int page_shift = 36;
   static constexpr int end = 40;  // keys up to and including the pool's
+  static constexpr int fp4 = 44;  // bit 0 of this word shifted right by the pool's number
   static constexpr int entry_bytes = 48;
 
  public:
   static constexpr int lds_bytes = mla::MAX_POOLS * entry_bytes;
 
-  // Fills the table; called by one wave, a pool to a lane. A barrier must follow.
-  MLA_DEVICE static void fill(const mla::SparseDecodeParams& p, int token, uint32_t lds) {
+  // Fills the table; called by one wave, a pool to a lane. A barrier must follow. `fp4_pools` has a bit for each pool.
+  MLA_DEVICE static void fill(const mla::SparseDecodeParams& p, int token, uint32_t lds, uint32_t fp4_pools) {
     const int lane = Lane::current().index;
     if (lane >= mla::MAX_POOLS) return;
     const mla::Pool pool = p.pool[lane];
@@ -55,7 +57,7 @@ class TopkLists {
                                           static_cast<uint64_t>(static_cast<uint32_t>(pool.page)) << 32 |
                                               static_cast<uint32_t>(pool.slots)));
     lds_write16(at + page_reciprocal,
-                u32x4{pool.page_reciprocal, pool.page_shift, static_cast<uint32_t>(before + found.count), 0});
+                u32x4{pool.page_reciprocal, pool.page_shift, static_cast<uint32_t>(before + found.count), fp4_pools});
   }
 
   MLA_DEVICE explicit TopkLists(uint32_t lds) : lds_(lds) {}
@@ -72,7 +74,8 @@ class TopkLists {
 
   // Returns the token that `index` names in the pool of `key`.
   MLA_DEVICE SelectedToken token_of(int key, int index) const {
-    const uint32_t entry = lds_ + pool_of(key) * entry_bytes;
+    const int pool = pool_of(key);
+    const uint32_t entry = lds_ + pool * entry_bytes;
     const u32x2 cache_at = lds_read8(lds_pointer(entry + cache));
     const u32x4 paged = lds_read16(lds_pointer(entry + page_bytes));
     const u32x2 division = lds_read8(lds_pointer(entry + page_reciprocal));
@@ -81,7 +84,7 @@ class TopkLists {
     const uint32_t slot = static_cast<uint32_t>(index);
     const uint32_t number = mla::divided(slot, reciprocal, shift);
     return SelectedToken{join(cache_at) + number * (static_cast<uint64_t>(high) << 32 | low), slot - number * tokens,
-                         tokens, slot < number_of_slots};
+                         tokens, slot < number_of_slots, (word(pool, fp4) >> pool & 1) != 0};
   }
 
  private:

@@ -27,6 +27,7 @@ struct SparseDecodeParams {
   int32_t num_splits;            // splits per query token when plan is null, at least 1
   int32_t split_size;            // keys per split in the batch-invariant mode, else 0
   int32_t grid_stride;           // workgroups that walk the work list
+  uint32_t fp4;                  // bit i: pool i holds V4.1's tokens of 288 bytes
 };
 
 }  // namespace mla

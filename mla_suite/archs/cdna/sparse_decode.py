@@ -13,6 +13,7 @@ from mla_suite.archs.attention import (
     SPARSE_INPUTS,
     call_of,
     combined,
+    fp4_pools,
     record_of,
     sparse_copies,
     sparse_numbers,
@@ -114,7 +115,10 @@ class CdnaSparseConfig:
         if shape.plan_words:
             work_tiles = min(work_tiles, self.arch.compute_units)
         numbers = sparse_numbers(args, shape, splits) | dict(
-            q_token_stride=shape.q.strides[0], q_head_stride=shape.q.strides[1], grid_stride=work_tiles
+            q_token_stride=shape.q.strides[0],
+            q_head_stride=shape.q.strides[1],
+            grid_stride=work_tiles,
+            fp4=fp4_pools(tuple(args.kv_formats)),
         )
         pointers = {"q": SPARSE_INPUTS["q"], **sparse_pointers(args, slots > 0)}
         grid = (work_tiles, self.tiles(shape.heads), 1)

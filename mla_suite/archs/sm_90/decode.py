@@ -207,7 +207,7 @@ def config_for(problem: Problem, arch: ArchSpec) -> Sm90Config:
             if width == problem.head_dim and rows <= q_rows:
                 return _config(arch, element, width, "swap_ab", "none", q_rows, masked)
         return _config(arch, element, problem.head_dim, "fp8", "none", BLOCK_M, masked)
-    kv_load = "tma" if problem.page % BLOCK_N == 0 else "cp_async"
+    kv_load = "tma" if problem.page_size % BLOCK_N == 0 else "cp_async"
     if problem.rope:
         kv_load += "_rotated"
     return _config(arch, ELEMENTS[problem.q_dtype], problem.head_dim, kv_load, "none", BLOCK_M, masked)

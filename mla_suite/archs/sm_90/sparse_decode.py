@@ -33,12 +33,9 @@ from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs
 
 RECORDS = attention.RECORDS | {
-    ("v41", 512): "v41",
     ("v41_interleaved", 512): "v41",
     ("v41_vllm", 512): "v41",
-    ("v41_fp4", 512): "v41fp4",
-    ("v41_fp4_interleaved", 512): "v41fp4",
-    ("v32_nope", 512): "v32nope",
+    ("v41_fp4_interleaved", 512): "v41any",
 }
 """As `archs.attention.RECORDS`."""
 WIDTHS = {"dsv4": 512, "v32": 576, "v32nope": 512, "v41": 512, "v41any": 512, "bf16x512": 512, "bf16x576": 576}
