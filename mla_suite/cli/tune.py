@@ -6,6 +6,7 @@
   python -m mla_suite tune --op decode --set aiter-3003 --write    crossovers: our tiles, or Triton
   python -m mla_suite tune --build                                 compile what tables name and is not built
   python -m mla_suite tune --lint                                  check every table there is
+  python -m mla_suite tune --calibrate FILE                        the model of time's constants, as a GPU measured them
 
 Each configuration is compared with the reference, then timed as `bench` does. A row is stored only if it beats the
 present choice by more than the noise of both, and no other backend is faster. Where Triton is faster, a row of decode's
@@ -44,10 +45,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--user", action="store_true", help="store in the user's directory")
     parser.add_argument("--commit", help="commit named in the rows, where it cannot be found out")
     parser.add_argument("--build", action="store_true", help="compile the kernels that combine's tables name, and stop")
+    parser.add_argument("--calibrate", metavar="FILE", type=Path, help="of tools/measure_amd.py; nothing is stored")
     parser.add_argument("--lint", action="store_true", help="check every table and stop")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.calibrate:
+        from mla_suite.bench import calibrate
+
+        about, constants = calibrate.read(args.calibrate)
+        print(about, *constants, "They belong into mla_suite/emulator/timing.py; nothing is stored.", sep="\n")
+        return 0
     if args.lint:
         return lint()
     if args.build:
