@@ -34,7 +34,7 @@ from mla_suite.ops.plan.metadata import splits_of
 
 TILE = 16  # rows of a matrix instruction
 MAX_ROWS = 128
-MIN_SPLIT = 256  # keys: below this, combining costs more than another compute unit saves
+MIN_SPLIT = 64  # keys: below this, combining costs more than another compute unit saves
 NARROW_ROWS = (16, 32, 64, 128)
 """Tiles of query rows that NARROW rows of bf16 have instances for."""
 STAGES = {512: 3, 256: 5, 128: 8}
