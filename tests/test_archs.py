@@ -52,10 +52,9 @@ def copied(root: Path, old: str, new: str, *changes: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("units", [78, 114, 228])
 def test_the_device_says_how_many_units_it_has(units, monkeypatch):
-    """An H20 has 78, an H100 PCIe 114; the record's figures are an H200's. So with the memory's clock and bus width."""
-    properties = SimpleNamespace(
-        major=9, minor=0, multi_processor_count=units, memory_clock_rate=2_619_000, memory_bus_width=5120
-    )
+    """An H20 has 78, an H100 PCIe 114; the record's figures are an H200's. So with clocks and memory's bus width."""
+    clocks = dict(clock_rate=1_755_000, memory_clock_rate=2_619_000)
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=units, memory_bus_width=5120, **clocks)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     launcher._gpu_arch.cache_clear()
@@ -63,6 +62,7 @@ def test_the_device_says_how_many_units_it_has(units, monkeypatch):
         found = launch.current_arch(SimpleNamespace(is_cuda=True, get_device=lambda: 3))
         assert (found.name, found.compute_units) == ("sm_90", units)
         assert found.memory_bytes_per_s == pytest.approx(3.15e12, rel=0.01)
+        assert found.clock_mhz == 1755
     finally:
         launcher._gpu_arch.cache_clear()
     with launch.declared_kernels():

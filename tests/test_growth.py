@@ -161,7 +161,7 @@ said["sm_100 not built"] = reasons("decode", good["sm_100"], args, kwargs)
 said["workgroup costs"] = tuple(scheduler.workgroup_costs(16))
 torch.version.hip = None
 device = SimpleNamespace(
-    major=10, minor=0, multi_processor_count=148, memory_clock_rate=3_996_000, memory_bus_width=8192
+    major=10, minor=0, multi_processor_count=148, memory_clock_rate=3_996_000, memory_bus_width=8192, clock_rate=0
 )
 torch.cuda.get_device_properties = lambda index: device
 found = launch.current_arch(SimpleNamespace(is_cuda=True, get_device=lambda: 5))

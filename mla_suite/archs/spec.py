@@ -82,10 +82,12 @@ class ArchSpec:
     def __repr__(self) -> str:
         return f"arch({self.name})"  # a configuration prints its arch
 
-    def on_device(self, compute_units: int, memory_bytes_per_s: int | None = None) -> ArchSpec:
-        """The record of one device: parts of a family differ in their compute units and in their memory's rate."""
-        rate = memory_bytes_per_s or self.memory_bytes_per_s
-        return replace(self, compute_units=compute_units, memory_bytes_per_s=rate)
+    def on_device(
+        self, compute_units: int, memory_bytes_per_s: int | None = None, clock_mhz: int | None = None
+    ) -> ArchSpec:
+        """The record of one device: parts of a family differ in their compute units, their memory's rate and clock."""
+        rate, clock = memory_bytes_per_s or self.memory_bytes_per_s, clock_mhz or self.clock_mhz
+        return replace(self, compute_units=compute_units, memory_bytes_per_s=rate, clock_mhz=clock)
 
     @property
     def emulable(self) -> bool:

@@ -1,6 +1,7 @@
 """Other projects' models and interfaces on top of ours; each module imports its project, this one none.
 
-Here is what several of them share: cache formats by dtype, one-sentence errors, and whether a call is captured.
+Here is what several of them share: cache formats by dtype, from where on fp8 queries gain, one-sentence errors, and
+whether a call is captured.
 """
 
 from __future__ import annotations
@@ -10,13 +11,25 @@ from typing import Any, NoReturn
 
 import torch
 
+from mla_suite import archs
 from mla_suite.core import checks
 from mla_suite.errors import CallError, call_error
+from mla_suite.launch import current_arch
 
 # The KV format of a cache of plain rows, by the dtype in which another project hands it over.
 WIDE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 FP8 = {torch.float8_e4m3fn: "fp8", torch.float8_e4m3fnuz: "fp8_fnuz"}
 KV_FORMATS = {**WIDE, **FP8}
+
+
+def fp8_query_rows(like: torch.Tensor) -> int | None:
+    """Returns from how many heads x tokens of a sequence on decode over an fp8 cache gains from fp8 queries.
+
+    On the device of `like`, and with the kernel that quantises them; None: it never does.
+    """
+    arch = current_arch(like)
+    kernels = None if arch is None else archs.kernels(arch)
+    return None if kernels is None else kernels.fp8_query_rows
 
 
 def capturing(tensor: torch.Tensor) -> bool:

@@ -5,9 +5,9 @@
 Conventions are FlashMLA's: lse is [batch, heads, q_len], and +inf where a query token sees no key (out is 0 there). One
 difference: a query token with NaN among its scores has lse NaN, where FlashMLA's is +inf, too, beside an out of NaN.
 Beyond what FlashMLA takes: any number of heads, any page size in dense calls, attn_sink in dense calls, dense calls
-over records of 656 or 584 bytes, bf16 and fp16 caches in sparse calls, and queries of fp32. The last parameters are
-those of SGLang's wheel of FlashMLA, sgl-flash-mla 1.0.0; `out` is that of vLLM's copy. A FlashMLASchedMeta of either is
-taken as well: what is known of its calls is kept beside what it holds.
+over records, V4.1's records on any GPU, bf16 and fp16 caches in sparse calls, and queries of fp32. The last parameters
+are those of SGLang's wheel of FlashMLA, sgl-flash-mla 1.0.0; `out` is that of vLLM's copy. A FlashMLASchedMeta of
+either is taken as well: what is known of its calls is kept beside what it holds.
 """
 
 from __future__ import annotations
@@ -38,8 +38,13 @@ _WORDS = {
 }
 """Arguments of the operators -> those of `flash_mla_with_kvcache`."""
 _KNOWN = KnownCalls("flash_mla_with_kvcache")
-FORMAT_NAMES = {"V32": "v32", "V4": "dsv4"}
-"""FlashMLA's names of the records that are read here -> kv_formats."""
+_V41 = {False: "v41_interleaved", True: "v41"}  # V4.1's two page orders, by use_legacy
+_V41_FP4 = {False: "v41_fp4_interleaved", True: "v41_fp4"}
+FORMAT_NAMES = {
+    **{"V32": {"v32"}, "V4": {"dsv4"}, "V32_NO_ROPE": {"v32_nope"}},
+    **{"V41": {*_V41.values()}, "V41_FP4": {*_V41_FP4.values()}},
+}
+"""FlashMLA's names of records -> kv_formats."""
 
 
 def flash_mla_with_kvcache(
@@ -70,10 +75,11 @@ def flash_mla_with_kvcache(
     """Decode over a paged cache, dense with block_table and cache_seqlens or sparse with indices.
 
     q                [batch, q_len, heads, head_dim]
-    k_cache          [num_pages, page_size, 1, head_dim] in q's dtype, or uint8 / float8 records: 656 bytes per token
-                     (V3.2, the kv_format v32) or 584 (V4, dsv4), recognised by the last dimension. Rows of q's dtype
-                     may have several KV heads, [num_pages, page_size, kv_heads, head_dim], in dense calls: heads /
-                     kv_heads query heads that follow each other share one. Dense calls take rows of float8 as well
+    k_cache          [num_pages, page_size, 1, head_dim] in q's dtype, or uint8 / float8 records, recognised by the
+                     last dimension: 656 bytes per token (V3.2, the kv_format v32), 584 (V4, dsv4), 528 and 288 (V4.1,
+                     v41 and v41_fp4, in the page order that use_legacy says). Rows of q's dtype may have several KV
+                     heads, [num_pages, page_size, kv_heads, head_dim], in dense calls: heads / kv_heads query heads
+                     that follow each other share one. Dense calls take rows of float8 as well
     block_table      [batch, width] int32; cache_seqlens [batch] int32
     tile_scheduler_metadata, num_splits   what get_mla_metadata returned, or another library's FlashMLASchedMeta
     softmax_scale    1 / sqrt(head_dim) if None
@@ -83,8 +89,10 @@ def flash_mla_with_kvcache(
     extra_k_cache, extra_indices_in_kvcache   a second pool under the same softmax
     topk_length, extra_topk_length   [batch] int32: how many of the indices count
     enable_batch_invariant   sparse calls do not split keys, so a sequence's bits do not depend on its batch
-    use_legacy       not read: it chooses between FlashMLA's own kernels
-    kv_format        V32 or V4, where given what the records must be
+    use_legacy       the page order of V4.1's records: True for scales at the end of a page, False for scales behind
+                     each token; not read with others, where it chooses between FlashMLA's own kernels
+    kv_format        V32, V4, V41, V41_FP4, where given what k_cache's records must be, or V32_NO_ROPE for records of
+                     528 bytes that are V3.2's without rope values (v32_nope)
     descale_q, descale_k   [1] fp32, multiply float8 queries and rows
     out              is written and returned, of the shape and dtype below; its last dimension is contiguous
 
@@ -101,7 +109,8 @@ def flash_mla_with_kvcache(
             *(q, k_cache, block_table, cache_seqlens, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache),
             *(topk_length, extra_topk_length, descale_q, descale_k, holder.tile_scheduler_metadata, out),
         )
-        settings = head_dim_v, softmax_scale, causal, is_fp8_kvcache, enable_batch_invariant, kv_format, holder.config
+        chosen = enable_batch_invariant, use_legacy, kv_format
+        settings = head_dim_v, softmax_scale, causal, is_fp8_kvcache, *chosen, holder.config
         known = eager.recall(_KNOWN, given, settings)
     name, plan = "flash_mla_with_kvcache", None
     if known is not None:
@@ -130,18 +139,22 @@ def flash_mla_with_kvcache(
         results = flash_mla_with_kvcache(
             *(*problem, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale, causal, is_fp8_kvcache),
             enable_batch_invariant=enable_batch_invariant,
+            use_legacy=use_legacy,
             kv_format=kv_format,
             descale_q=descale_q,
             descale_k=descale_k,
         )
         return flash_mla_kv_heads.join(*results, k_cache.shape[2])
     dense_rows = q.shape[-1] if indices is None else None
-    stored = _kv_format(name, "k_cache", k_cache, is_fp8_kvcache, dense_rows)
-    if kv_format is not None and FORMAT_NAMES.get(kv_format) != stored:
-        possible = "it takes V32 for records of 656 bytes, V4 for those of 584 bytes, or None"
+    stored = _kv_format(name, "k_cache", k_cache, is_fp8_kvcache, dense_rows, use_legacy, kv_format)
+    if kv_format is not None and stored not in FORMAT_NAMES.get(kv_format, ()):
+        possible = (
+            "it takes V32 for records of 656 bytes, V4 for those of 584, V41 or V32_NO_ROPE for those of 528, V41_FP4 "
+            "for those of 288, or None"
+        )
         _refuse(name, f"kv_format is {kv_format!r} and k_cache holds {stored}", possible)
     if extra_k_cache is not None:
-        extra_stored = _kv_format(name, "extra_k_cache", extra_k_cache, is_fp8_kvcache, None)
+        extra_stored = _kv_format(name, "extra_k_cache", extra_k_cache, is_fp8_kvcache, None, use_legacy)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     config = Config(
         batch=q.shape[0],
@@ -197,7 +210,8 @@ def flash_mla_with_kvcache(
     if holder is not None:
         holder.have_initialized, holder.config = True, config
         holder.tile_scheduler_metadata = plan
-        settings = head_dim_v, softmax_scale, causal, is_fp8_kvcache, enable_batch_invariant, kv_format, config
+        chosen = enable_batch_invariant, use_legacy, kv_format
+        settings = head_dim_v, softmax_scale, causal, is_fp8_kvcache, *chosen, config
         call.remember(_KNOWN, given, settings, (attended, lse), allocates_out=out is None)
     return attended, lse.transpose(1, 2)
 
@@ -231,7 +245,13 @@ __getattr__ = absent(__name__, dict.fromkeys(_PREFILL, _NO_PREFILL))
 
 
 def _kv_format(
-    name: str, argument: str, cache: torch.Tensor, is_fp8_kvcache: bool | None, dense_rows: int | None
+    name: str,
+    argument: str,
+    cache: torch.Tensor,
+    is_fp8_kvcache: bool | None,
+    dense_rows: int | None,
+    use_legacy: bool,
+    stated: str | None = None,
 ) -> str:
     """The kv_format of a cache [num_pages, page_size, 1, width]; rows of `dense_rows` values may be float8."""
     if cache.dim() != 4 or cache.shape[2] != 1 or cache.shape[1] < 1:
@@ -241,6 +261,7 @@ def _kv_format(
         given = f"{argument} has shape {tuple(cache.shape)}"
         _refuse(name, given, f"q has rows of {dense_rows} values: it takes [num_pages, page_size, 1, {dense_rows}]")
     records = {656: "v32", 584: "dsv4_fnuz" if cache.dtype == torch.float8_e4m3fnuz else "dsv4"}
+    records |= {528: "v32_nope" if stated == "V32_NO_ROPE" else _V41[use_legacy], 288: _V41_FP4[use_legacy]}
     kv_format = records.get(width) if cache.dtype.itemsize == 1 else WIDE.get(cache.dtype)
     if width == dense_rows:
         kv_format = FP8.get(cache.dtype, kv_format)
@@ -248,8 +269,8 @@ def _kv_format(
         _refuse(
             name,
             f"{argument} is {cache.dtype} of width {width}",
-            "it takes bfloat16, float16 or float32 rows, 1-byte records of 656 (V3.2) or 584 (V4) bytes, or in dense "
-            "calls float8 rows",
+            "it takes bfloat16, float16 or float32 rows, 1-byte records of 656 (V3.2), 584 (V4), 528 or 288 (V4.1) "
+            "bytes, or in dense calls float8 rows",
             TypeError,
         )
     if is_fp8_kvcache is not None and is_fp8_kvcache != (cache.dtype.itemsize == 1):

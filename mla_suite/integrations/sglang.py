@@ -7,8 +7,8 @@
 Installing mla_suite registers the backend in every process of a server. Decode, verification of drafts and extends of
 up to 8 tokens per sequence go to `mla_suite.decode`; all else is SGLang's Triton backend, from which the class is
 derived. Drafts are a chain, or a tree of at most 64 from n-grams or from EAGLE with a top-k above 1; larger trees are
-SGLang's. In deterministic inference every extend is SGLang's. Tested with the server and the classes of SGLang 0.5.23,
-on a CPU.
+SGLang's. In deterministic inference every extend is SGLang's. Where decode gains from it, SGLang's kernel quantises the
+queries of an fp8 cache. Tested with the server and the classes of SGLang 0.5.23, on a CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import mla_suite
-from mla_suite.integrations import FP8, KV_FORMATS, capturing, refuse, sglang_trees
+from mla_suite.integrations import FP8, KV_FORMATS, capturing, fp8_query_rows, refuse, sglang_trees
 from mla_suite.integrations.interface import Interface
 
 try:
@@ -40,6 +40,10 @@ try:
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 except ImportError:  # versions before it give the pool the bare slots
     KVWriteLoc = None
+try:
+    from sglang.kernels.ops.quantization.fp8_kernel import scaled_fp8_quant  # type: ignore[import-not-found]  # optional
+except ImportError:  # versions that keep it elsewhere: queries stay in 16 bits
+    scaled_fp8_quant = None
 
 NAME = "MLASuiteAttnBackend"
 TESTED = ("0.5.20", "0.5.23")
@@ -118,6 +122,8 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         self._cu_seqlens_q: torch.Tensor | None = None
         self._plan: torch.Tensor | None = None
         self._tree_mask: torch.Tensor | None = None
+        self._fp8_queries = False
+        self._one = torch.ones(1, dtype=torch.float32, device=self.req_to_token.device)
         # Whose masks are of drafts alone: SGLang's own extend cannot read these, and is never given them.
         self._trees = sglang_trees.drafted(model_runner, self.topk, self.num_draft_tokens)
         if self._trees == "ngram":
@@ -188,14 +194,20 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         self._batch, self._layer = forward_batch, layer.layer_id
         packed = self._cu_seqlens_q is not None
         cache = pool.get_key_buffer(layer.layer_id).view(-1, self.page_size, width)
-        descale = getattr(layer, "k_scale", None) if cache.dtype in FP8 else None
+        q_descale, descale = None, getattr(layer, "k_scale", None) if cache.dtype in FP8 else None
+        descale = None if descale is None else torch.as_tensor(descale, device=cache.device).float().reshape(1)
+        if self._fp8_queries and cache.dtype in FP8 and queries.dtype == torch.bfloat16:
+            # As SGLang's backend of FlashMLA does it, by the scale of the keys.
+            q_descale = self._one if descale is None else descale
+            queries = scaled_fp8_quant(queries.reshape(-1, width), q_descale)[0].view(queries.shape)
         out, _ = mla_suite.decode(
             queries if packed else queries.view(self._lens.shape[0], self._max_seqlen_q, heads, width),
             cache,
             self._lens,
             self._table,
             cu_seqlens_q=self._cu_seqlens_q,
-            kv_descale=None if descale is None else torch.as_tensor(descale, device=cache.device).float().reshape(1),
+            q_descale=q_descale,
+            kv_descale=descale,
             plan=self._plan,
             tree_mask=self._tree_mask,
             softmax_scale=layer.scaling,
@@ -231,6 +243,10 @@ class MLASuiteAttnBackend(TritonAttnBackend):
             self._cu_seqlens_q = torch.nn.functional.pad(own.cumsum(0), (1, 0)).int()
             # One bound for all short extends, so that a sequence's kernel does not depend on its batch.
             self._max_seqlen_q = SHORT_EXTEND
+        fewest = fp8_query_rows(self._one)
+        # As many drafts as the server verifies count in every pass, so that a token's queries are of one kind.
+        rows = heads * (self.num_draft_tokens or 1)
+        self._fp8_queries = scaled_fp8_quant is not None and fewest is not None and rows >= fewest
         self._lens = lens.int()
         width = self.req_to_token.shape[1]
         host_lens = getattr(forward_batch, "seq_lens_cpu", None)

@@ -4,10 +4,10 @@
 
 Installing mla_suite registers it. SGLang's backend for these models stays in place: the indexer, its page tables, the
 cache and prefill are SGLang's own, and single tokens, chains of drafts and draft layers end in the kernel that
-`--dsa-decode-backend` names. Here that is `mla_suite.sparse_decode`, over 16-bit rows and over the records of
-`--kv-cache-dtype fp8_e4m3`: 656 bytes, or GLM-5.3's 528 without rope values. Prefill is ours too where SGLang has none
-that would do: with decode context parallelism, and over GLM-5.3's records. Tested with the classes of SGLang 0.5.23, on
-a CPU.
+`--dsa-decode-backend` names. Here that is `mla_suite.sparse_decode`, over rows of 16 bits or of plain fp8 and over the
+records of `--kv-cache-dtype fp8_e4m3`: 656 bytes, or GLM-5.3's 528 without rope values. Prefill is ours too where
+SGLang has none that would do: with decode context parallelism, and over GLM-5.3's records. Tested with the classes of
+SGLang 0.5.23, on a CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import mla_suite
-from mla_suite.integrations import WIDE, refuse
+from mla_suite.integrations import KV_FORMATS, refuse
 from mla_suite.integrations.interface import Interface
 from mla_suite.integrations.sglang import CALL, TESTED, is_chain
 
@@ -185,8 +185,4 @@ def _kv_format(backend: Any) -> str:
         refuse(NAME, given, f"it takes 512 and 64, or 512 alone: {OTHERWISE}")
     if backend.dsa_kv_cache_store_fp8:
         return RECORDS[rope]
-    dtype = backend.token_to_kv_pool.dtype
-    if dtype not in WIDE:  # SGLang stores such rows where prefill is TRT-LLM's, or on ROCm
-        possible = "it takes records, which follow from --dsa-prefill-backend flashmla_kv, and 16-bit rows"
-        refuse(NAME, f"rows are plain {str(dtype).removeprefix('torch.')}", possible)
-    return WIDE[dtype]
+    return KV_FORMATS[backend.token_to_kv_pool.dtype]  # plain fp8 where prefill is TRT-LLM's, or on ROCm, undivided

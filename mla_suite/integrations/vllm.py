@@ -18,9 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 import mla_suite
-from mla_suite import archs
-from mla_suite.integrations import FP8, KV_FORMATS, capturing, refuse
-from mla_suite.launch import current_arch
+from mla_suite.integrations import FP8, KV_FORMATS, capturing, fp8_query_rows, refuse
 
 try:
     from vllm import envs  # type: ignore[import-not-found]  # optional
@@ -288,7 +286,9 @@ class MLASuiteLayer(MLAAttentionImpl):
 
     def _as_stored(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, str]:
         """Returns the cache in the dtype of its values, and its KV format."""
-        raise NotImplementedError
+        # vLLM allocates an fp8 cache as bytes.
+        cache = kv_cache.view(current_platform.fp8_dtype()) if self.kv_cache_dtype.startswith("fp8") else kv_cache
+        return cache, KV_FORMATS[cache.dtype]
 
 
 class MLASuiteImpl(MLASuiteLayer, MLACommonImpl):
@@ -342,22 +342,16 @@ class MLASuiteImpl(MLASuiteLayer, MLACommonImpl):
         )
         return (out, lse) if packed else (out.flatten(0, 1), lse.flatten(0, 1))
 
-    def _as_stored(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, str]:
-        # vLLM allocates an fp8 cache as bytes.
-        cache = kv_cache.view(current_platform.fp8_dtype()) if self.kv_cache_dtype.startswith("fp8") else kv_cache
-        return cache, KV_FORMATS[cache.dtype]
-
 
 def _fp8_queries_are_faster(heads: int) -> bool:
     """Whether it is so for a token, with as many drafts as the server verifies, on the device where models are made."""
-    arch = current_arch(torch.empty(0))
-    kernels = None if arch is None else archs.kernels(arch)
-    if kernels is None or kernels.fp8_query_rows is None:
+    rows = fp8_query_rows(torch.empty(0))
+    if rows is None:
         return False
     config = get_current_vllm_config()
     drafts = getattr(config.speculative_config, "num_speculative_tokens", 0) or 0
     # Results for fp8 queries are bfloat16, which vLLM goes on with in the model's own type.
-    return config.model_config.dtype == torch.bfloat16 and heads * (1 + drafts) >= kernels.fp8_query_rows
+    return config.model_config.dtype == torch.bfloat16 and heads * (1 + drafts) >= rows
 
 
 @cache

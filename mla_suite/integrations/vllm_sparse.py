@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 
 import mla_suite
-from mla_suite.integrations import WIDE, refuse
+from mla_suite.integrations import FP8, refuse
 from mla_suite.integrations.vllm import INVARIANT_SPLIT, MLASuiteAnswers, MLASuiteLayer
 from mla_suite.kv_formats import get_kv_format
 
@@ -51,7 +51,7 @@ LATENT, ROPE = 512, (64, 0)
 class MLASuiteSparseBackend(MLASuiteAnswers, AttentionBackend):
     """The class that vLLM selects: it says what is supported and names the other two classes."""
 
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", "float16", RECORDS]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", "float16", "fp8", "fp8_e4m3", RECORDS]
 
     @staticmethod
     def get_name() -> str:
@@ -155,6 +155,7 @@ class MLASuiteSparseImpl(MLASuiteLayer, SparseMLACommonImpl):
             q,
             [cache],
             [slots],
+            kv_descale=layer._k_scale.reshape(1) if kv_format in FP8.values() else None,
             kv_formats=[kv_format],
             softmax_scale=self.scale,
             head_dim_v=self.kv_lora_rank,
@@ -162,9 +163,9 @@ class MLASuiteSparseImpl(MLASuiteLayer, SparseMLACommonImpl):
         )
 
     def _as_stored(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, str]:
-        if self._stores_nope_records:
-            return kv_cache, NOPE.name
-        return kv_cache, "v32" if self.kv_cache_dtype == RECORDS else WIDE[kv_cache.dtype]
+        if self.kv_cache_dtype == RECORDS:
+            return kv_cache, NOPE.name if self._stores_nope_records else "v32"
+        return super()._as_stored(kv_cache)
 
     def _theirs_writes(self, kv_cache: torch.Tensor) -> bool:
         return super()._theirs_writes(kv_cache) and not self._stores_nope_records

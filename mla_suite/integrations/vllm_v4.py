@@ -9,7 +9,7 @@ module names, and that only where the flag is given.
 On CUDA decode goes to `flash_mla_with_kvcache` and prefill to `flash_mla_sparse_fwd`, both of
 `mla_suite.integrations.flash_mla`, with as many heads as vLLM's fused writer of queries can lay out. On ROCm decode
 goes to `mla_suite.integrations.vllm_rocm` and prefill stays vLLM's. Indexer, compressor, caches and their writers stay
-vLLM's as well.
+vLLM's as well; V4.1's own records, where they are asked for, are in `mla_suite.integrations.vllm_v41`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from mla_suite.integrations import refuse, vllm_rocm
+from mla_suite.integrations import refuse, vllm_rocm, vllm_v41
 from mla_suite.integrations.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache
 from mla_suite.integrations.plugins import V4_MODELS, V4_NAME
 
@@ -67,18 +67,20 @@ def padded_heads(num_heads: int) -> int:
 def offer(model_code: ModuleType, kernels: ModuleType) -> None:
     """Have the decoder layers of `model_code` take our class where the flag asks, as they ask their own function."""
 
-    def ours() -> type:
+    def ours(vllm_config: Any) -> type:
         if current_platform.is_device_capability_family(100):
             possible = (
                 "its kernels are for H100 and H200, V4.1's records on this GPU are others: choose another backend"
             )
             refuse("vllm_v4", f"--attention-backend {V4_NAME} is given on SM100", possible, NotImplementedError)
+        if vllm_v41.asked(vllm_config):
+            vllm_v41.take_records(vllm_interface.__version__, kernels)
         return attention_class(kernels)
 
     _choose(model_code, kernels, ours)
 
 
-def _choose(model_code: ModuleType, kernels: ModuleType, ours: Callable[[], type]) -> None:
+def _choose(model_code: ModuleType, kernels: ModuleType, ours: Callable[[Any], type]) -> None:
     """Have the function that chooses the class of `model_code`'s layers ask `ours` where the flag is given."""
     theirs = getattr(model_code, _SELECT)
     if hasattr(theirs, "__wrapped__"):
@@ -90,7 +92,7 @@ def _choose(model_code: ModuleType, kernels: ModuleType, ours: Callable[[], type
             chosen: type = theirs(vllm_config)
             return chosen
         check(vllm_config)
-        return ours()
+        return ours(vllm_config)
 
     setattr(model_code, _SELECT, select)
 
@@ -118,7 +120,7 @@ def _offer_on_rocm(package: str) -> None:
     model_code, kernels = import_module(f"{package}.amd.model"), import_module(f"{package}.amd.rocm")
     if hasattr(model_code, _SELECT):  # V4.1
 
-        def ours() -> type:
+        def ours(vllm_config: Any) -> type:
             take_decode_on_rocm(kernels)
             chosen: type = kernels.DeepseekV41ROCMAiterMLAAttention
             return chosen
@@ -170,6 +172,9 @@ def check(vllm_config: Any) -> None:
         refuse("vllm_v4", "--kv-transfer-config is given", f"{flag}: serve without it", NotImplementedError)
     if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
         refuse("vllm_v4", "HiSparse is switched on", f"{flag}: serve without it", NotImplementedError)
+    if current_platform.is_rocm() and vllm_v41.asked(vllm_config):
+        possible = f"vLLM's writers for ROCm store 584 bytes: unset {vllm_v41.RECORDS}, leave --kv-cache-dtype at fp8"
+        refuse("vllm_v4", "V4.1's records of 528 or 288 bytes are asked for", possible, NotImplementedError)
     if current_platform.is_rocm() and envs.VLLM_ROCM_MONO_DECODE:
         possible = "its fused layers call no kernel of another backend: unset it"
         refuse("vllm_v4", "VLLM_ROCM_MONO_DECODE is set", possible, NotImplementedError)

@@ -73,13 +73,16 @@ def current_arch(tensor: torch.Tensor) -> ArchSpec | None:
 
 @cache
 def _gpu_arch(index: int) -> ArchSpec | None:
-    """The record with the compute units of the GPU with this index and, where the driver says it, its memory's rate."""
+    """The record with the compute units of the GPU with this index and, where the driver says them, its memory's rate
+    and its highest clock."""
     record = archs.specs()[0].get(_gpu_name(index))
     if record is None:
         return None
     properties = torch.cuda.get_device_properties(index)
-    rate = None if torch.version.hip else read_rate(properties.memory_clock_rate, properties.memory_bus_width)
-    return record.on_device(properties.multi_processor_count, rate)
+    if torch.version.hip:
+        return record.on_device(properties.multi_processor_count)
+    rate = read_rate(properties.memory_clock_rate, properties.memory_bus_width)
+    return record.on_device(properties.multi_processor_count, rate, properties.clock_rate // 1000 or None)
 
 
 def read_rate(clock_khz: int, bus_bits: int) -> int | None:

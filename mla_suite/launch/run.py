@@ -241,13 +241,13 @@ def _picker(positions: list[int], length: int) -> Callable[[Any], Any] | None:
 
 def _replacement(call: CallSpec, places: _Places) -> Callable[[list[Any]], None]:
     """A function that puts copies and temporaries in the places of arguments and outputs."""
-    copies = [(places.position_of[copy.of], copy.negated) for copy in call.copies]
+    copies = [(places.position_of[copy.of], copy.negated, copy.dtype) for copy in call.copies]
     temporaries = [places.position_of[temporary.of] for temporary in call.temporaries]
 
     def replace(values: list[Any]) -> None:
-        for position, negated in copies:
+        for position, negated, dtype in copies:
             tensor = _negated(values[position]) if negated else values[position]
-            values[position] = tensor.clone(memory_format=torch.contiguous_format)
+            values[position] = tensor.to(dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format)
         for position in temporaries:
             values[position] = torch.empty_like(values[position], memory_format=torch.contiguous_format)
 

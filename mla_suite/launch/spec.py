@@ -81,10 +81,11 @@ class LaunchSpec(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """An argument that the kernels take as a contiguous copy, of the negated values if `negated`."""
+    """An argument that the kernels take as a contiguous copy, of the negated values if `negated`, or in a `dtype`."""
 
     of: Input
     negated: bool = False
+    dtype: torch.dtype | None = None
 
 
 class Temporary(NamedTuple):
@@ -113,7 +114,10 @@ class CallSpec(NamedTuple):
     def lines(self) -> list[str]:
         """The record as a table, without numbers that are 0 and null pointers."""
         lines = [f"  scratch {name}: {' x '.join(map(str, shape))} fp32" for name, shape in self.scratch.items()]
-        lines += [f"  first copied: {copy.of}{', negated' if copy.negated else ''}" for copy in self.copies]
+        lines += [
+            f"  first copied: {copy.of}{', negated' * copy.negated}{f', as {copy.dtype}' if copy.dtype else ''}"
+            for copy in self.copies
+        ]
         for launch in self.launches:
             overlap = ", may begin before the launch ahead of it ends" if launch.overlap else ""
             lines.append(

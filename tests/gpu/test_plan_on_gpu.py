@@ -6,6 +6,7 @@ import pytest
 import torch
 from backend_calls import BackendCalls
 
+import mla_suite
 from mla_suite.archs.plan import FEW, MAX_SEQUENCES
 from mla_suite.core import dispatch
 from mla_suite.ops.plan import PLAN, scheduler
@@ -98,3 +99,32 @@ def test_many_plans_behind_each_other() -> None:
         kept.append(made.clone())
     for step, words in zip(steps, kept, strict=True):
         assert torch.equal(words, definition(step, None, kwargs))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_plans_made_on_another_stream(dtype: torch.dtype) -> None:
+    """A server's next step is planned while the one before runs, and its layers wait for the plan: the same bits."""
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    kv_format = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8"}[dtype]
+    batch, width = 8, 64
+    cache = torch.randn(batch * width, 64, 576, device=DEVICE).to(dtype)
+    table = torch.randperm(batch * width, device=DEVICE).int().view(batch, width)
+    q = torch.randn(batch, 1, 128, 576, device=DEVICE).bfloat16().to(dtype)
+    options = dict(softmax_scale=0.05, kv_format=kv_format)
+
+    def attend(lens: torch.Tensor, plan: torch.Tensor) -> list[torch.Tensor]:
+        return [mla_suite.decode(q, cache, lens, table, plan=plan, **options)[0] for _ in range(3)]
+
+    steps = [torch.randint(1, width * 64 + 1, (batch,), dtype=torch.int32, device=DEVICE) for _ in range(20)]
+    right = [attend(lens, mla_suite.plan(lens, num_heads=128))[0] for lens in steps]
+    torch.cuda.synchronize()
+    found = []
+    for lens in steps:
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(1_000_000)  # half a millisecond: layers that did not wait would come first
+            plan = mla_suite.plan(lens, num_heads=128)
+        main.wait_stream(side)
+        plan.record_stream(main)
+        found.append(attend(lens, plan))
+    for layers, expected in zip(found, right, strict=True):
+        assert all(torch.equal(out, expected) for out in layers)

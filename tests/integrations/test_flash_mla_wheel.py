@@ -94,6 +94,31 @@ def test_records_are_known_without_is_fp8_kvcache(kv_format, named, head_dim):
         attended(descale_q=torch.ones(1))
 
 
+V41 = [("v41", "V41", True), ("v41_interleaved", "V41", False)]
+V41 += [("v41_fp4", "V41_FP4", True), ("v41_fp4_interleaved", "V41_FP4", False)]
+
+
+@pytest.mark.parametrize(("kv_format", "named", "use_legacy"), [*V41, ("v32_nope", "V32_NO_ROPE", True)])
+def test_records_of_one_width_are_told_apart(kv_format, named, use_legacy):
+    """By their page order, which use_legacy says, or by their name; the third call is one that is known."""
+    k_cache, q = records(kv_format, 4), torch.randn(2, 1, 16, 512).bfloat16()
+    indices, holder = torch.randint(-1, 256, (2, 1, 40), dtype=torch.int32), get_mla_metadata()[0]
+    right, _ = mla_suite.sparse_decode(
+        q, [k_cache.squeeze(2)], [indices], kv_formats=[kv_format], softmax_scale=512**-0.5
+    )
+    other_order = {"V32_NO_ROPE": right}.get(named)
+    for legacy in (use_legacy, not use_legacy, use_legacy):
+        out, _ = flash_mla_with_kvcache(
+            q, k_cache, None, None, 512, holder, indices=indices, kv_format=named, use_legacy=legacy
+        )
+        assert torch.equal(out, right) == (legacy == use_legacy or other_order is not None)
+    if named != "V32_NO_ROPE":
+        unnamed, _ = flash_mla_with_kvcache(
+            q, k_cache, None, None, 512, get_mla_metadata()[0], indices=indices, use_legacy=use_legacy
+        )
+        assert torch.equal(unnamed, right)
+
+
 def test_batch_invariant_sparse_calls():
     if not has_kernel("gfx942", "sparse_decode_kvformat-v32_rows-16"):
         pytest.skip("the kernels of gfx942 are not built; run `python -m mla_suite build --arch gfx942`")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from server_calls import HEADS, LATENT, WIDTH, expected, fresh, modules, paged
 
-from mla_suite import archs
+from mla_suite import archs, integrations
 from mla_suite.distributed import KeyShard
 from mla_suite.ops.plan.metadata import Plan, Word
 
@@ -207,7 +207,7 @@ def test_queries_that_vllm_quantised(vllm, q_len):
 def test_vllm_is_asked_for_fp8_queries_where_they_are_faster(vllm, monkeypatch, arch, heads, drafts, dtype, asked):
     speculation = None if drafts is None else SimpleNamespace(num_speculative_tokens=drafts)
     vllm.stand_in_config = SimpleNamespace(model_config=SimpleNamespace(dtype=dtype), speculative_config=speculation)
-    monkeypatch.setattr(vllm, "current_arch", lambda tensor: archs.get(arch))
+    monkeypatch.setattr(integrations, "current_arch", lambda tensor: archs.get(arch))
     assert impl_of(vllm.MLASuiteBackend, "fp8", num_heads=heads).supports_quant_query_input is asked
 
 

@@ -123,6 +123,10 @@ V41_POOLS = SPLIT_V41_POOLS | {
         *(("v41_fp4", 1, 256, 40), ("v41", 9, 1, 7), ("v41_fp4_interleaved", 3, 16, 65), ("v41_interleaved", 2, 16, 3)),
     ],
 }
+FP8_POOLS = {
+    "fp8 rows": [("fp8", 3, 64, 130), ("fp8", 20, 5, 45)],
+    "fp8 rows without rope": [("fp8", 3, 61, 100), ("fp8", 9, 1, 7), ("fp8", 3, 16, 65)],
+}
 FNUZ_POOLS = {
     "v4 in fnuz": [("dsv4_fnuz", 2, 64, 70), ("dsv4_fnuz", 40, 2, 45)],
 }

@@ -12,6 +12,7 @@ from built import require_built
 from decode_launches import CPU, H200, launched
 from static_asserts import assert_compiles
 
+import mla_suite
 from mla_suite import archs
 from mla_suite.archs.sm_90 import decode as sm_90
 from mla_suite.archs.sm_90.decode import Sm90Config
@@ -45,14 +46,16 @@ POINTS += NARROW
 SWAP_AB = [(dtype, 576, "swap_ab", "none", rows) for dtype in ("bf16", "fp16", "fp8") for rows in (16, 32)]
 MASKED = [(*point, BLOCK_M, True) for point in POINTS if point[1] == 576 and point not in ROTATED]
 MASKED += [(*point, True) for point in SWAP_AB]
+SCALED = [("bf16", 576, "fp8", mode, BLOCK_M, False, True) for mode in ("none", "reduce_o")]
 HALF = {"kv_format": "fp16", "dtype": torch.float16}
 FP8 = {"kv_format": "fp8", "dtype": torch.float8_e4m3fn}
 
 
 def test_every_point_is_declared():
     kernels = ("decode", "decode_rotated", "decode_narrow", "swap_ab_decode", "masked_decode", "masked_swap_ab_decode")
+    kernels += ("scaled_decode",)
     declared = {item.id: item for item in instances("sm_90") if item.kernel in kernels}
-    points = POINTS + SWAP_AB + MASKED
+    points = POINTS + SWAP_AB + MASKED + SCALED
     assert set(declared) == {Sm90Config(H200, *point).instance for point in points}
     for point in points:
         config = Sm90Config(H200, *point)
@@ -92,7 +95,8 @@ def test_an_illegal_config_says_why(changed, sentence):
 
 
 def test_a_config_prints_its_point_alone():
-    printed = "Sm90Config(dtype='bf16', width=576, kv_load='tma', cluster_mode='none', q_rows=64, masked=False)"
+    printed = "Sm90Config(dtype='bf16', width=576, kv_load='tma', cluster_mode='none', q_rows=64, masked=False, "
+    printed += "scaled=False)"
     assert str(Sm90Config(H200, "bf16", 576, "tma")) == printed
 
 
@@ -308,6 +312,37 @@ def test_an_e4m3_cache(monkeypatch, dtype):
     assert (fields["kv_page_stride"], fields["q_row_stride"]) == (16 * 576, 576)
     assert [fields[f"kv_map_{i}"] for i in range(16)] == [0] * 16
     assert (fields["q_map_0"] == 0) == (name == "fp8")
+
+
+@pytest.mark.parametrize(
+    ("keys", "options", "scaled"),
+    [
+        (4096, {"heads": 64}, True),
+        (320, {"heads": 64}, False),
+        (4096, {"heads": 64, "num_splits": 5}, True),
+        (4096, {"heads": 64, "num_splits": 6}, False),
+        (300, {"heads": 64, "split_size": 768}, True),
+        (4096, {"heads": 64, "split_size": 736}, False),
+        (4096, {"heads": 16, "num_splits": 1}, False),
+        (4096, {"heads": 64, "dtype": torch.float16}, False),
+        (4096, {"heads": 64, "dtype": torch.float8_e4m3fn}, False),
+        (4096, {"heads": 64, "window_left": 100}, False),
+        (4096, {"heads": 64, "rope": 0}, False),
+    ],
+)
+def test_long_work_tiles_of_an_e4m3_cache_scale_queries(monkeypatch, keys, options, scaled):
+    """24 stages of 32 keys."""
+    (instance, *_), *_ = launched(monkeypatch, decode_sample((keys,) * 132, kv_format="fp8", **options))
+    assert instance.startswith("scaled_") == scaled, instance
+
+
+@pytest.mark.parametrize("parts", [132, 600])
+def test_long_work_tiles_of_a_plan_scale_queries(monkeypatch, parts):
+    sample = decode_sample((4096,) * 66, kv_format="fp8", heads=64)
+    args, kwargs = sample.make(CPU)
+    args = [*args[:11], mla_suite.plan(args[2], num_heads=64, num_sm_parts=parts, max_seqlen_kv=4096)]
+    (instance, *_), *_ = launched(monkeypatch, None, given=(args, kwargs))
+    assert instance.startswith("scaled_")
 
 
 def test_an_e4m3_cache_without_a_cluster(monkeypatch):

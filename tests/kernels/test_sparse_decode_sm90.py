@@ -7,7 +7,7 @@ import torch
 from backend_calls import BackendCalls
 from built import require_built
 from launch_records import mapped_to, record
-from sparse_problems import POOLS, V41_POOLS, in_mode, problem
+from sparse_problems import FP8_POOLS, POOLS, V41_POOLS, in_mode, problem
 from static_asserts import assert_compiles
 
 import mla_suite
@@ -20,6 +20,7 @@ from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.core.explain import explain_on
 from mla_suite.launch import launcher, tensor_map
 from mla_suite.launch.launcher import read_rate
+from mla_suite.ops.decode import Q_FP8
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
 
 NATIVE = BackendCalls(SPARSE_DECODE, "native")
@@ -104,11 +105,12 @@ def answer_of(monkeypatch, pools, heads=16, built=True, **changes):
         *(("v4", "dsv4"), ("v32", "v32"), ("v32 pow2", "v32"), ("both scales", "v32"), ("bf16", "bf16x576")),
         *(("v4.1", "v41"), ("v4.1 of both sizes", "v41any"), ("v4.1 of 288 bytes", "v41any")),
         *(("v4.1 interleaved", "v41any"), ("v32 without rope", "v32nope")),
+        *(("fp8 rows", "fp8x576"), ("fp8 rows without rope", "fp8x512")),
     ],
 )
 @pytest.mark.parametrize("heads", [1, 64, 100, 300])
 def test_which_kernel(monkeypatch, pools, record, heads):
-    answer = answer_of(monkeypatch, (POOLS | V41_POOLS)[pools], heads)
+    answer = answer_of(monkeypatch, (POOLS | V41_POOLS | FP8_POOLS)[pools], heads)
     assert isinstance(answer, Supported)
     cluster = 2 if heads == 100 and record in SLOTS else 1
     assert answer.config.instance == f"sparse_decode_kvformat-{record}_cluster-{cluster}"
@@ -119,6 +121,7 @@ def test_which_kernel(monkeypatch, pools, record, heads):
     ("options", "sentence"),
     [
         ({"dtype": torch.float16}, "q is torch.float16; it takes bfloat16"),
+        ({"dtype": torch.float8_e4m3fn}, "q is torch.float8_e4m3fn; it takes bfloat16"),
         ({"head_dim_v": 256}, "head_dim_v 256; it takes 512"),
         ({"built": False}, "is not built for sm_90; run `python -m mla_suite build`"),
     ],
@@ -170,14 +173,38 @@ def test_split_counts():
         (17, 2048, {"num_splits": 1}, 32),
         (32, 2047, {"num_splits": 1}, 64),
         (33, 4096, {"num_splits": 1}, 64),
-        (16, 40, {"split_size": 512}, 16),
-        (16, 4096, {"split_size": 256}, 64),
+        (16, 40, {"split_size": 1024}, 16),
+        (16, 4096, {"split_size": 512}, 64),
+        (17, 40, {"split_size": 2048}, 32),
     ],
 )
 def test_long_splits_of_few_heads_have_keys_as_the_first_operand(heads, topk, options, rows):
     args, kwargs = problem([("v32", 3, 64, topk)], 2, heads)
     seen = explain_on(H200, "sparse_decode", *args, **kwargs | options)
     assert any(f"qrows-{rows}" in note for note in seen.notes) == (rows != 64), seen.notes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *Q_FP8])
+def test_a_launch_over_fp8_rows_takes_descales(monkeypatch, dtype):
+    """float8 queries come as bf16 copies, which hold them exactly."""
+    seen = record(monkeypatch)
+    mapped = []
+    mapped_to(monkeypatch, lambda *given: mapped.append(given) or tuple(range(tensor_map.WORDS)))
+    args, kwargs = problem(FP8_POOLS["fp8 rows"], 6, 24)
+    args[0] = args[0].to(dtype)
+    q_descale = torch.tensor([0.5]) if dtype in Q_FP8 else None
+    args += [q_descale, torch.tensor(2.0)]
+    outputs = tuple(torch.empty(o.shape, dtype=o.dtype) for o in SPARSE_DECODE.specify(*args, **kwargs))
+    answer = NATIVE.supports(SPARSE_DECODE.problem(*args, **kwargs), H200)
+    NATIVE.run(answer.config, outputs, *args, **kwargs)
+    read = params.load("sparse_decode_tma").unpack(seen[0].params)
+    assert read["kv_descale"] == args[8].data_ptr()
+    assert read["q_descale"] == (0 if q_descale is None else q_descale.data_ptr())
+    assert outputs[0].dtype == torch.bfloat16
+    assert mapped[0][1] == torch.bfloat16
+    assert torch.equal(seen[0].buffers["q"], args[0].bfloat16())
+    notes = explain_on(H200, "sparse_decode", *args, **kwargs).notes
+    assert ("queries are copied as bfloat16" in notes) == (dtype in Q_FP8)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +217,17 @@ def test_splits_are_longer_where_memory_is_slower(heads, topk, first):
     args, kwargs = problem([("v32", 3, 64, topk)], 2, heads)
     notes = explain_on(h100, "sparse_decode", *args, **kwargs, num_splits=1).notes
     assert any("qrows" in note for note in notes) == first, notes
+
+
+@pytest.mark.parametrize("split_size", [512, 1024, 1536, 2048, 4096])
+def test_batch_invariant_calls_do_not_depend_on_the_card(split_size):
+    h100 = H200.on_device(132, read_rate(2_619_000, 5120), 1755)
+    for heads in (16, 32):
+        args, kwargs = problem([("v32", 3, 64, 4096)], 2, heads)
+        of_cards = [
+            explain_on(card, "sparse_decode", *args, **kwargs, split_size=split_size).notes for card in (H200, h100)
+        ]
+        assert of_cards[0] == of_cards[1]
 
 
 def test_a_planned_batch_has_keys_as_the_first_operand_where_its_parts_are_long():
@@ -259,7 +297,7 @@ def test_a_call_after_another_with_its_metadata(monkeypatch, copied):
         if started is None:
             config = sm_90.config_for(SPARSE_DECODE.problem(*args, **kwargs), H200)
             started = NATIVE.prepare(config, outputs, *args, **kwargs)
-        started(outputs, (*args, *[None] * (7 - len(args))))
+        started(outputs, (*args, *[None] * (len(SPARSE_DECODE.positional) - len(args))))
         launch, merge = seen[2 * turn :]
         named = launch.buffers
         read, merged = (

@@ -19,6 +19,15 @@ PROBLEMS = {
         "1 24 1 1 one 16f 4 1",
         "3 5 1 2 ragged 16f 9 90 64f 0 4",
     ],
+    "fp8x576": [
+        "16 2 1 1 plain 64 3 97",
+        "70 2 2 1 sink 7 20 70 32 9 45",
+        "4 6 3 2 lengths 16 9 40 64 2 50 1 9 3",
+        "8 3 2 2 planned 64 2 128 1 30 9",
+        "1 24 1 1 one 16 4 1",
+        "3 5 1 2 ragged 16 9 90 64 0 4",
+    ],
+    "fp8x512": ["16 2 1 1 absent 64 3 97", "1 12 1 1 one 64 4 1"],
     "v32nope": ["16 2 1 1 plain 64 3 97", "1 12 1 1 one 64 4 1"],
 }
 
@@ -30,7 +39,8 @@ def compiled(folder: Path, record: str, *first: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "record", ["v41any", pytest.param("v41", marks=pytest.mark.full), pytest.param("v32nope", marks=pytest.mark.full)]
+    "record",
+    ["v41any", "fp8x576", *(pytest.param(record, marks=pytest.mark.full) for record in ("v41", "v32nope", "fp8x512"))],
 )
 def test_results_are_those_of_fp64(tmp_path, record):
     program = compiled(tmp_path, record)

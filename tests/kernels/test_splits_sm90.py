@@ -5,12 +5,17 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from mla_suite import archs
 from mla_suite.archs.sm_90.costs import Estimate, best_splits, max_splits
 from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N, groups_of
+from mla_suite.core.explain import explain_on
+from mla_suite.launch.launcher import read_rate
+from mla_suite.ops.decode.samples import decode_sample
 
 H200 = archs.get("sm_90")
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64, 65, 128, 512, 8448, 20000])
@@ -86,6 +91,32 @@ def test_the_search_finds_what_trying_all_counts_finds(units):
             assert total(found) <= 1.02 * total(best), (batch, rows, stages, kv_load)
             other += found != best
     assert other <= (0 if units == 132 else 4)
+
+
+def test_memory_and_clock_are_the_cards():
+    """Where memory is the limit on an H100 and not yet on an H200, fewer splits leave less to combine."""
+    h100 = H200.on_device(132, read_rate(2_619_000, 5120), 1980)
+    for rows in (16, 64):
+        assert best_splits(H200, "tma", 32, rows, 2048 // BLOCK_N) == 4
+        assert best_splits(h100, "tma", 32, rows, 2048 // BLOCK_N) == 2
+    for batch, keys in ((1, 8192), (8, 1024), (128, 4096)):
+        assert best_splits(h100, "tma", batch, 16, keys // BLOCK_N) == best_splits(
+            H200, "tma", batch, 16, keys // BLOCK_N
+        )
+    slow = H200.on_device(132, H200.memory_bytes_per_s // 2, H200.clock_mhz // 2)
+    assert Estimate(slow, "tma", 32, 16, 64).read == Estimate(H200, "tma", 32, 16, 64).read
+
+
+@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("kv_format", ["bf16", "fp8"])
+def test_batch_invariant_calls_do_not_depend_on_the_card(heads, kv_format):
+    h100 = H200.on_device(132, read_rate(2_619_000, 5120), 1755)
+    for split_size in (256, 1024):
+        args, kwargs = decode_sample((2048,) * 32, heads=heads, kv_format=kv_format, split_size=split_size).make(CPU)
+        of_cards = [explain_on(card, "decode", *args, **kwargs) for card in (H200, h100)]
+        assert of_cards[0].notes == of_cards[1].notes
+        first, second = [[launch.kernel for launch in seen.spec.launches] for seen in of_cards]
+        assert first == second
 
 
 def test_split_counts():

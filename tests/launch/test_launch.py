@@ -133,7 +133,8 @@ def test_other_devices_have_no_arch():
     ],
 )
 def test_the_arch_of_a_gpu(monkeypatch, hip, properties, expected):
-    properties.multi_processor_count, properties.memory_clock_rate, properties.memory_bus_width = 100, 0, 0
+    properties.multi_processor_count, properties.clock_rate = 100, 0
+    properties.memory_clock_rate, properties.memory_bus_width = 0, 0
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     launcher._gpu_arch.cache_clear()

@@ -94,7 +94,7 @@ def exact(q, keys, scale, tree=None):
     return torch.softmax(scores.masked_fill(hidden[:, None], -torch.inf), -1) @ keys[:, :LATENT]
 
 
-def step(backend, runner, mode, lengths, q_lens, k_scale, *, in_two=False, drafts=None):
+def step(backend, runner, mode, lengths, q_lens, k_scale, *, in_two=False, drafts=None, fp8_queries=False):
     """One pass over both layers; `lengths` include the new tokens. Compares every query token with fp64."""
     ends = [
         runner.req_to_token_pool.req_to_token[row, n - q : n]
@@ -127,9 +127,14 @@ def step(backend, runner, mode, lengths, q_lens, k_scale, *, in_two=False, draft
         for row, length, q_len, tree in zip(POOL_ROWS, lengths, q_lens, trees, strict=True):
             keys = stored(runner, layer_id, row, length, k_scale or 1.0)
             new = before[first : first + q_len, 0].double()
-            bound = 2**-3 * new.abs() if k_scale else 2**-8 * new.abs()  # half a unit in the last place, doubled
-            assert bool(((keys[-q_len:] - new).abs() <= bound + (k_scale or 0) * 2**-9).all())
-            want = exact(q[first : first + q_len], keys, layer.scaling, tree)
+            fp8 = runner.token_to_kv_pool.dtype == torch.float8_e4m3fn
+            bound = 2**-3 * new.abs() if fp8 else 2**-8 * new.abs()  # half a unit in the last place, doubled
+            assert bool(((keys[-q_len:] - new).abs() <= bound + fp8 * (k_scale or 1.0) * 2**-9).all())
+            queries = q[first : first + q_len]
+            if fp8_queries:
+                scale = k_scale or 1.0
+                queries = (queries / scale).to(torch.float8_e4m3fn).double() * scale
+            want = exact(queries, keys, layer.scaling, tree)
             found = out[first : first + q_len].view(q_len, HEADS, LATENT)
             torch.testing.assert_close(found.double(), want, rtol=2**-8, atol=2e-5)
             first += q_len
@@ -152,6 +157,31 @@ def test_decode(monkeypatch, decodes, page, dtype, k_scale, in_two):
     for more in (0, 1):
         step(backend, runner, ForwardMode.DECODE, [n + more for n in LENGTHS], [1, 1, 1], k_scale, in_two=in_two)
     assert decodes == [1] * 4
+
+
+@pytest.mark.parametrize(("mode", "q_lens"), [(ForwardMode.DECODE, [1, 1, 1]), (ForwardMode.TARGET_VERIFY, [4, 4, 4])])
+@pytest.mark.parametrize("k_scale", [None, 0.25])
+@pytest.mark.parametrize("fewest", [None, 4 * HEADS, 4 * HEADS + 1])
+def test_queries_of_an_fp8_cache_are_fp8_where_decode_gains(monkeypatch, decodes, fewest, k_scale, mode, q_lens):
+    """SGLang's kernel that quantises is its compiled library's; torch code of SGLang's for other GPUs stands for it."""
+
+    def quantised(rows, scale):
+        queries.append(rows.shape)
+        return (rows / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+    queries = []
+    theirs.settings(monkeypatch)
+    assert integration.scaled_fp8_quant is not None, "this SGLang has it"
+    monkeypatch.setattr(integration, "scaled_fp8_quant", quantised)
+    monkeypatch.setattr(integration, "fp8_query_rows", lambda like: fewest)
+    monkeypatch.setattr(theirs.memory_pool.MLATokenToKVPool, "_scatter_mla_rows", scatter)
+    runner = theirs.runner(64, torch.float8_e4m3fn)
+    backend = integration.MLASuiteAttnBackend(runner)
+    filled(runner, LENGTHS, 64, k_scale or 1.0)
+    asked = fewest == 4 * HEADS
+    step(backend, runner, mode, LENGTHS, q_lens, k_scale, in_two=True, fp8_queries=asked)
+    assert queries == [(sum(q_lens) * HEADS, WIDTH)] * 2 * asked
+    assert len(decodes) == 2
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

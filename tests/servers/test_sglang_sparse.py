@@ -81,7 +81,7 @@ def filled(runner):
     for buffer in pool.kv_buffer:
         rows = torch.randn(len(buffer) // PAGE, PAGE, LATENT + pool.qk_rope_head_dim)
         packed = caches.pack(record(pool), rows) if pool.dsa_kv_cache_store_fp8 else rows.to(pool.dtype)
-        buffer.copy_(packed.reshape(buffer.shape))
+        buffer.copy_(packed.view(buffer.dtype).reshape(buffer.shape))
 
 
 def record(pool):
@@ -92,7 +92,9 @@ def stored(runner, layer_id):
     """Keys [slots, width] in fp64; those of records are rounded to bf16."""
     pool = runner.token_to_kv_pool
     buffer = pool.kv_buffer[layer_id]
-    if pool.dsa_kv_cache_store_fp8:
+    if not pool.dsa_kv_cache_store_fp8:
+        buffer = buffer.view(pool.dtype)
+    else:
         buffer = caches.unpack(record(pool), buffer.view(-1, PAGE, buffer.shape[-1])).bfloat16()
     return buffer.view(len(pool.kv_buffer[layer_id]), -1).double()
 
@@ -116,7 +118,7 @@ def hold(runner, layer, slots, q, k, selected, out):
     """The new rows are stored, and every query token's result is that of fp64."""
     keys = stored(runner, layer.layer_id)
     # Triton's interpreter loses the carry where a value is rounded up to a power of two in e4m3, and halves it.
-    bound = k[:, 0].double().abs() / 2 + 1e-3 if runner.token_to_kv_pool.dsa_kv_cache_store_fp8 else 0
+    bound = k[:, 0].double().abs() / 2 + 1e-3 if runner.token_to_kv_pool.dtype == FP8 else 0
     assert ((keys[slots] - k[:, 0]).abs() <= bound).all()
     for token, row in enumerate(selected):
         own = keys[row[row >= 0].long()]
@@ -166,6 +168,15 @@ def test_decode(monkeypatch, decodes, fused, rope, dtype, in_two):
         for more in (0, 1):
             step(backend, runner, ForwardMode.DECODE, [n + more for n in LENGTHS], [1, 1, 1], in_two=in_two)
     assert decodes == [3] * 4
+
+
+def test_plain_fp8_rows(monkeypatch, decodes):
+    """As SGLang stores them where prefill is TRT-LLM's, and on ROCm: cast, and divided by nothing."""
+    with theirs.server(monkeypatch):
+        runner = theirs.runner(FP8, topk=TOPK, kv_cache_dim=WIDTH)
+        filled(runner)
+        step(theirs.backend(runner), runner, ForwardMode.DECODE, LENGTHS, [1, 1, 1])
+    assert decodes == [3] * 2
 
 
 @pytest.mark.parametrize("mode", [ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2])
@@ -357,7 +368,6 @@ def test_trees_of_drafts_are_refused_before_anything_is_written(monkeypatch, dec
 
 @pytest.mark.parametrize(("change", "reason"), [
     (dict(qk_rope_head_dim=32), "rows are of 512 latent and 32 rope values; it takes 512 and 64, or 512 alone: choose"),
-    (dict(dtype=FP8, kv_cache_dim=WIDTH), "rows are plain float8_e4m3fn; it takes records, which follow from"),
     (dict(device="xpu"), "the device is xpu; it takes GPUs of CUDA and ROCm: choose another --dsa-decode-backend"),
 ])  # fmt: skip
 def test_servers_that_are_refused(monkeypatch, change, reason):

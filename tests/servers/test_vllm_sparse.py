@@ -129,26 +129,26 @@ def exact(q, keys, block_table, owner, indices):
     return torch.stack(outs), torch.stack(lses)
 
 
-def write(impl, rows, cache, cache_dtype):
+def write(impl, rows, cache, cache_dtype, k_scale):
     """Write rows from slot 0 on as vLLM's layer does, with the arguments of its release."""
     layer = SimpleNamespace(
-        impl=impl, hisparse_cache=None, use_pcp=False, pcp_shard_decode_requests=False, _k_scale_float=1.0
+        impl=impl, hisparse_cache=None, use_pcp=False, pcp_shard_decode_requests=False, _k_scale_float=k_scale
     )
     slots = torch.arange(len(rows))
     MLAAttention.update_kv_cache(
-        layer, rows[:, :512], rows[:, None, 512:], cache, slots, None, cache_dtype, torch.full((1,), torch.nan)
+        layer, rows[:, :512], rows[:, None, 512:], cache, slots, None, cache_dtype, torch.tensor([k_scale])
     )
 
 
 def kv_format_of(cache_dtype, rope):
-    return {64: "v32", 0: "v32_nope"}[rope] if cache_dtype == "fp8_ds_mla" else "fp32"
+    return {"fp8_ds_mla": {64: "v32", 0: "v32_nope"}[rope], "fp8": "fp8", "auto": "fp32"}[cache_dtype]
 
 
 STEPS = {"one token each": ([1, 1, 1], [30, 3, 17]), "drafts and a prompt": ([3, 1, 9], [30, 16, 9])}
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("cache_dtype", ["auto", "fp8_ds_mla"])
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8_ds_mla", "fp8"])
 @pytest.mark.parametrize("rope", [64, 0])
 def test_results_are_the_definitions(vllm_config, step, cache_dtype, rope):
     q_lens, seq_lens = STEPS[step]
@@ -159,14 +159,17 @@ def test_results_are_the_definitions(vllm_config, step, cache_dtype, rope):
     impl = impl_of(vllm_config, indices, cache_dtype, rope)
     num_pages = metadata.block_table.numel()
     kind = get_kv_format(kv_format_of(cache_dtype, rope)).sized(512, rope)
-    cache = caches.empty(kind, num_pages, PAGE)
+    cache, k_scale = caches.empty(kind, num_pages, PAGE), 0.25 if cache_dtype == "fp8" else torch.nan
+    if cache_dtype == "fp8":
+        cache = cache.view(torch.uint8)  # as vLLM allocates it
     given = torch.randn(num_pages * PAGE, 512 + rope)
-    write(impl, given, cache, cache_dtype)
-    keys = caches.unpack(kind, cache)
-    keys = keys.float() if kind.name == "fp32" else keys.bfloat16().float()  # records' keys are defined as rounded
-    torch.testing.assert_close(keys.flatten(0, 1), given, rtol=2**-4, atol=2**-8)
+    write(impl, given, cache, cache_dtype, k_scale)
+    keys = caches.unpack(kind, cache, descale=torch.tensor([k_scale]) if cache_dtype == "fp8" else None)
+    keys = keys.float() if kind.dense else keys.bfloat16().float()  # records' keys are defined as rounded
+    torch.testing.assert_close(keys.flatten(0, 1), given, rtol=2**-4, atol=2**-6)
     q = torch.randn(len(owner), HEADS, 512 + rope)
-    out, lse = impl.forward_mqa(q.split([512, rope], dim=-1), cache, metadata, None)
+    layer = SimpleNamespace(_k_scale=torch.tensor(k_scale))
+    out, lse = impl.forward_mqa(q.split([512, rope], dim=-1), cache, metadata, layer)
     expected, expected_lse = exact(q, keys, metadata.block_table, owner, indices)
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-4)
@@ -244,7 +247,7 @@ def test_what_vllms_selector_is_told():
         (dict(use_pcp=True), "PCP not supported"),
         (dict(has_sink=True), "attention sinks not supported"),
         (dict(use_sparse=False), "non-sparse not supported"),
-        (dict(kv_cache_dtype="fp8"), "kv_cache_dtype not supported"),
+        (dict(kv_cache_dtype="fp8_e5m2"), "kv_cache_dtype not supported"),
         (dict(head_size=320), "head_size not supported"),
     ):
         assert reason in backend.validate_configuration(**{**good, **change})

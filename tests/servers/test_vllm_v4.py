@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import types
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,9 @@ import vllm_v4_cpu as v4
 from vllm.model_executor.models import ModelRegistry
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from mla_suite.integrations import flash_mla, flash_mla_metadata, plugins, vllm_rocm, vllm_v4
+from mla_suite.integrations import flash_mla, flash_mla_metadata, plugins, vllm_rocm, vllm_v4, vllm_v41
+from mla_suite.kv_formats import cache as caches
+from mla_suite.kv_formats import get_kv_format
 
 DECODES = [1, 1, 4, 1], [5, 140, 300, 1500]  # single tokens, and a verification of three drafts
 PREFILLS = [9, 5], [9, 400]  # a prompt, and the next part of one
@@ -32,10 +35,10 @@ def layer_and_step(version, ratio, heads):
     """A layer of our class over vLLM's caches and metadata, its step, and what it must give."""
     step = v4.Step(*(a + b for a, b in zip(DECODES, PREFILLS, strict=True)))
     sequences, longest = len(step.q_lens), max(step.seq_lens)
-    window = v4.pool(sequences, longest, version.window_page)
+    window = v4.pool(sequences, longest, version.window_page, version.record)
     compressed = None
     if ratio != version.ratios[0]:
-        compressed = v4.pool(sequences, longest // ratio + 1, version.block // ratio)
+        compressed = v4.pool(sequences, longest // ratio + 1, version.block // ratio, version.compressed)
     made = v4.layer(
         vllm_v4.attention_class(v4.kernels_of(version)), ratio, heads, window, compressed, v4.select(step, ratio)
     )
@@ -50,6 +53,9 @@ LAYERS = [
     *(pytest.param(v4.V41, ratio, 8, id=f"V4.1 {ratio}") for ratio in v4.V41.ratios),
     pytest.param(v4.V4, 4, 12, id="V4, 12 heads as 16"),
 ]
+if v4.V41_IN_ROWS:
+    LAYERS += [pytest.param(v4.V41_528, ratio, 8, id=f"V4.1 {ratio}, 528 bytes") for ratio in v4.V41.ratios]
+    LAYERS += [pytest.param(v4.V41_288, ratio, 8, id=f"V4.1 {ratio}, 288 bytes") for ratio in v4.V41.ratios[1:]]
 
 
 @pytest.mark.parametrize(("version", "ratio", "heads"), LAYERS)
@@ -71,6 +77,33 @@ def test_a_layer_gives_what_the_definition_does(version, ratio, heads, monkeypat
     assert second["tile_scheduler_metadata"] is holder, "layers of a kind share a step's holder"
     assert not holder.have_initialized, "which vLLM's own kernels may still be given"
     assert flash_mla_metadata.holder_of(holder).config.heads == made.padded_heads
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_entries_of_288_bytes_are_written(ratio):
+    """Rotated in fp32 by the position of a group's first token, in pairs of neighbours, and stored where groups end."""
+    tokens, page = 40, 16
+    latent = torch.randn(tokens + 3, 512).bfloat16()  # three that pad a batch
+    positions = torch.arange(7, 7 + tokens + 3)
+    slots = torch.where(torch.arange(tokens) % 5 == 4, -1, torch.randperm(4 * page)[:tokens])
+    cos_sin = torch.rand(64, 64) * 2 - 1
+    kind = get_kv_format("v41_fp4_interleaved")
+    cache = caches.empty(kind, 4, page)
+    cache.fill_(7)
+    vllm_v41.insert(None, latent, positions, cos_sin, cache, slots, ratio)
+    rows, first, ends = latent.float(), positions // ratio * ratio, (positions + 1) % ratio == 0
+    (cos, sin), (a, b) = cos_sin[first].chunk(2, dim=1), rows[:, 448:].unflatten(1, (32, 2)).unbind(2)
+    rows[:, 448:] = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=2).flatten(1)
+    expected = torch.full_like(cache, 7)
+    for token in range(tokens):
+        if slots[token] >= 0 and ends[token]:
+            expected[slots[token] // page, slots[token] % page] = caches.pack(kind, rows[token].view(1, 1, 512))[0, 0]
+    assert torch.equal(cache, expected)
+    given = []
+    vllm_v41.insert(
+        lambda *args, **options: given.append(args), latent, positions, cos_sin, cache[..., :280], slots, ratio
+    )
+    assert len(given) == 1, "other records are vLLM's to write"
 
 
 class TestTheFlag:
@@ -134,6 +167,47 @@ class TestTheFlag:
             model_code._select_dsv4_attn_cls(vllm_config)
         vllm_config.attention_config.backend = AttentionBackendEnum.FLASHMLA_SPARSE
         model_code._select_dsv4_attn_cls(vllm_config)
+
+    def test_v41s_own_records_are_stored_where_they_are_asked_for(self, monkeypatch):
+        attention, compressor = (import_module(f"{vllm_v41.PACKAGE}.{name}") for name in ("attention", "compressor"))
+        theirs = attention._use_v41_mxfp8_kv_record, compressor.rope_quant_insert
+        for place, name in ((attention, vllm_v41.GATE), (compressor, vllm_v41.WRITER)):
+            monkeypatch.setattr(place, name, getattr(place, name))
+        for code in (attention.DeepseekV4Attention.__init__, attention.DeepseekV4IndexerCache.get_kv_cache_spec):
+            assert vllm_v41.GATE in code.__code__.co_names, "vLLM's pools ask the function that is replaced"
+        assert vllm_v41.WRITER in compressor.DeepseekCompressor.insert_cache.__code__.co_names
+        model_code, kernels = types.ModuleType("model"), v4.kernels_of(v4.V41)
+        model_code._select_dsv4_attn_cls = lambda vllm_config: kernels.DeepseekV4FlashMLAAttention
+        vllm_v4.offer(model_code, kernels)
+        model_code._select_dsv4_attn_cls(v4.config(v4.V41))
+        assert (attention._use_v41_mxfp8_kv_record, compressor.rope_quant_insert) == theirs
+        asked = v4.config(v4.V41)
+        asked.cache_config.cache_dtype = "nvfp4_ds_mla"
+        if not v4.V41_IN_ROWS:
+            with pytest.raises(
+                TypeError, match=r"vLLM 0.32.* takes no packed_block_stride_alignment; install vLLM 0.33"
+            ):
+                model_code._select_dsv4_attn_cls(asked)
+            assert (attention._use_v41_mxfp8_kv_record, compressor.rope_quant_insert) == theirs
+            return
+        for _ in range(2):
+            model_code._select_dsv4_attn_cls(asked)
+            assert attention._use_v41_mxfp8_kv_record()
+            assert compressor.rope_quant_insert.args == (theirs[1],)
+        monkeypatch.setattr(attention, vllm_v41.GATE, theirs[0])
+        monkeypatch.setenv("MLA_SUITE_V41_RECORDS", "1")
+        model_code._select_dsv4_attn_cls(v4.config(v4.V41))
+        assert attention._use_v41_mxfp8_kv_record()
+
+    def test_v41s_records_are_refused_for_v4_and_on_rocm(self, model_code, monkeypatch):
+        monkeypatch.setenv("MLA_SUITE_V41_RECORDS", "1")
+        with pytest.raises(ValueError, match="V4.1's records are asked for with another model; V4's are of 584 bytes"):
+            model_code._select_dsv4_attn_cls(v4.config(v4.V4))
+        monkeypatch.setattr(vllm_v4, "current_platform", SimpleNamespace(is_rocm=lambda: True))
+        with pytest.raises(
+            NotImplementedError, match="528 or 288 bytes are asked for; vLLM's writers for ROCm store 584"
+        ):
+            vllm_v4.check(v4.config(v4.V41))
 
     def test_heads_of_a_rank(self):
         assert [vllm_v4.padded_heads(n) for n in (1, 8, 12, 20, 64, 96)] == [8, 8, 16, 32, 64, 128]

@@ -7,6 +7,7 @@ memory to gather into and FlashMLA's holder, has a stand-in.
 from __future__ import annotations
 
 import importlib
+import inspect
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from mla_suite.kv_formats import get_kv_format
 
 WINDOW, TOPK, DRAFTS, MAX_LEN, MAX_TOKENS = 128, 512, 3, 4096, 512
 STRIDE = 93_888  # bytes between pages, in which pages of other layers lie as well; measured in vLLM's engine
-RECORD = get_kv_format("dsv4")
+ROWS = 3168  # bytes that hold whole records of 528 and of 288: vLLM 0.33 puts pages of V4.1's a multiple of it apart
 
 
 @dataclass
@@ -47,10 +48,16 @@ class Version(NamedTuple):
     ratios: tuple[int, ...]  # the first has a window alone
     block: int
     window_page: int
+    record: str = "dsv4"  # kv_format of the window, and of the compressed pool
+    compressed: str = "dsv4"
 
 
 V4 = Version("deepseek_v4", (1, 4, 128), 256, 64)
 V41 = Version("deepseek_v41", (0, 1, 2), 64, 32)
+V41_IN_ROWS = "packed_block_stride_alignment" in inspect.signature(sparse_swa.DeepseekV4SWACache.__init__).parameters
+"""Whether scales of V4.1's own records are behind their tokens, as from vLLM 0.33 on, and not at the end of a page."""
+V41_528 = V41._replace(record="v41_interleaved", compressed="v41_interleaved")
+V41_288 = V41_528._replace(compressed="v41_fp4_interleaved")
 
 
 def kernels_of(version: Version) -> types.ModuleType:
@@ -77,7 +84,7 @@ class Step(NamedTuple):
 class Pool(NamedTuple):
     """A layer's cache as vLLM allocates it, the rows in it, and the pages of each sequence."""
 
-    cache: torch.Tensor  # uint8 [pages, page, 584]
+    cache: torch.Tensor  # uint8 [pages, page, bytes of a record]
     rows: torch.Tensor  # fp64 [pages, page, 512]
     table: torch.Tensor  # int32 [sequences, width]
 
@@ -87,19 +94,21 @@ class Pool(NamedTuple):
         return self.rows[self.table[sequence, entries // page].long(), entries % page]
 
 
-def pool(sequences: int, entries: int, page: int) -> Pool:
+def pool(sequences: int, entries: int, page: int, kv_format: str) -> Pool:
     """A pool of records whose pages lie in no order; entries that nobody asks for are NaN."""
+    record, stride = get_kv_format(kv_format), STRIDE if kv_format == "dsv4" else STRIDE // ROWS * ROWS
     width = -(-entries // page)
     pages = sequences * width + 1
     rows = torch.randn(pages, page, 512)
-    packed = caches.pack(RECORD, rows, padded=False)
-    memory = torch.full((pages * STRIDE + 64,), 255, dtype=torch.uint8)  # NaN between the pages
+    packed = caches.pack(record, rows, padded=False)
+    memory = torch.full((pages * stride + 64,), 255, dtype=torch.uint8)  # NaN between the pages
     memory = memory[-memory.data_ptr() % 16 :]
-    held = memory.as_strided((pages, page * RECORD.width), (STRIDE, 1))
+    held = memory.as_strided((pages, page * record.width), (stride, 1))
     held.copy_(packed.as_strided(held.shape, (packed.stride(0), 1)))
-    cache = memory.as_strided(packed.shape, (STRIDE, RECORD.width, 1))
+    cache = memory.as_strided(packed.shape, (stride, record.width, 1))
     table = torch.randperm(pages - 1).int().view(sequences, width)
-    return Pool(cache, caches.unpack(RECORD, cache).double(), table)
+    rows = caches.unpack(record, cache)
+    return Pool(cache, (rows if kv_format == "dsv4" else rows.bfloat16()).double(), table)
 
 
 def config(version: Version) -> Any:
@@ -112,6 +121,7 @@ def config(version: Version) -> Any:
             num_speculative_tokens=DRAFTS, parallel_drafting=False, use_dspark=lambda: False
         ),
         parallel_config=types.SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+        cache_config=types.SimpleNamespace(cache_dtype="fp8_ds_mla"),
         attention_config=types.SimpleNamespace(backend=types.SimpleNamespace(name="MLA_SUITE_DSV4")),
         kv_transfer_config=None,
         use_v2_model_runner=False,
@@ -140,8 +150,9 @@ def common(step: Step, table: torch.Tensor, page: int) -> CommonAttentionMetadat
 def metadata(version: Version, ratio: int, step: Step, window: Pool, compressed: Pool | None) -> tuple[Any, Any]:
     """(metadata of the window, metadata of the compressed pool or None), made by vLLM's builders for CUDA."""
     kernels, vllm_config, names = kernels_of(version), config(version), ["layer"]
-    sizes = dict(num_kv_heads=1, head_size=512, dtype=torch.uint8, model_version="deepseek_v4", alignment=576)
-    sizes |= dict(cache_dtype_str="fp8_ds_mla", state_content_bytes=RECORD.width)
+    sizes = dict(num_kv_heads=1, head_size=512, dtype=torch.uint8, model_version="deepseek_v4")
+    sizes |= dict(cache_dtype_str="fp8_ds_mla", alignment=576 if version.record == "dsv4" else 512)
+    sizes |= dict(state_content_bytes=window.cache.shape[-1])
     spec = SlidingWindowMLASpec(block_size=version.window_page, sliding_window=WINDOW, **sizes)
     builder = kernels.DeepseekSparseSWAFlashMLAMetadataBuilder(spec, names, vllm_config, torch.device("cpu"))
     found = builder.build(0, common(step, window.table, version.window_page))

@@ -35,6 +35,8 @@ struct alignas(64) SparseDecodeTmaParams {
   float* max_logits;             // [tokens, heads] of -inf, raised to the largest scaled scores; or null. bf16 rows only
   uint32_t interleaved;          // bit i: in pool i a token's scales lie behind it, not behind all of its page; V4.1 only
   uint32_t fp4;                  // bit i: pool i holds V4.1's tokens of 288 bytes
+  const float* q_descale;        // [1], or null: 1. Of bare rows of e4m3, like the next
+  const float* kv_descale;       // [1], or null: 1
 };
 
 }  // namespace mla

@@ -1,6 +1,6 @@
 // Decode on sm_90: the entry. DTYPE (of the queries), D_QK, KV_SOURCE and CLUSTER_MODE are the instance's constants
-// (arch.toml), ROTATE where rope parts are cached un-rotated, and D_V of latents that are not 512. sm_90/README.md
-// describes the roles.
+// (arch.toml), ROTATE where rope parts are cached un-rotated, SCALE_Q where bf16 queries are multiplied as fp16, and D_V
+// of latents that are not 512. sm_90/README.md describes the roles.
 #include "sm_90/decode/cluster/exchange_p.hpp"
 #include "sm_90/decode/cluster/none.hpp"
 #include "sm_90/decode/cluster/reduce_last.hpp"
@@ -13,6 +13,9 @@
 
 #ifndef ROTATE
 #define ROTATE 0
+#endif
+#ifndef SCALE_Q
+#define SCALE_Q 0
 #endif
 #ifndef D_V
 #define D_V 512
@@ -57,7 +60,7 @@ template <class Traits, class Scheduler>
 using Producer =
     typename ProducerOf<KvLoad::KV_SOURCE, cluster_mode::CLUSTER_MODE, ROTATE != 0, Traits, Scheduler>::Type;
 
-using Policy = DecodePolicyOf<KvLoad::KV_SOURCE, cluster_mode::CLUSTER_MODE, D_QK, ROTATE>;
+using Policy = DecodePolicyOf<KvLoad::KV_SOURCE, cluster_mode::CLUSTER_MODE, D_QK, ROTATE, SCALE_Q>;
 using Traits = DecodeTraits<DecodeProblem<DTYPE, D_QK, ROTATE, D_V>, Policy>;
 using Kernel = DecodeKernel<Traits, TileSchedulerOf<Traits::Cluster::MERGES_LAST>, Producer>;
 

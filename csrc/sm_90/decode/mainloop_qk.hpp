@@ -34,7 +34,7 @@ class QkSoftmax {
     bool any = false, merged = false;
     for (; next_tile(); any = true) {
       // The producer has waited for the previous kernel, which may have written the factors.
-      if constexpr (!SELECTED)
+      if constexpr (!SELECTED || Traits::HAS_KV_DESCALE)
         if (!any) take_descales();
       merged = merges();
       one_tile();
@@ -83,17 +83,35 @@ class QkSoftmax {
   MLA_DEVICE void load_q() {
     const QPlace place;
     const int box = Traits::q_box_bytes(params_);
+    float power[2];
     find_key_limits();
     named_barrier_sync<128>(QK_BARRIER);  // the other warps' wgmma of the last tile read Q, too
+    if constexpr (Traits::SCALES_Q) find_powers(box, power);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       mbarrier_wait(barriers_.kv_full(kv_.stage), kv_.parity);
-      q_.take(place, half, shared_ + Storage::KV + kv_.stage * Traits::STAGE_BYTES, box, shared_ + Storage::Q);
+      q_.take(place, half, shared_ + Storage::KV + kv_.stage * Traits::STAGE_BYTES, box, shared_ + Storage::Q, power);
       release_q_stage();
     }
     fence_proxy_async();
     named_barrier_sync<128>(QK_BARRIER);
   }
+
+  // The powers of two of this thread's rows, and what their scores are then multiplied by.
+  MLA_DEVICE void find_powers(int box, float (&power)[2]) {
+    uint32_t stages[2];
+    auto kv = kv_;
+    for (uint32_t& stage : stages) {
+      mbarrier_wait(barriers_.kv_full(kv.stage), kv.parity);
+      stage = shared_ + Storage::KV + kv.stage * Traits::STAGE_BYTES;
+      kv.next();
+    }
+    ScaledQueries::find_powers<Traits::Q_BOXES>(stages, box, power);
+    for (int half = 0; half < 2; ++half) row_scale_[half] = nonzero_scale(scale_ * inverse_power(power[half]));
+  }
+
+  // The scale of a score of this thread's first or second row.
+  MLA_DEVICE float scale_of(int half) const { return Traits::SCALES_Q ? row_scale_[half] : scale_; }
 
   // How many keys this thread's rows see.
   MLA_DEVICE void find_key_limits() {
@@ -162,13 +180,13 @@ class QkSoftmax {
     if constexpr (LAST_BLOCK && Cluster::MERGES_LAST) command |= merges() ? MERGE : 0;
     uint32_t p[SCORES / 2];
     float sum[2];
-    exponentiate<Element>(s, scale_, row_max_, p, sum);
+    exponentiate<Element>(s, scale_of(0), scale_of(1), row_max_, p, sum);
     const bool outgrown = sum[0] > RESCALE_THRESHOLD || sum[1] > RESCALE_THRESHOLD;
     if (__builtin_expect(__any_sync(~0u, outgrown), 0)) {
       command |= RESCALE;
       float factor[2];
       raise_row_max(s, factor);
-      exponentiate<Element>(s, scale_, row_max_, p, sum);
+      exponentiate<Element>(s, scale_of(0), scale_of(1), row_max_, p, sum);
       mbarrier_wait(barriers_.p_empty(p_.stage), p_.parity ^ 1);
       if (lane % 4 == 0) {
         st_shared(row + Storage::P_FACTOR, factor[0]);
@@ -240,7 +258,7 @@ class QkSoftmax {
   MLA_DEVICE void raise_row_max(const float (&s)[SCORES], float (&factor)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float raised = fmaxf(row_max_[half], quad_max(largest_score(s, half)) * scale_);
+      const float raised = fmaxf(row_max_[half], quad_max(largest_score(s, half)) * scale_of(half));
       factor[half] = exp2_approx(row_max_[half] - raised);
       row_max_[half] = raised;
       row_sum_[half] *= factor[half];
@@ -380,6 +398,7 @@ class QkSoftmax {
   int key_limit_[2];  // one past the last key that this thread's rows see; like the next, unused in sparse decode
   int common_limit_;  // one past the last key that every row of the sequence sees
   uint32_t present_;  // used only in sparse decode: a bit for each key of the stage whose scores come next
+  float row_scale_[2];  // used only with SCALES_Q: the scales of this thread's rows
   float row_max_[2];  // the running max of this thread's rows, in units of log2
   float row_sum_[2];
   QOperand<Traits> q_;

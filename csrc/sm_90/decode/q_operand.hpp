@@ -2,6 +2,7 @@
 // registers.
 #pragma once
 
+#include "sm_90/decode/scaled_queries.hpp"
 #include "sm_90/decode/traits.hpp"
 #include "sm_90/ptx/memory.hpp"
 #include "sm_90/ptx/wgmma.hpp"
@@ -26,20 +27,24 @@ class QOperand {
 
  public:
   // Takes one half of this warpgroup's 64 rows from the stage that it came in, in boxes of `box` bytes, to registers or
-  // to `shared`.
-  MLA_DEVICE void take(const QPlace& place, int half, uint32_t stage, int box, uint32_t shared) {
+  // to `shared`; with SCALES_Q times the powers of two of this lane's rows.
+  MLA_DEVICE void take(const QPlace& place, int half, uint32_t stage, int box, uint32_t shared,
+                       const float (&power)[2]) {
     constexpr int HALF = 2 * Traits::Q_BOXES;
 #pragma unroll
     for (int k = half * HALF; k < half * HALF + HALF && k < Traits::Q_STEPS; ++k) {
       const uint32_t from = stage + k % HALF / 2 * box;
       // Two steps make a box. It is copied in two pieces of 2 KiB, however many of its rows there are.
-      if (k < Traits::Q_SHARED_STEPS) {
+      if (Traits::SCALES_Q && k < Traits::Q_SHARED_STEPS) {
+        ScaledQueries::convert(shared + k / 2 * Traits::Q_BOX_BYTES, from, k % 2, power[k % 2]);
+      } else if (k < Traits::Q_SHARED_STEPS) {
         uint32_t words[4];
         ld_shared_v4(from + k % 2 * 2048 + warpgroup_thread() * 16, words);
         st_shared_v4(shared + k * 2048 + warpgroup_thread() * 16, words[0], words[1], words[2], words[3]);
       } else {
         ldmatrix_x4(from + place.row * 64 + (place.piece ^ k % HALF % 2 * 2) * 16,
                     &steps_[4 * (k - Traits::Q_SHARED_STEPS)]);
+        if constexpr (Traits::SCALES_Q) ScaledQueries::convert_step(&steps_[4 * (k - Traits::Q_SHARED_STEPS)], power);
       }
     }
   }

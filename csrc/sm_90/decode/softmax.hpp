@@ -71,12 +71,13 @@ MLA_DEVICE void mask_absent(float (&s)[SCORES], uint32_t present) {
   mask_absent(s, present, 1);
 }
 
-// P = 2^(S * scale - running max), packed, and its sum over this thread's keys for each of its rows.
+// P = 2^(S * its row's scale - running max), packed, and its sum over this thread's keys for each of its rows.
 template <class Element>
-MLA_DEVICE void exponentiate(const float (&s)[SCORES], float scale, const float (&row_max)[2],
-                             uint32_t (&p)[SCORES / 2], float (&sum)[2]) {
+MLA_DEVICE void exponentiate(const float (&s)[SCORES], float first_scale, float second_scale,
+                             const float (&row_max)[2], uint32_t (&p)[SCORES / 2], float (&sum)[2]) {
 #pragma unroll
   for (int i = 0; i < SCORES / 2; ++i) {
+    const float scale = i % 2 == 0 ? first_scale : second_scale;
     const float a = exp2_approx(fmaf(s[2 * i], scale, -row_max[i % 2]));
     const float b = exp2_approx(fmaf(s[2 * i + 1], scale, -row_max[i % 2]));
     sum[i % 2] = i < 2 ? a + b : sum[i % 2] + (a + b);

@@ -25,8 +25,8 @@ MLA_DEVICE int first_row() { return blockIdx.x * BLOCK_M; }
 // converts.
 enum class KvLoad { cp_async, tma, dequant, gather, fp8 };
 
-// The types by that of the queries. Element is what the tensor cores multiply, keys of any type converted to it; e4m3
-// is exact in both, and fp16 takes a quarter of the instructions.
+// The types by that of the queries. Element is what the tensor cores multiply, unless a policy scales queries; keys of
+// any type are converted to it. e4m3 is exact in both, and fp16 takes a quarter of the instructions.
 template <class Query>
 struct QueryTypes {
   using Element = Query;
@@ -59,12 +59,14 @@ struct DecodeProblem {
 };
 
 // How it is computed: where keys come from, what a cluster of two CTAs shares, and how resources are divided.
-template <KvLoad LOAD_, class Cluster_, int STAGES_ = Cluster_::STAGES, bool ROTATES = false, int RAW_STAGES_ = 2>
+template <KvLoad LOAD_, class Cluster_, int STAGES_ = Cluster_::STAGES, bool ROTATES = false, int RAW_STAGES_ = 2,
+          bool SCALES_Q_ = false>
 struct DecodePolicy {
   using Cluster = Cluster_;
   static constexpr KvLoad LOAD = LOAD_;
   static constexpr int STAGES = STAGES_;
   static constexpr int RAW_STAGES = RAW_STAGES_;  // of e4m3 rows as they are stored
+  static constexpr bool SCALES_Q = SCALES_Q_;  // bf16 queries of e4m3 keys become fp16 (scaled_queries.hpp)
   // Registers per thread (setmaxnreg). A block is launched with 128 for each thread; the sum over the four warpgroups
   // may not exceed 512, or the increase waits forever. One thread that issues TMA, or threads that copy from addresses
   // that others looked up, need fewer than 128 threads that find addresses, and those fewer than 128 that also
@@ -97,9 +99,19 @@ MLA_DEVICE constexpr int decode_stages() {
 }
 
 // The policy of dense decode.
-template <KvLoad LOAD, class Cluster, int HEAD_DIM_QK, bool ROTATES = false>
+template <KvLoad LOAD, class Cluster, int HEAD_DIM_QK, bool ROTATES = false, bool SCALES_Q = false>
 using DecodePolicyOf = DecodePolicy<LOAD, Cluster, decode_stages<LOAD, Cluster, HEAD_DIM_QK, ROTATES>(), ROTATES,
-                                    (HEAD_DIM_QK >= 512) ? 2 : 8>;
+                                    (HEAD_DIM_QK >= 512) ? 2 : 8, SCALES_Q>;
+
+// The type that the tensor cores multiply.
+template <bool SCALES_Q, class Element>
+struct Multiplied {
+  using Type = Element;
+};
+template <class Element>
+struct Multiplied<true, Element> {
+  using Type = fp16;
+};
 
 MLA_DEVICE constexpr int min_of(int a, int b) { return a < b ? a : b; }
 
@@ -107,7 +119,8 @@ template <class Problem_, class Policy_>
 struct DecodeTraits {
   using Problem = Problem_;
   using Policy = Policy_;
-  using Element = typename Problem::Element;
+  static constexpr bool SCALES_Q = Policy::SCALES_Q;
+  using Element = typename Multiplied<SCALES_Q, typename Problem::Element>::Type;
   using OutElement = typename Problem::OutElement;
   using Params = typename Problem::Params;
   using Cluster = typename Policy::Cluster;

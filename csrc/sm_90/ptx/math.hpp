@@ -28,6 +28,13 @@ MLA_DEVICE float reciprocal_approx(float x) {
   return y;
 }
 
+// The larger of both lower halves, and of both upper halves, unsigned.
+MLA_DEVICE uint32_t max_u16x2(uint32_t a, uint32_t b) {
+  uint32_t larger;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+}
+
 // Multiplies both elements of a register by those of another; a * b + c of both. Each is rounded once.
 MLA_DEVICE void scale_bf16x2(uint32_t& a, uint32_t b) { asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b)); }
 MLA_DEVICE uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {

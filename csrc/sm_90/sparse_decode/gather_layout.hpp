@@ -35,7 +35,7 @@ struct GatherLayout : CopyLayout<Traits> {
   using Base::copied, Base::step, Base::to_scales, Base::token;
 
   uint32_t stored;     // its values of the first 256
-  uint32_t rope;       // 16 bytes of bf16 values; eight lanes share a key
+  uint32_t rope;       // eight values of its rope part; eight lanes share a key
   uint32_t scale;      // of its values
   uint32_t seventh;    // of its last values: there are seven scales of seven lines of 64
   uint32_t to;         // within a KV stage: where the first pair's values go
@@ -50,7 +50,9 @@ struct GatherLayout : CopyLayout<Traits> {
     stored = key * 512 + line * 64 + piece * 8;
     to = (keys ^ (key * 128 + (piece ^ key) * 16)) + line * Traits::BLOCK_BYTES;
     const uint32_t tail = Traits::TAILS + key * KvFormat::TAIL;
-    if constexpr (!KvFormat::SCALES_APART)
+    if constexpr (!KvFormat::HAS_SCALES)
+      scale = 0;
+    else if constexpr (!KvFormat::SCALES_APART)
       scale = tail + line / 2 * 4;
     else if constexpr (KvFormat::SCALE_VALUES == 32)
       scale = tail + KvFormat::TAIL_SCALES + line * 2 + piece / 4;
@@ -59,7 +61,9 @@ struct GatherLayout : CopyLayout<Traits> {
     seventh = scale + (line < 3 ? 4 : 3);
     if constexpr (!Traits::HAS_ROPE) return;
     const uint32_t rope_key = lane / 8, part = lane % 8;
-    if constexpr (KvFormat::SCALES_APART)
+    if constexpr (!KvFormat::HAS_SCALES)
+      rope = Traits::TAILS + rope_key * KvFormat::TAIL + part * 8;
+    else if constexpr (KvFormat::SCALES_APART)
       rope = part < 4 ? rope_key * 512 + 448 + part * 16 : Traits::TAILS + rope_key * KvFormat::TAIL + (part - 4) * 16;
     else
       rope = Traits::TAILS + rope_key * KvFormat::TAIL + 16 + part * 16;
@@ -71,7 +75,10 @@ struct GatherLayout : CopyLayout<Traits> {
 
   // Keeps the members in registers, so that the compiler does not compute them anew.
   MLA_DEVICE void keep() {
-    if constexpr (Traits::HAS_ROPE) {
+    if constexpr (!KvFormat::HAS_SCALES) {
+      pin_registers(copied, stored, to, token);
+      if constexpr (Traits::HAS_ROPE) pin_registers(rope, row);
+    } else if constexpr (Traits::HAS_ROPE) {
       pin_together(copied, stored, rope, scale, to, row, token);
       if constexpr (KvFormat::SCALES_APART) pin_together(seventh, to_scales);
     } else {
@@ -93,6 +100,7 @@ struct QuantChunk {
   MLA_DEVICE void load(uint32_t number, uint32_t raw_stage, const GatherLayout<Traits>& layout) {
     ld_shared_v4(raw_stage + layout.stored + number / 2 * 1024 + number % 2 * 256, stored);
     const uint32_t pair = raw_stage + number / 2 * (2 * KvFormat::TAIL);
+    if constexpr (!KvFormat::HAS_SCALES) return;
     if constexpr (!KvFormat::SCALES_APART)
       scale = ld_shared<uint32_t>(pair + layout.scale + number % 2 * 8);
     else if constexpr (KvFormat::LATENT == 512)
@@ -102,7 +110,9 @@ struct QuantChunk {
   }
 
   MLA_DEVICE void to_bf16(uint32_t (&values)[8]) const {
-    if constexpr (KvFormat::ARBITRARY_SCALE)
+    if constexpr (!KvFormat::HAS_SCALES)
+      convert_e4m3<bf16>(stored, values);
+    else if constexpr (KvFormat::ARBITRARY_SCALE)
       dequant_fp32_scale(stored, bit_cast<float>(scale), values);
     else
       dequant_e8m0_scale(stored, scale, values);
@@ -126,6 +136,32 @@ struct E4m3Round {
     const bool active = part % 2 == 0 || layout.has_last();
     st_shared_v4_if(active, position + offset, values[0], values[1], values[2], values[3]);
     st_shared_v4_if(active, (position ^ 16) + offset, values[4], values[5], values[6], values[7]);
+  }
+};
+
+// Eight values of a key's rope part, as bf16 where they are stored.
+template <class Traits>
+struct RopePiece {
+  static constexpr bool CONVERTED = !Traits::KvFormat::HAS_SCALES;  // they are e4m3
+  uint32_t values[4];
+
+  MLA_DEVICE void load(uint32_t from) {
+    if constexpr (CONVERTED)
+      ld_shared_v2(from, values[0], values[2]);
+    else
+      ld_shared_v4(from, values);
+  }
+
+  MLA_DEVICE void store(uint32_t to) {
+    if constexpr (CONVERTED) {
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        e4m3_to_fp16(values[i], values[i], values[i + 1]);
+        values[i] = fp16_to_bf16(values[i]);
+        values[i + 1] = fp16_to_bf16(values[i + 1]);
+      }
+    }
+    st_shared_v4(to, values[0], values[1], values[2], values[3]);
   }
 };
 

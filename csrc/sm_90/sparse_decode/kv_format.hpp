@@ -21,6 +21,7 @@ struct SelectedToken {
 // What formats that must be dequantised have in common.
 struct QuantisedFormat {
   static constexpr bool NEEDS_DEQUANT = true;
+  static constexpr bool HAS_SCALES = true;  // tokens have them; else scores and results take one for all pools
   static constexpr bool ANY_V41 = false;  // pools of a launch hold 528 or 288 bytes a token, each its own
   using Lists = TopkLists;
   static constexpr int STAGES = 4;
@@ -53,6 +54,23 @@ struct v32nope : ScalesInside<528> {
   static constexpr int TAIL = 16;
   static constexpr int TAIL_PIECES = 1;
 };
+
+// Bare rows: e4m3 values and nothing else.
+template <int HEAD_DIM_QK_>
+struct Fp8Rows : QuantisedFormat {
+  static constexpr bool HAS_SCALES = false;
+  static constexpr bool SCALES_APART = false;
+  static constexpr int HEAD_DIM_QK = HEAD_DIM_QK_;
+  static constexpr int LATENT = 512;
+  static constexpr int TOKEN_BYTES = HEAD_DIM_QK;
+  static constexpr int TAIL = HEAD_DIM_QK - LATENT;  // values behind the latent
+  static constexpr int TAIL_PIECES = TAIL / 16;
+  MLA_DEVICE static uint64_t row_at(const SparseDecodeTmaParams&, const SelectedToken& token) {
+    return token.in_page * static_cast<uint64_t>(TOKEN_BYTES);
+  }
+};
+using fp8x576 = Fp8Rows<576>;
+using fp8x512 = Fp8Rows<512>;
 
 // 576 bytes: 448 e4m3 values, 64 bf16 values. Behind all tokens of a page lie 8 bytes for each: seven E8M0 scales of 64
 // values.
@@ -129,6 +147,7 @@ struct v41any : v41 {
 template <int HEAD_DIM_QK_>
 struct Bf16Format {
   static constexpr bool NEEDS_DEQUANT = false;
+  static constexpr bool HAS_SCALES = true;  // nothing is scaled
   static constexpr int HEAD_DIM_QK = HEAD_DIM_QK_;
   static constexpr int TOKEN_BYTES = HEAD_DIM_QK_ * 2;
   static constexpr int TAIL = 0;

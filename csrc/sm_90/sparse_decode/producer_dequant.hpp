@@ -228,8 +228,8 @@ class ProducerDequant : ProducerBase<Traits> {
     for (uint32_t round = at.round; round < end; ++round) {
       const uint32_t next = round + RAW_STAGES;
       if (next % BATCH_ROUNDS == 0 && next < rounds) look_up(next / BATCH_ROUNDS);
-      uint32_t rope[4];
-      if constexpr (Traits::HAS_ROPE) ld_shared_v4(raw_stage + layout.rope, rope);
+      RopePiece<Traits> rope;
+      if constexpr (Traits::HAS_ROPE) rope.load(raw_stage + layout.rope);
       now.load(2, raw_stage, layout);
       const uint32_t in_stage = round % STAGE_ROUNDS;
       const uint32_t keys = this->shared_ + kv_.stage * Traits::STAGE_BYTES;
@@ -238,7 +238,7 @@ class ProducerDequant : ProducerBase<Traits> {
       now.store(0, to, layout);
       if constexpr (Traits::HAS_ROPE) {
         const uint32_t row = (keys + layout.row) ^ in_stage * Layout::step(4);
-        st_shared_v4(row, rope[0], rope[1], rope[2], rope[3]);
+        rope.store(row);
       }
       now.load(3, raw_stage, layout);
       const Tokens ahead = tokens_of(next % BATCH_ROUNDS, layout);

@@ -57,7 +57,8 @@ struct SparseDecodeTraits : DecodeTraits<Problem, Policy> {
   static constexpr int WARP_KEYS = BLOCK_N / PRODUCER_WARPS;   // keys of a stage for each warp (of both CTAs)
   static constexpr int OWN_KEYS = WARP_KEYS / CLUSTER_SIZE;    // that a CTA's warp brings
   static constexpr int RAW_STAGES = KvFormat::RAW_STAGES;
-  static constexpr bool HAS_ROPE = KvFormat::LATENT < KvFormat::HEAD_DIM_QK;  // of bf16
+  static constexpr bool HAS_ROPE = KvFormat::LATENT < KvFormat::HEAD_DIM_QK;  // of bf16, or of e4m3 in bare rows
+  static constexpr bool HAS_KV_DESCALE = !KvFormat::HAS_SCALES;
   static constexpr int TAILS = 4 * 512;                             // where the tails of a raw stage begin
   static constexpr int RAW_STAGE_BYTES = TAILS + 4 * KvFormat::TAIL;  // of four keys
   static constexpr int RAW_BYTES = RAW_STAGES * RAW_STAGE_BYTES;      // of a warp

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from mla_suite.archs.attention import sparse_supports
 from mla_suite.archs.base import CommonKernels
 from mla_suite.archs.sm_90 import costs, decode, sparse_decode
 from mla_suite.archs.sm_90.tile import BLOCK_M
@@ -30,7 +29,7 @@ class Kernels(CommonKernels):
         return decode.supports(problem, self.arch)
 
     def sparse_decode(self, problem: SparseDecodeProblem) -> Supported | Unsupported:
-        return sparse_supports(problem, self.arch, sparse_decode.config_for, sparse_decode.RECORDS)
+        return sparse_decode.supports(problem, self.arch)
 
     def scheduler_costs(self, num_q_rows: int) -> SchedulerCosts:
         return costs.scheduler_costs(num_q_rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
@@ -30,25 +29,31 @@ def scheduler_costs(num_q_rows: int) -> SchedulerCosts:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Times of parts of a launch, in microseconds; only differences between split counts matter.
+    """Times of parts of a launch, in microseconds at `clock_mhz`; only differences between split counts matter.
 
-    Fitted to times on an H200, which the sum meets within 7 % on average (csrc/sm_90/combine/PERF.md).
+    Fitted to times on an H200, which the sum meets within 7 % on average (csrc/sm_90/combine/PERF.md). What the device
+    reads of memory takes as many clocks as its record says (`ArchSpec.on_device`), so memory counts for more on a card
+    whose memory is slower or whose clock is higher.
     """
+
+    clock_mhz: int = 1980
 
     stage: float = 0.72  # one stage of keys in a CTA
     busy_stage: float = 0.12  # more where every SM is busy, and in proportion: power holds the clock down
     tile: float = 4.5  # one work tile of a CTA beside its stages
-    read_bytes: float = 4.6e6  # bytes that the device reads per microsecond
+    read_share: float = 1.04  # of the memory's rate, where nothing else is near to being the limit
+    uneven_read: float = 0.07  # more of the time to read, at most, where CTAs are one and two to a TPC
     combine: float = 2.6  # combine, however little it combines
     combined_bytes: float = 0.1e6  # bytes of partials that an SM writes and reads per microsecond
     late_combine: float = 3.1  # more of combine where some of its CTAs found no SM before decode ended
     shared_port: float = 0.7  # more when both SMs of a TPC write partials: they share one port to L2
     streaming_gain: float = 1.3  # less where combine streams: it need not wait for the end of decode
     cluster_reduce: float = 1.0  # cluster_mode reduce_o
-    cluster_reduce_gain: float = 0.1  # less this share of decode's own time, which partials would draw out
+    cluster_reduce_gain: float = 0.1  # less this share of the time of decode's CTAs, which partials would draw out
     cluster_exchange: float = -0.5  # cluster_mode exchange_p: one read of the queries serves both CTAs
     exchange_streaming_gain: float = 0.7  # as streaming_gain, with exchange_p
     partial_bytes: float = 4.3e6  # bytes of partials that the device writes or reads per microsecond
+    kept_partials: float = 8e6  # bytes of partials behind which the others take as long as they take to be written
     plan: float = 4.0  # a plan of one tile a CTA: to read it, and to combine its partials behind decode
     pairing: float = 1.4  # cluster_mode reduce_last: clusters start later, and tiles wait for a look at the plan
     pairing_apart: float = 2.5  # more of two row tiles: the SMs of a TPC no longer read the same keys
@@ -59,6 +64,7 @@ FITTED = CostModel()
 _LEAST_COMBINE = FITTED.combine - max(FITTED.streaming_gain, FITTED.exchange_streaming_gain - FITTED.cluster_exchange)
 """More than two splits take no less to combine, but for cluster_mode reduce_o, which saves a share of decode's time."""
 _LEAST_REDUCE = FITTED.combine + FITTED.cluster_reduce
+SCALED_STAGES = 24
 MAX_WAVES = 8  # waves of CTAs through equal splits; more even out the last wave by little and cost scratch
 PROLOGUE_ROWS = 32  # rows whose sentinels a CTA writes while its first TMA loads are in flight
 PROLOGUE_STAGES = 4  # stages that a split must have where more rows than that are filled
@@ -84,11 +90,20 @@ def pairing_pays(batch: int, rows: int, groups: int, bound: int) -> bool:
     return gain > FITTED.pairing + (FITTED.pairing_apart if tiles == 2 else 0.0) + 0.5
 
 
+def scaling_pays(stages: float) -> bool:
+    """Whether bf16 queries of e4m3 rows are multiplied as fp16 in work tiles of so many stages.
+
+    To scale a tile's queries takes 0.8 us before its first product, and each stage of keys is then 0.045 us faster
+    (F10 in csrc/sm_90/decode/PERF.md).
+    """
+    return stages >= SCALED_STAGES
+
+
 class Estimate:
     """Times of decode, in microseconds, where sequences have at most `stages` x 32 keys.
 
-    kv_load  'tma', 'cp_async', 'fp8' or 'tma_rotated': clusters are for all but 'cp_async', those that exchange P and
-             streaming for 'tma' alone
+    kv_load  'tma', 'cp_async', 'fp8', 'swap_ab' or 'tma_rotated': clusters are for all but 'cp_async' and 'swap_ab',
+             those that exchange P and streaming for 'tma' alone
     """
 
     __slots__ = ("arch", "batch", "clusters", "max_groups", "read", "resident", "rows", "stages", "tall", "tiles",
@@ -96,11 +111,14 @@ class Estimate:
 
     def __init__(self, arch: ArchSpec, kv_load: str, batch: int, rows: int, stages: int) -> None:
         self.arch, self.tma, self.batch, self.rows, self.stages = arch, kv_load == "tma", batch, rows, stages
-        self.clusters = () if kv_load == "cp_async" else ("reduce_o", "exchange_p") if self.tma else ("reduce_o",)
+        clustered = ("reduce_o", "exchange_p") if self.tma else ("reduce_o",)
+        self.clusters = () if kv_load in ("cp_async", "swap_ab") else clustered
         self.units = arch.compute_units
         self.tiles = -(-rows // BLOCK_M)
         self.max_groups = groups_of(arch, 1 << 62, self.tiles)
-        self.read = batch * stages * BLOCK_N * (576 if kv_load == "fp8" else 1152) / FITTED.read_bytes
+        key_bytes = 576 if kv_load in ("fp8", "swap_ab") else 1152
+        read_bytes = FITTED.read_share * arch.memory_bytes_per_s / 1e6 * FITTED.clock_mhz / arch.clock_mhz
+        self.read = batch * stages * BLOCK_N * key_bytes / read_bytes
         self.resident = _resident(arch, batch * rows)
         self.tall = min(rows, BLOCK_M) > PROLOGUE_ROWS
 
@@ -114,7 +132,8 @@ class Estimate:
         work_tiles = self.batch * splits
         busy = np.minimum(work_tiles, self.max_groups) * self.tiles
         waves, length = np.ceil(work_tiles / self.max_groups), np.ceil(self.stages / splits)
-        times = self._decode(length, waves, busy, np.maximum)
+        ctas = self._ctas(length, waves, busy)
+        times = self._with_memory(ctas, busy)
         free = self.units - busy
         room = free >= min([grid / resident for resident, grid in self.resident])  # for all CTAs of combine
         # Clusters combine each two splits; no combine reads with more than all SMs.
@@ -125,7 +144,7 @@ class Estimate:
             combine[0] = 0.0
             return times, free, times + combine
         least = _LEAST_COMBINE if self.tma else FITTED.combine
-        reduced = (1 - FITTED.cluster_reduce_gain) * times
+        reduced = times - FITTED.cluster_reduce_gain * ctas
         bounds = np.minimum(times + least, reduced + _LEAST_REDUCE) + combine
         bounds[:2] = reduced[:2] + FITTED.cluster_exchange  # nothing runs behind decode
         return times, free, bounds
@@ -136,13 +155,26 @@ class Estimate:
 
     def decode(self, splits: int) -> float:
         """The CTAs of decode, up to their partials."""
+        return float(self._with_memory(self.ctas(splits), self.busy(splits)))
+
+    def ctas(self, splits: int) -> float:
+        """The same, were memory no limit."""
         waves, length = -(-self.batch * splits // self.max_groups), -(-self.stages // splits)
-        time: float = self._decode(length, waves, self.busy(splits), max)
+        time: float = self._ctas(length, waves, self.busy(splits))
         return time
 
-    def _decode(self, length: Any, waves: Any, busy: Any, most: Callable[[Any, Any], Any]) -> Any:
+    def _ctas(self, length: Any, waves: Any, busy: Any) -> Any:
         stage = FITTED.stage + FITTED.busy_stage * busy / self.units
-        return most(waves * (length * stage + FITTED.tile), self.read)
+        return waves * (length * stage + FITTED.tile)
+
+    def _with_memory(self, ctas: Any, busy: Any) -> Any:
+        """The longer of what CTAs and memory take, and up to 12 % more where both take about as long.
+
+        Where some TPCs have two CTAs and others one, those that share a TPC's way to memory end later.
+        """
+        shared = np.maximum(2 * busy / self.units - 1, 0)
+        read = self.read * (1 + FITTED.uneven_read * 4 * shared * (1 - shared))
+        return ctas * (1 + (read / ctas) ** 6) ** (1 / 6)
 
     def combine(self, free: int, partials: int) -> float:
         """combine, with this number of partials of each sequence, where decode leaves `free` SMs.
@@ -153,9 +185,10 @@ class Estimate:
         resident, grid = self.resident[(partials > 31) + (partials > 96)]
         early = min(1.0, free * resident / grid)
         time = early * size / (max(free, 1) * FITTED.combined_bytes)
+        beyond = max(size - FITTED.kept_partials, 0.0) / FITTED.partial_bytes
         if early < 1:
             time = max(time, FITTED.late_combine + (1 - early) * size / (self.units * FITTED.combined_bytes))
-        return FITTED.combine + time
+        return FITTED.combine + time + beyond
 
     def streams(self, splits: int, cluster_mode: str = "none") -> bool:
         """Whether a streaming combine may run beside decode: not before all of its sentinels are filled."""
@@ -188,8 +221,8 @@ class Estimate:
         """Whether the two CTAs of a cluster can combine each two splits."""
         return splits % 2 == 0 and self.one_tile(splits)
 
-    def combines(self, splits: int, decode: float | None = None) -> dict[str, float]:
-        """Time to combine the splits of each sequence, by cluster_mode; `decode` is the time of decode if known."""
+    def combines(self, splits: int) -> dict[str, float]:
+        """Time to combine the splits of each sequence, by cluster_mode."""
         if splits == 1:
             return {"none": 0.0}
         busy = self.busy(splits)
@@ -202,8 +235,8 @@ class Estimate:
         if not self.in_pairs(splits):
             return times
         behind = self.combine(free, splits // 2) if splits > 2 else 0.0
-        own = self.decode(splits) if decode is None else decode
-        times["reduce_o"] = FITTED.cluster_reduce - FITTED.cluster_reduce_gain * own + 2 * port + behind
+        gain = FITTED.cluster_reduce_gain * self.ctas(splits)
+        times["reduce_o"] = FITTED.cluster_reduce - gain + 2 * port + behind
         if "exchange_p" not in self.clusters:
             return times
         times["exchange_p"] = FITTED.cluster_exchange + behind
@@ -225,18 +258,19 @@ def _resident(arch: ArchSpec, rows: int) -> tuple[tuple[int, int], ...]:
     return tuple((config.resident, config.grid(rows)) for config in configs)
 
 
-def splits_worth_trying(most: int, stages: int) -> Any:
+def splits_worth_trying(most: int, stages: int, full: int = 0) -> Any:
     """Split counts up to `most`: of those with equally many stages in a split, the fewest and the fewest even ones.
 
     More splits of the same length only add CTAs, which slow each other down, and partials. `most` itself is one more:
-    it leaves combine to the end of decode, when all SMs are free for it.
+    it leaves combine to the end of decode, when all SMs are free for it. So are the most and the most even ones up to
+    `full`, which give all TPCs as many CTAs.
     """
     splits = np.arange(1, most + 1)
     lengths = np.ceil(stages / splits)
     tried = np.ones(most, dtype=bool)
     np.not_equal(lengths[1:], lengths[:-1], out=tried[1:])
     tried[1::2] |= tried[: most - 1 : 2]  # an even count behind an odd one, which is the first of its length
-    tried[-1] = True
+    tried[[-1, *[count - 1 for count in (full, full & -2) if 0 < count <= most]]] = True
     return splits[tried]
 
 
@@ -255,7 +289,7 @@ def best_splits(arch: ArchSpec, kv_load: str, batch: int, rows: int, stages: int
     if most == 1:
         return 1
     estimate = Estimate(arch, kv_load, batch, rows, stages)
-    splits = splits_worth_trying(most, stages)
+    splits = splits_worth_trying(most, stages, estimate.max_groups // batch)
     decodes, free, bounds = estimate.bounds(splits)
     tried = []
     least = inf
@@ -273,7 +307,7 @@ def best_splits(arch: ArchSpec, kv_load: str, batch: int, rows: int, stages: int
         if before is not None and before[0] < count < most and before[1] <= decode:
             continue
         fewer[kind] = count, decode
-        total = decode + min(estimate.combines(count, decode).values())
+        total = decode + min(estimate.combines(count).values())
         tried.append((total, count == 1, count))  # one split where all others take longer
         least = min(least, total)
     return min(tried)[2]

@@ -25,7 +25,7 @@ from mla_suite.archs.attention import (
 )
 from mla_suite.archs.combine import OUTPUTS, AnyCombineConfig
 from mla_suite.archs.sm_90 import combine, tensor_maps
-from mla_suite.archs.sm_90.costs import Estimate, best_splits, pairing_pays
+from mla_suite.archs.sm_90.costs import Estimate, best_splits, pairing_pays, scaling_pays
 from mla_suite.archs.sm_90.kv_loads import KV_LOADS, KvLoad
 from mla_suite.archs.sm_90.tile import (
     BLOCK_M,
@@ -56,7 +56,7 @@ NARROW_RAW_STAGES = 8
 EXCHANGE_BYTES = 2 * BLOCK_N * 512 + 2 * P_BYTES + 5 * 4 * BLOCK_M + 8 * (2 + 2 * 2 + 2 * 2 + 2 * 4) + 16 + 1024
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
 ROPE = 64
-MASKED_WIDTH = 576
+MASKED_WIDTH = SCALED_WIDTH = 576
 _NARROW = "decode_narrow_dtype-{dtype}_dqk-{width}_kvsource-{kv_load}_clustermode-none_dv-{head_dim_v}"
 ROTATED_KEY_BYTES = 2 * ROPE + 4 * ROPE  # beside an un-rotated key: what rounding its rope part leaves, and its angles
 
@@ -74,6 +74,8 @@ class Sm90Config:
               cluster
     q_rows    query rows of a CTA at most; fewer than 64 only with 'swap_ab'
     masked    it has windows and trees, whose code would make a short call of the others longer
+    scaled    bf16 queries of e4m3 rows are multiplied as fp16, to which keys are converted in fewer instructions; each
+              row is scaled to it first, which only long work tiles repay (csrc/sm_90/decode/scaled_queries.hpp)
     """
 
     arch: ArchSpec = field(repr=False)
@@ -83,6 +85,7 @@ class Sm90Config:
     cluster_mode: str = "none"
     q_rows: int = BLOCK_M
     masked: bool = False
+    scaled: bool = False
 
     def __post_init__(self) -> None:
         if self.arch.name != "sm_90":
@@ -94,6 +97,8 @@ class Sm90Config:
         self._check("q_rows", tuple([rows for width, rows in self.load.stages if width == self.width]))
         if self.masked and (self.width != MASKED_WIDTH or self.load.rotates):
             self._raise(f"windows and trees are of rotated rows of {MASKED_WIDTH}")
+        if self.scaled and not self.may_scale:
+            self._raise(f"only bf16 queries of e4m3 rows of {SCALED_WIDTH} without windows and trees are scaled")
         if self.lds > self.arch.lds_bytes:
             self._raise(f"it needs {self.lds} bytes of shared memory of {self.arch.lds_bytes}")
 
@@ -104,6 +109,11 @@ class Sm90Config:
     def _raise(self, why: str) -> None:
         point = f"dtype={self.dtype} width={self.width} kv_load={self.kv_load}"
         raise ValueError(f"decode: no kernel at {point} on {self.arch.name}: {why}")
+
+    @property
+    def may_scale(self) -> bool:
+        """Whether an instance like this one scales queries."""
+        return (self.dtype, self.width, self.kv_load, self.masked) == ("bf16", SCALED_WIDTH, "fp8", False)
 
     @property
     def head_dim_v(self) -> int:
@@ -151,6 +161,8 @@ class Sm90Config:
         if self.narrow:
             return _NARROW.format_map({**vars(self), "head_dim_v": self.head_dim_v})
         name = self.load.instance.format_map(vars(self))
+        if self.scaled:
+            return f"scaled_{name}_scaleq-1"
         return f"masked_{name}_masked-1" if self.masked else name
 
     @cached_property
@@ -171,10 +183,17 @@ class Sm90Config:
         }
 
     @cached_property
+    def scaling(self) -> Sm90Config:
+        """The instance that scales queries; the same one where there is none."""
+        point = (self.arch, self.dtype, self.width, self.kv_load, self.cluster_mode, self.q_rows, self.masked)
+        return _config(*point, True) if self.may_scale else self
+
+    @cached_property
     def built_from(self) -> tuple[str, ...]:
         """Names of the instances that may run in its place, and of the combines behind them."""
         combines = combine_kernels.invariant_instances(self.arch, self.head_dim_v)
-        return (*[config.instance for config in self.clustered.values()], *combines)
+        variants = [variant for config in self.clustered.values() for variant in (config, config.scaling)]
+        return (*dict.fromkeys(variant.instance for variant in variants), *combines)
 
     @property
     def box_blocks(self) -> int:
@@ -192,10 +211,17 @@ class Sm90Config:
 
 @lru_cache(maxsize=256)
 def _config(
-    arch: ArchSpec, dtype: str, width: int, kv_load: str, cluster_mode: str, q_rows: int, masked: bool
+    arch: ArchSpec,
+    dtype: str,
+    width: int,
+    kv_load: str,
+    cluster_mode: str,
+    q_rows: int,
+    masked: bool,
+    scaled: bool = False,
 ) -> Sm90Config:
     """A configuration, which takes 15 us to prove itself legal: calls share those that there are."""
-    return Sm90Config(arch, dtype, width, kv_load, cluster_mode, q_rows, masked)
+    return Sm90Config(arch, dtype, width, kv_load, cluster_mode, q_rows, masked, scaled)
 
 
 def config_for(problem: Problem, arch: ArchSpec) -> Sm90Config:
@@ -262,6 +288,19 @@ def split_count(config: Sm90Config, shape: Shape) -> int:
     return best_splits(config.arch, config.costs_as, shape.batch, shape.rows, -(-shape.keys // BLOCK_N))
 
 
+def _scaled_for(config: Sm90Config, shape: Shape, splits: Splits) -> Sm90Config:
+    """The instance that scales queries where work tiles are long; in batch-invariant mode by split_size alone."""
+    stages = -(-shape.keys // BLOCK_N)
+    if splits.size:
+        of_tile = splits.size / BLOCK_N
+    elif shape.plan_words:  # SM parts split as many sequences at most as there are parts
+        groups = groups_of(config.arch, splits.tiles(shape), config.tiles(shape.rows))
+        of_tile = shape.batch * stages / (shape.batch + groups)
+    else:
+        of_tile = stages / splits.number
+    return config.scaling if scaling_pays(of_tile) else config
+
+
 def _split(
     config: Sm90Config, args: DecodeArgs, shape: Shape
 ) -> tuple[Sm90Config, Splits, combine.StreamingCombineConfig | None]:
@@ -319,6 +358,7 @@ def _spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArg
         notes.append("the plan is not read: equal splits take less time for these sequences")
     shape = decode_shape(args, out)
     config, splits, streaming = _split(config, args, shape)
+    config = _scaled_for(config, shape, splits)
     slots, tiles = splits.slots(shape), config.tiles(shape.rows)
     groups = groups_of(config.arch, splits.tiles(shape), tiles)
     queries, results, copies, temporaries = shape.q, shape.out, decode_mask_copies(args), list[Temporary]()

@@ -68,7 +68,7 @@ KV_LOADS = {
         dtypes=("bf16", "fp16", "fp8"),
         cluster_modes={576: ("none",)},
         stages={(576, 16): 11, (576, 32): 9},
-        costs_as={576: "fp8"},
+        costs_as={576: "swap_ab"},
         instance="swap_ab_decode_dtype-{dtype}_qrows-{q_rows}",
         threads=384,
     ),

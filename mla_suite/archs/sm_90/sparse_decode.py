@@ -22,29 +22,47 @@ from mla_suite.archs.attention import (
     sparse_pointers,
     sparse_shape,
     sparse_splits,
+    sparse_supports,
 )
 from mla_suite.archs.combine import OUTPUTS
 from mla_suite.archs.sm_90 import combine, tensor_maps
 from mla_suite.archs.sm_90.costs import max_splits, splits_worth_trying
 from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N, REGISTER_STEPS, block_bytes, groups_of, sparse_swap_ab_bytes
+from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.kv_formats import get_kv_format
-from mla_suite.launch.spec import CallSpec, Copy, LaunchSpec, Output, Temporary
+from mla_suite.launch.spec import CallSpec, Copy, LaunchSpec, Output, Temporary, present
 from mla_suite.ops.combine.reference import LseLayout
+from mla_suite.ops.decode import Q_FP8
 from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs
 
 RECORDS = attention.RECORDS | {
     ("v41_interleaved", 512): "v41",
     ("v41_vllm", 512): "v41",
     ("v41_fp4_interleaved", 512): "v41any",
+    ("fp8", 576): "fp8x576",
+    ("fp8", 512): "fp8x512",
 }
 """As `archs.attention.RECORDS`."""
-WIDTHS = {"dsv4": 512, "v32": 576, "v32nope": 512, "v41": 512, "v41any": 512, "bf16x512": 512, "bf16x576": 576}
+DESCALED = {"fp8x576": 576, "fp8x512": 512}
+"""Record of bare rows of e4m3, for which a kernel takes descales -> bytes of one."""
+WIDTHS = {
+    "dsv4": 512,
+    "v32": 576,
+    "v32nope": 512,
+    "v41": 512,
+    "v41any": 512,
+    "bf16x512": 512,
+    "bf16x576": 576,
+} | DESCALED
 """Record -> values of a row."""
-SLOTS = {"dsv4": (4, 2368), "v32": (4, 2624), "v32nope": (4, 2112), "v41": (4, 2112), "v41any": (4, 2112)}
+SLOTS = {"dsv4": (4, 2368), "v32": (4, 2624), "v32nope": (4, 2112), "v41": (4, 2112), "v41any": (4, 2112)} | {
+    record: (4, 4 * width) for record, width in DESCALED.items()
+}
 """Record that is dequantised before it is multiplied -> slots of four tokens that a warp has, and bytes of one."""
 SCALES_APART = ("dsv4", "v41", "v41any")
 STAGES = {record: 4 if record in SLOTS else 5 for record in WIDTHS}
 LOADER_WARPS = 4
+_DESCALES = {name: SPARSE_INPUTS[name] for name in ("q_descale", "kv_descale")}
 MAX_LOGITS_BYTES = 1024  # of shared memory, where gathered rows may return them
 SWAP_AB = {16: (3, 14), 32: (2, 12)}
 """Most heads of a kernel with keys as the first operand -> its warpgroups that multiply, and stages of 16 records."""
@@ -52,6 +70,9 @@ LEAST_KEYS = {16: (512, 2048), 32: (2048, 4096)}
 """Most heads of such a kernel -> keys of a split from which it takes less time than 64 query rows do, on an H200 and on
 an H100 (csrc/sm_90/sparse_decode/PERF.md). A shorter split leaves its warpgroups few steps and merges their results all
 the same; the slower the memory, the less there is to gain."""
+INVARIANT_KEYS = {16: 1024, 32: 2048}
+"""The same in batch-invariant mode, where every card makes the same choice: on an H100 3 % are lost at 1,024 keys of 16
+heads, on an H200 14 % would be lost without."""
 FAST_MEMORY = 4_000_000_000_000  # bytes a second; an H200 reads 4.6e12 and an H100 3.1e12
 TOKEN_BYTES = {"v32": 656}
 """Record that such a kernel reads -> bytes of one."""
@@ -150,6 +171,14 @@ class Sm90SparseConfig:
         return _spec(self, outputs, args)
 
 
+def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
+    """The instance for a problem; fp8 queries come to it as bf16 ones, which hold them exactly."""
+    record = record_of([pool.kv_format for pool in problem.pools], problem.head_dim, RECORDS)
+    if problem.dtype in Q_FP8 and record in DESCALED:
+        problem = problem._replace(dtype=torch.bfloat16)
+    return sparse_supports(problem, arch, config_for, RECORDS)
+
+
 def config_for(problem: Problem, arch: ArchSpec) -> Sm90SparseConfig:
     """The instance with 64 query rows for a problem, which takes splits of any length."""
     found = record_of([pool.kv_format for pool in problem.pools], problem.head_dim, RECORDS)
@@ -176,16 +205,17 @@ def best_splits(config: Sm90SparseConfig, tokens: int, heads: int, keys: int) ->
 def _for_splits(config: Sm90SparseConfig, args: SparseDecodeArgs, shape: Shape, splits: Splits) -> Sm90SparseConfig:
     """The instance for a call: with keys as the first operand for few heads if splits are long, else `config`.
 
-    In batch-invariant mode it depends on GPU, heads and split_size alone, so a sequence has the same bits in any batch.
+    In batch-invariant mode it depends on heads and split_size alone, so a sequence has the same bits in any batch, and
+    with the memory of any card.
     """
     q_rows = next((rows for rows in SWAP_AB if shape.heads <= rows), None)
     if q_rows is None or config.record not in TOKEN_BYTES:
         return config
     if args.split_size and not args.num_splits:
-        keys = args.split_size
+        keys, least = args.split_size, INVARIANT_KEYS[q_rows]
     else:
         keys = shape.batch * shape.keys // max(splits.tiles(shape), 1)
-    least = LEAST_KEYS[q_rows][config.arch.memory_bytes_per_s < FAST_MEMORY]
+        least = LEAST_KEYS[q_rows][config.arch.memory_bytes_per_s < FAST_MEMORY]
     return replace(config, q_rows=q_rows) if keys >= least else config
 
 
@@ -207,9 +237,10 @@ def _spec(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: Spa
     shape = sparse_shape(args, out)
     copies, temporaries = sparse_copies(args), list[Temporary]()
     reached = shape.q.in_whole_vectors and tensor_maps.pitch(shape.q.shape, shape.q.strides) is not None
-    if args.softmax_scale < 0 or not reached:
-        shape = shape._replace(q=shape.q.copied())
-        copies.append(Copy(SPARSE_INPUTS["q"], args.softmax_scale < 0))
+    fp8_queries = shape.q.dtype in Q_FP8
+    if args.softmax_scale < 0 or not reached or fp8_queries:
+        shape = shape._replace(q=shape.q.copied()._replace(dtype=torch.bfloat16))
+        copies.append(Copy(SPARSE_INPUTS["q"], args.softmax_scale < 0, torch.bfloat16 if fp8_queries else None))
     if not shape.out.in_whole_vectors or not tensor_maps.within_span(1, shape.heads, shape.out.strides):
         shape = shape._replace(out=shape.out.copied())
         temporaries.append(Temporary(OUTPUTS["out"]))
@@ -220,7 +251,8 @@ def _spec(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: Spa
     numbers = sparse_numbers(args, shape, splits) | {"grid_stride": groups} | combine_kernels.lse_numbers(*wanted)
     kv_formats = tuple(args.kv_formats)
     numbers |= {"interleaved": _interleaved_pools(kv_formats), "fp4": fp4_pools(kv_formats)}
-    pointers = sparse_pointers(args, slots > 0) | {"max_logits": Output(2) if len(outputs) > 2 else None}
+    pointers = sparse_pointers(args, slots > 0) | present(args, _DESCALES)
+    pointers["max_logits"] = Output(2) if len(outputs) > 2 else None
     maps = {"q_map": tensor_maps.q_map(SPARSE_INPUTS["q"], shape.q.shape, shape.q.strides, shape.q.dtype, 1)}
     launch = LaunchSpec(
         *(config.instance, (tiles, groups, 1), config.threads, config.lds, True),
@@ -239,7 +271,7 @@ def _spec(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: Spa
             shape.plan_words > 0,
         )
         merge = combined(chosen, args, shape, shape.out, wanted, splits.partials)
-    notes = [splits.note(shape, "query token")]
+    notes = [splits.note(shape, "query token")] + ["queries are copied as bfloat16"] * fp8_queries
     if config.swaps:
         swapped = f"keys are the first operand: {config.instance}, whose blocks have {config.q_rows} query rows"
         notes.append(swapped)

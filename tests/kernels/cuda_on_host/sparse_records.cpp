@@ -1,7 +1,8 @@
 // Sparse decode of quantised records by the source of csrc/sm_90/sparse_decode on a CPU, compared with fp64 on keys rounded
 // to bf16. KV_FORMAT is the instance's; with Q_ROWS it is one of swap_ab. Arguments: heads, tokens, splits (of every token),
 // groups (SM parts that walk them), what, and for each pool its page size, pages and the most keys that a token selects. Of
-// V4.1's pools the page size says which: 16i has each token's scales behind it, 16f and 16fi 4-bit values.
+// V4.1's pools the page size says which: 16i has each token's scales behind it, 16f and 16fi 4-bit values. Bare rows of
+// e4m3 take descales, which are null where what is plain.
 //   what  plain; one (key each, queries of 0: results are the row itself); sharp (large scores); sink; absent (half of the
 //         indices select nothing); ragged (indptr); lengths; planned (two SM parts of a plan for each group)
 // Prints the largest relative error of a row of results and the largest of an lse; fails above their bounds.
@@ -33,6 +34,7 @@ using Kernel = DecodeKernel<Traits, SparseTileScheduler, ProducerDequant>;
 constexpr int BLOCK_ROWS = BLOCK_M;
 #endif
 constexpr int WIDTH = KV_FORMAT::HEAD_DIM_QK;
+constexpr bool BARE = !KV_FORMAT::HAS_SCALES;
 constexpr double MAX_ERROR = 6e-3, MAX_LSE_ERROR = 1e-5;
 constexpr int ABSURD[] = {-1, 0x7FFFFFFF, -0x7FFFFFFF - 1, -7};
 
@@ -43,6 +45,7 @@ struct RecordLayout {
   bool fp4 = false, fp32_scales = false;
 
   static RecordLayout of(const std::string& kind) {
+    if constexpr (BARE) return {WIDTH, WIDTH, WIDTH, 0, 0, 0};
     if constexpr (std::is_same_v<KV_FORMAT, v32>) return {656, 512, 128, 512, 656, 0, false, true};
     if constexpr (std::is_same_v<KV_FORMAT, v32nope>) return {528, 512, 128, 512, 528, 0, false, true};
     if constexpr (std::is_same_v<KV_FORMAT, dsv4>) return {576, 448, 64, 0, 8, 576};
@@ -51,7 +54,7 @@ struct RecordLayout {
       return interleaved ? RecordLayout{288, 512, 16, 256, 288, 0, true} : RecordLayout{256, 512, 16, 0, 32, 256, true};
     return interleaved ? RecordLayout{528, 512, 32, 512, 528, 0} : RecordLayout{512, 512, 32, 0, 16, 512};
   }
-  int token_bytes() const { return scales_per_token == 0 ? row : row + scales; }
+  int token_bytes() const { return BARE || scales_per_token == 0 ? row : row + scales; }
 };
 
 struct HostPool {
@@ -71,12 +74,16 @@ struct HostPool {
     return layout.row == 656 ? values(slot) + 528 : values(slot) + layout.scaled;
   }
 
-  // The definition's key: a value times its scale, rounded to fp32 and then to bf16.
+  // The definition's key: a value times its scale, rounded to fp32 and then to bf16; of a bare row, as it is stored.
   std::vector<double> key(int slot) const {
     constexpr float E2M1[] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
     std::vector<double> key(WIDTH);
     for (int c = 0; c < WIDTH; ++c) {
       uint16_t bits;
+      if (BARE) {
+        key[c] = e4m3_to_float(values(slot)[c]);
+        continue;
+      }
       if (c < layout.scaled) {
         const uint8_t* at = scales(slot) + c / layout.shared * (layout.fp32_scales ? 4 : 1);
         float scale = layout.fp4 ? e4m3_to_float(*at) : *at == 255 ? NAN : std::ldexp(1.0f, *at - 127);
@@ -111,6 +118,7 @@ struct Case {
   std::vector<uint16_t> q, out;
   std::vector<float> sink, lse, partial_out, partial_lse;
   std::vector<int32_t> plan;
+  float q_descale = 1.0f, kv_descale = 1.0f;
   QueryMap map{};
   SparseDecodeTmaParams params{};
 
@@ -119,7 +127,7 @@ struct Case {
     const RecordLayout& layout = pool.layout;
     for (int c = 0; c < (layout.fp4 ? layout.scaled / 2 : layout.scaled); ++c)
       pool.values(slot)[c] = layout.fp4 ? random() : random() % 0x50 | (random() & 1) << 7;
-    for (int i = 0; i < layout.scaled / layout.shared; ++i) {
+    for (int i = 0; i < layout.scaled / layout.shared && !BARE; ++i) {
       uint8_t* at = pool.scales(slot) + i * (layout.fp32_scales ? 4 : 1);
       if (layout.fp32_scales) {
         float scale = std::exp2(std::uniform_real_distribution<float>(-4.0f, 1.0f)(random));
@@ -235,6 +243,12 @@ struct Case {
     params.grid_stride = groups;
     reciprocal(1, params.lse_tokens_reciprocal, params.lse_tokens_shift);
     params.empty_lse = -INFINITY;
+    if (BARE && what != "plain") {
+      q_descale = 3.0f;
+      kv_descale = 0.25f;  // of results of one key, too, which then have no other bits
+      params.q_descale = &q_descale;
+      params.kv_descale = &kv_descale;
+    }
     params.softmax_scale = what == "sharp" ? 0.3f : 0.02f;
   }
 
@@ -243,9 +257,9 @@ struct Case {
     for (const auto& key : keys) {
       double score = 0.0;
       for (int c = 0; c < WIDTH; ++c) score += key[c] * bf16_to_float(q[row * WIDTH + c]);
-      scores.push_back(score * params.softmax_scale);
+      scores.push_back(score * params.softmax_scale * q_descale * kv_descale);
     }
-    return {scores, [&](size_t k, int c) { return keys[k][c]; }};
+    return {scores, [&](size_t k, int c) { return keys[k][c] * kv_descale; }};
   }
 
   const float* sink_of(int head) const { return params.attn_sink ? &sink[head] : nullptr; }

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "sm_90/decode/convert_fp8.hpp"
+#include "sm_90/decode/scaled_queries.hpp"
 #include "sm_90/decode/swap_ab/shared_storage.hpp"
 #include "sm_90/ptx/memory.hpp"
 
@@ -33,8 +34,7 @@ struct QueryPiece<fp8> {
   }
 };
 
-// bf16 has more exponents than fp16, so a row is scaled by a power of two. Values 2^-29 of the row's largest and more
-// are exact; smaller ones are off by 2^-40 of the largest.
+// A row is scaled by a power of two (scaled_queries.hpp).
 template <>
 struct QueryPiece<bf16> {
   uint32_t words[4];
@@ -48,18 +48,9 @@ struct QueryPiece<bf16> {
     return top;
   }
   MLA_DEVICE uint32_t fp16_pair(int i, float factor) const {
-    return pack_pair<fp16>(low(words[i]) * factor, high(words[i]) * factor);
+    return bf16_to_fp16(words[i], factor);
   }
 };
-
-// The power of two that brings `largest` to 2^14 and more, below 2^15, within what fp32 can hold; 1 where it is not
-// finite.
-MLA_DEVICE float power_to_fp16(float largest) {
-  const int exponent = static_cast<int>(bit_cast<uint32_t>(largest) >> 23);  // biased; 255 of infinity and NaN
-  if (exponent == 255 || largest == 0.0f) return 1.0f;
-  const int wanted = min(max(127 + 14 - exponent, -112), 112);
-  return bit_cast<float>(static_cast<uint32_t>(wanted + 127) << 23);
-}
 
 // Takes a tile's queries from their stages: eight lanes a row, four rows a warp at a time. `scale` is the scores' own;
 // each row's goes to `rows` with a running max that no key has raised.

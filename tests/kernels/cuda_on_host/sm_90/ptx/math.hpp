@@ -13,6 +13,10 @@ inline float exp2_approx(float x) {
 inline float log2_approx(float x) { return std::log2(x); }
 inline float reciprocal_approx(float x) { return 1.0f / x; }
 
+inline uint32_t max_u16x2(uint32_t a, uint32_t b) {
+  return max(a & 0xFFFFu, b & 0xFFFFu) | max(a >> 16, b >> 16) << 16;
+}
+
 // fp32 holds a product of two bf16; a sum may be rounded to fp32 before it is rounded to bf16.
 inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
   float of_a[2], of_b[2], of_c[2];
