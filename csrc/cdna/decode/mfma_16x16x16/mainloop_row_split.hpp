@@ -157,7 +157,7 @@ class RowSplitWave {
     }
     int position = tile_.first_key - whole_.first;
     int n = 0;
-    for (; n + Producer::prefetch < count; ++n) {
+    for (; Producer::in_parts && n + Producer::prefetch < count; ++n) {
       producer.wait(n, used);
       mla::block_sync();
       accumulate(lds_ + used, position, TileCopy{producer, n + Producer::prefetch, filled});
@@ -168,6 +168,10 @@ class RowSplitWave {
     for (; n < count; ++n) {
       producer.wait(n, used);
       mla::block_sync();
+      if (!Producer::in_parts) {
+        if (n + Producer::prefetch < count) producer.copy(n + Producer::prefetch, filled);
+        filled = Producer::next_stage(filled);
+      }
       accumulate(lds_ + used, position, NoCopy());
       used = Producer::next_stage(used);
       position += tile_keys;

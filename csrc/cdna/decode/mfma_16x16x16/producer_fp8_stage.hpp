@@ -31,6 +31,7 @@ class Fp8StageProducer {
   static constexpr int lds_bytes = pages + waves * Addresses::bytes;
   static constexpr int copies = FourShortRows::instructions + 1;  // of a wave per tile
   static constexpr int parts = copies;                            // see copy_part
+  static constexpr bool in_parts = false;  // LLVM 22 then leaves out wait states between products (8 of 16 instances)
 
   MLA_DEVICE Fp8StageProducer(const mla::PagedKv& paged_kv, const mla::WorkTile& tile, const float*, int tiles,
                               LdsBytes lds, const Lane& lane, int wave)

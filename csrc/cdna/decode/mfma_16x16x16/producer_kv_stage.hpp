@@ -31,6 +31,7 @@ class KvStageProducer {
   static constexpr int copies =
       Rows::instructions + Stage::rope_halves + (Problem::rotate ? FourWords::instructions : 0);  // of a wave per tile
   static constexpr int parts = Rows::instructions + (has_rope ? 1 : 0) + (Problem::rotate ? 1 : 0);  // see copy_part
+  static constexpr bool in_parts = true;
   static_assert(copies * prefetch < 63, "stages: more copies in flight than can be counted");
 
   MLA_DEVICE KvStageProducer(const mla::PagedKv& paged_kv, const mla::WorkTile& tile, const float* rope_cos_sin,

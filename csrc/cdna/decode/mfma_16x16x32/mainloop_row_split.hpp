@@ -121,7 +121,7 @@ class RowSplitWave {
     }
     int position = tile_.first_key + key_group_ * tile_keys - whole_.first;
     int n = 0;
-    for (; n + Producer::prefetch < count; ++n) {
+    for (; Producer::in_parts && n + Producer::prefetch < count; ++n) {
       producer.wait(n, used);
       mla::block_sync();
       accumulate(lds_ + used, position, TileCopy{producer, n + Producer::prefetch, filled});
@@ -132,6 +132,10 @@ class RowSplitWave {
     for (; n < count; ++n) {
       producer.wait(n, used);
       mla::block_sync();
+      if (!Producer::in_parts) {
+        if (n + Producer::prefetch < count) producer.copy(n + Producer::prefetch, filled);
+        filled = Producer::next_stage(filled);
+      }
       accumulate(lds_ + used, position, NoCopy());
       used = Producer::next_stage(used);
       position += shared_keys;

@@ -45,6 +45,8 @@ class LdsRingProducer {
   static constexpr int lds_bytes = stages * stage_bytes + Policy::waves * page_bytes;
   static constexpr int copies = groups * Tile::blocks + tails + (Problem::rotate ? 2 : 0);  // of a wave per tile
   static constexpr int parts = copies;                                                      // see copy_part
+  // With rotated keys LLVM 22 then leaves out wait states, and with P in fp8, whose tiles are the largest, it spills.
+  static constexpr bool in_parts = !Problem::rotate && keys < 128;
   static_assert(!Problem::rotate || wave_keys == 8, "LDS ring: rope parts are rotated eight keys to a wave");
   static_assert(prefetch >= 1 && prefetch <= block_tiles, "LDS ring: page numbers arrive a block of tiles ahead");
   static_assert(copies * prefetch < 63, "LDS ring: more copies in flight than can be counted");
