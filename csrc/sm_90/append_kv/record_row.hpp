@@ -14,6 +14,15 @@ namespace mla::sm_90 {
 // Sixteen values of a lane as they come: two bf16 in a word.
 using SixteenValues = uint32_t[8];
 
+// A lane's values as e4m3, each divided by its scale by `quotient`.
+template <class Quotient>
+MLA_DEVICE void encode_e4m3(const SixteenValues& values, uint32_t (&codes)[4], Quotient quotient) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    codes[i] = e4m3_of(quotient(bf16_low(values[2 * i])), quotient(bf16_high(values[2 * i])),
+                       quotient(bf16_low(values[2 * i + 1])), quotient(bf16_high(values[2 * i + 1])));
+}
+
 // 512 e4m3 values, and for each TILE of them a scale that is a power of two, as E8M0.
 struct v41 {
   static constexpr int TILE = 32;
@@ -28,10 +37,7 @@ struct v41 {
         stored(bit_cast<uint32_t>(scale) >> 23 & 0xff) {}
   // A product by the inverse of a power of two is the quotient.
   MLA_DEVICE void encode(const SixteenValues& values, uint32_t (&codes)[4]) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      codes[i] = e4m3_of(bf16_low(values[2 * i]) * inverse, bf16_high(values[2 * i]) * inverse,
-                         bf16_low(values[2 * i + 1]) * inverse, bf16_high(values[2 * i + 1]) * inverse);
+    encode_e4m3(values, codes, [&](float value) { return value * inverse; });
   }
   MLA_DEVICE void store_scale(uint8_t* scales, int number) const { scales[number] = static_cast<uint8_t>(stored); }
 };
@@ -90,9 +96,9 @@ struct v32nope {
   MLA_DEVICE v32nope(float scale_) : scale(scale_), inverse(1.0f / scale_) {}
   MLA_DEVICE void encode(const SixteenValues& values, uint32_t (&codes)[4]) const {
     if (scale > 0x1p-60f && scale < 0x1p60f)
-      encode(values, codes, [&](float value) { return quotient(value); });
+      encode_e4m3(values, codes, [&](float value) { return quotient(value); });
     else  // NaN too
-      encode(values, codes, [&](float value) { return value / scale; });
+      encode_e4m3(values, codes, [&](float value) { return value / scale; });
   }
   MLA_DEVICE void store_scale(uint8_t* scales, int number) const { reinterpret_cast<float*>(scales)[number] = scale; }
 
@@ -103,13 +109,6 @@ struct v32nope {
   MLA_DEVICE float quotient(float value) const {
     const float near = value * inverse;
     return copysignf(__fmaf_rn(__fmaf_rn(-near, scale, value), inverse, near), value);
-  }
-  template <class Quotient>
-  MLA_DEVICE static void encode(const SixteenValues& values, uint32_t (&codes)[4], Quotient quotient) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      codes[i] = e4m3_of(quotient(bf16_low(values[2 * i])), quotient(bf16_high(values[2 * i])),
-                         quotient(bf16_low(values[2 * i + 1])), quotient(bf16_high(values[2 * i + 1])));
   }
 };
 

@@ -13,7 +13,6 @@ inline int atomicExch(int* word, int value) { return std::exchange(*word, value)
 inline int atomicOr(int* word, int bits) { return std::exchange(*word, *word | bits); }
 inline int __reduce_max_sync(unsigned, int x) { return x; }
 inline int __reduce_add_sync(unsigned, int x) { return x; }
-inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 

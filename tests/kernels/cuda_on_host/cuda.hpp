@@ -30,6 +30,7 @@ struct float4 { float x, y, z, w; };
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
 
 #ifndef HOST_BLOCK_THREADS
 #define HOST_BLOCK_THREADS 384

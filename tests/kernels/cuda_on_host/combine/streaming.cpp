@@ -9,7 +9,6 @@
 
 void decode_goes_on();
 inline void __nanosleep(unsigned) { decode_goes_on(); }
-inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
 
 #include "sm_90/combine/streaming_combine.cu"
 
