@@ -102,29 +102,28 @@ class PeerMemory:
         from mla_suite.distributed import peer_triton
 
         share = int(share_bytes(x.numel() * x.element_size(), self.ranks)) // x.element_size()
-        block = max(512, min(peer_triton.MAX_BLOCK, _power_of_two(share, self.programs)))
         peer_triton.scattered_sum_kernel[(self.programs,)](
             *(x, out, self.peers, self.rank, x.numel(), share, self.capacity, self.polls),
-            WORLD=self.ranks,
-            BLOCK=block,
-            num_warps=max(2, block // 1024),
-            **peer_triton.OPTIONS,
+            **self._blocks_of(share),
         )
 
     def _reduce(self, x: torch.Tensor, out: torch.Tensor, *, gather: bool) -> None:
         from mla_suite.distributed import peer_triton
 
         values = x.numel()
-        block = max(512, min(peer_triton.MAX_BLOCK, _power_of_two(values, self.programs)))
         if values:
             peer_triton.reduce_kernel[(self.programs,)](
                 *(x, out, self.peers, self.rank, values, self.capacity, self.polls),
-                WORLD=self.ranks,
-                BLOCK=block,
                 GATHER=gather,
-                num_warps=max(2, block // 1024),
-                **peer_triton.OPTIONS,
+                **self._blocks_of(values),
             )
+
+    def _blocks_of(self, values: int) -> dict[str, Any]:
+        """Constants of a kernel whose programs share out `values` values in blocks."""
+        from mla_suite.distributed import peer_triton
+
+        block = max(512, min(peer_triton.MAX_BLOCK, _power_of_two(values, self.programs)))
+        return {"WORLD": self.ranks, "BLOCK": block, "num_warps": max(2, block // 1024), **peer_triton.OPTIONS}
 
 
 _memories: dict[str, PeerMemory] = {}  # by the group's name, as torch keeps its groups
