@@ -8,8 +8,8 @@ import importlib.util
 from pathlib import Path
 
 __version__ = "0.1.0"
-__all__ = ["allow_reference", "append_kv", "check", "combine", "convert_kv", "debug", "decode", "early_launch"]
-__all__ += ["emulate", "explain", "plan", "sparse_decode"]
+__all__ = ["allow_reference", "append_kv", "batch_invariant_split_size", "check", "combine", "convert_kv", "debug"]
+__all__ += ["decode", "early_launch", "emulate", "explain", "plan", "sparse_decode"]
 
 for _link in ("ops", "csrc"):
     if not (Path(__file__).parent / _link).is_dir():
@@ -29,5 +29,6 @@ if importlib.util.find_spec("torch") is not None:
     from mla_suite.ops.combine import combine as combine
     from mla_suite.ops.convert_kv import convert_kv as convert_kv
     from mla_suite.ops.decode import decode as decode
+    from mla_suite.ops.plan import batch_invariant_split_size as batch_invariant_split_size
     from mla_suite.ops.plan import plan as plan
     from mla_suite.ops.sparse_decode import sparse_decode as sparse_decode

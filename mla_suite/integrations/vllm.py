@@ -47,7 +47,6 @@ except ImportError as error:
     ) from error
 
 PAGE_SIZE = 64  # native kernels read whole pages of 64 keys by TMA; smaller pages are gathered row by row
-INVARIANT_SPLIT = 1024  # keys per split when vLLM asks for batch-invariant results
 
 
 class MLASuiteAnswers:
@@ -116,7 +115,7 @@ class MLASuiteDecodeMetadata(MLACommonDecodeMetadata):
     decode context parallelism seq_lens and block_table are the rank's, and dcp_tot_seq_lens is of all ranks.
     """
 
-    split_size: int = 0  # keys of a split in batch-invariant mode
+    batch_invariant: bool = False
     max_seqlen_kv: int = 0  # bound on the seq_lens of an eager step
     plan: torch.Tensor | None = None
     max_seqlen_q: int = 1
@@ -171,7 +170,7 @@ class MLASuiteMetadataBuilder(MLACommonMetadataBuilder):
             block_table=block_table_tensor,
             seq_lens=seq_lens_device,
             dcp_tot_seq_lens=dcp_tot_seq_lens_device,
-            split_size=INVARIANT_SPLIT if envs.VLLM_BATCH_INVARIANT else 0,
+            batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
             max_seqlen_kv=max_seq_len,
             max_seqlen_q=q_len,
             cu_seqlens_q=None if uniform else query_start_loc_device,
@@ -312,13 +311,16 @@ class MLASuiteImpl(MLASuiteLayer, MLACommonImpl):
         decode = attn_metadata.decode
         packed = decode.cu_seqlens_q is not None
         several_ranks = decode.dcp_tot_seq_lens is not None
+        split_size = 0
+        if decode.batch_invariant:
+            split_size = mla_suite.batch_invariant_split_size(queries.shape[-2], decode.max_seqlen_q)
         if decode.plan is None:
             decode.plan = mla_suite.plan(
                 decode.seq_lens,
                 num_heads=queries.shape[-2],
                 max_seqlen_q=decode.max_seqlen_q,
-                max_seqlen_kv=_longest(decode, cache.shape[1]) if decode.split_size else 0,
-                split_size=decode.split_size,
+                max_seqlen_kv=_longest(decode, cache.shape[1]) if split_size else 0,
+                split_size=split_size,
             )
         out, lse = mla_suite.decode(
             queries if packed else queries.unflatten(0, (attn_metadata.num_decodes, -1)),
@@ -335,7 +337,7 @@ class MLASuiteImpl(MLASuiteLayer, MLACommonImpl):
             max_seqlen_q=decode.max_seqlen_q,
             head_dim_v=self.kv_lora_rank,
             kv_format=kv_format,
-            split_size=decode.split_size,
+            split_size=split_size,
             cp_world_size=self.dcp_world_size if several_ranks else 1,
             cp_rank=self.dcp_rank if several_ranks else 0,
             cp_interleave=decode.cp_interleave,

@@ -21,7 +21,7 @@ import torch
 
 import mla_suite
 from mla_suite.integrations import FP8, refuse
-from mla_suite.integrations.vllm import INVARIANT_SPLIT, MLASuiteAnswers, MLASuiteLayer
+from mla_suite.integrations.vllm import MLASuiteAnswers, MLASuiteLayer
 from mla_suite.kv_formats import get_kv_format
 
 try:
@@ -45,6 +45,7 @@ except ImportError as error:
 
 RECORDS = "fp8_ds_mla"  # vLLM's name of records, which are our kv_formats v32 and, without rope values, v32_nope
 NOPE = get_kv_format("v32_nope")
+INVARIANT_SPLIT = 1024  # of a token's selected keys, where vLLM asks for batch-invariant results
 LATENT, ROPE = 512, (64, 0)
 
 

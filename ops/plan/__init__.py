@@ -70,7 +70,8 @@ def plan(
     num_sm_parts  parts that share the work, 1..1024; None: one for each group of compute units that holds all query
                   rows of a sequence. More give the same results, but their work tiles wait for each other
     num_splits    > 0: this number of equal splits per sequence
-    split_size    > 0: a split at every multiple of this number of keys, whatever the length and batch (batch-invariant)
+    split_size    > 0: a split at every multiple of this number of keys, whatever length and batch (batch-invariant), as
+                  `batch_invariant_split_size` proposes
     window_left   >= 0: the plan is for a decode with this window, and counts the keys in it alone; sequences without
                   cu_seqlens_q have max_seqlen_q query tokens then
 
@@ -89,6 +90,21 @@ def plan(
         num_sm_parts = sm_parts(seq_lens, num_heads * max_seqlen_q)
     options = num_heads, max_seqlen_q, num_sm_parts, max_seqlen_kv, num_splits, split_size, window_left
     return eager.call(PLAN, (seq_lens, cu_seqlens_q), options)
+
+
+def batch_invariant_split_size(num_heads: int, max_seqlen_q: int = 1) -> int:
+    """Return a `split_size` in keys that suits small and large batches of such queries.
+
+    Short splits keep the device busy with few sequences; long ones leave fewer partial results, each as large as the
+    query rows of a sequence, to write and to merge. The figures behind it are those of an H100, in
+    `csrc/sm_90/combine/PERF.md`. Nothing but heads and query tokens decides, so results stay batch-invariant; they
+    change with the split size, though, so keep the one that you began with.
+    """
+    if num_heads < 1 or max_seqlen_q < 1:
+        given = f"are {num_heads} and {max_seqlen_q}"
+        checks.fail("batch_invariant_split_size", "num_heads and max_seqlen_q", given, "both must be 1 or more")
+    rows = num_heads * max_seqlen_q
+    return 512 if rows <= 16 else 1024 if rows <= 128 else 2048
 
 
 def _check_kinds(seq_lens: Any, num_heads: Any, max_seqlen_q: Any) -> None:

@@ -43,8 +43,10 @@ def written(name, slots, interleaved, wide, first_slot=0, first_angle=0):
     kind, tokens = get_kv_format(name), len(slots)
     rows = torch.randn(tokens, kind.head_dim).bfloat16()
     kv_c, k_pe = rows[:, : kind.latent], rows[:, kind.latent :]
-    cos_sin = torch.rand(100, kind.rope + first_angle).to(torch.float32 if wide else torch.bfloat16)
-    positions = torch.where(slots < 0, 2**30, torch.arange(tokens) % 100).to(torch.int64 if wide else torch.int32)
+    cos_sin = positions = None
+    if kind.rope:
+        cos_sin = torch.rand(100, kind.rope + first_angle).to(torch.float32 if wide else torch.bfloat16)
+        positions = torch.where(slots < 0, 2**30, torch.arange(tokens) % 100).to(torch.int64 if wide else torch.int32)
     descale = torch.tensor([0.05]) if kind.per_tensor_descale else None
     empty = torch.zeros(tokens // PAGE + 2, PAGE, kind.head_dim)
     size = empty.shape[0] * PAGE
@@ -56,7 +58,7 @@ def written(name, slots, interleaved, wide, first_slot=0, first_angle=0):
         call = [kv_c, k_pe, cache, narrow, descale, cos_sin, positions]
         call = [None if each is None else each.to(device) for each in call]
         call[3] = beginning(call[3], first_slot)
-        call[5] = call[5][:, first_angle:]
+        call[5] = None if call[5] is None else call[5][:, first_angle:]
         if device == DEVICE:
             problem = APPEND_KV.problem(*call, kv_format=name, interleaved=interleaved)
             choice = dispatch.choose("append_kv", APPEND_KV.backends, problem, dispatch.arch_of(call[0]), "cuda")
@@ -73,6 +75,7 @@ def written(name, slots, interleaved, wide, first_slot=0, first_angle=0):
 SIZES = (
     *((300, "bf16"), (1500, "bf16"), (20_000, "bf16"), (300, "v32"), (1500, "v32")),
     *((300, "v41"), (20_000, "v41_vllm"), (300, "v41_fp4_interleaved"), (1500, "v41_fp4")),
+    *((300, "v32_nope"), (1500, "v32_nope"), (20_000, "v32_nope")),
 )
 CASES = [(tokens, slots, name) for tokens, name in SIZES for slots in SLOTS]
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from server_calls import HEADS, LATENT, WIDTH, expected, fresh, modules, paged
 
+import mla_suite
 from mla_suite import archs, integrations
 from mla_suite.distributed import KeyShard
 from mla_suite.ops.plan.metadata import Plan, Word
@@ -178,7 +179,8 @@ def test_a_step_of_vllm(vllm, page, q_len, in_two, fp8, invariant):
         plans.append(metadata.decode.plan)
         assert_attended(found, expected(q, cache.float() * scale, table, lengths, 0.05))
     assert plans[0] is plans[1]
-    assert Plan.read(plans[0]).header[Word.SPLIT_SIZE] == (vllm.INVARIANT_SPLIT if invariant else 0)
+    split_size = mla_suite.batch_invariant_split_size(HEADS, q_len)
+    assert Plan.read(plans[0]).header[Word.SPLIT_SIZE] == (split_size if invariant else 0)
 
 
 @pytest.mark.parametrize("q_len", [1, 4])
@@ -199,8 +201,8 @@ def test_queries_that_vllm_quantised(vllm, q_len):
         ("gfx950", 16, None, torch.bfloat16, True),
         ("gfx950", 16, None, torch.float16, False),  # results would have another type than the model
         ("gfx942", 128, None, torch.bfloat16, False),
-        ("sm_90", 64, None, torch.bfloat16, True),
-        ("sm_90", 32, None, torch.bfloat16, False),
+        ("sm_90", 128, None, torch.bfloat16, True),
+        ("sm_90", 64, None, torch.bfloat16, False),
         ("sm_90", 32, 3, torch.bfloat16, True),
     ],
 )
@@ -226,8 +228,9 @@ def test_vllm_invariant_partials_follow_the_lengths(vllm, monkeypatch, q_len):
         metadata = builder.build(torch.tensor(lengths, dtype=torch.int32), wide, q_len)
         results = impl.forward_mqa(q, cache, metadata, layer_of())
         found[captured] = *results, Plan.read(metadata.decode.plan).header[Word.WORK_TILE_CAPACITY]
-    assert found[False][2] == 3 * 3, "splits of 1024 keys that 2100 keys need"
-    assert found[True][2] == 3 * context // 1024, "a captured step serves every later length"
+    split_size = mla_suite.batch_invariant_split_size(HEADS, q_len)
+    assert found[False][2] == 3 * -(-2100 // split_size), "the splits that 2100 keys need"
+    assert found[True][2] == 3 * context // split_size, "a captured step serves every later length"
     assert torch.equal(found[False][0], found[True][0])
     assert torch.equal(found[False][1], found[True][1])
 

@@ -27,6 +27,7 @@ import vllm_engine_plugin
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.worker.utils import select_common_block_size
 
+import mla_suite
 from mla_suite.integrations import vllm as integration
 from mla_suite.models.config import LATENT
 from mla_suite.ops.plan.metadata import Plan, Word
@@ -303,7 +304,9 @@ def test_speculation_and_batch_invariance(checkpoint, expected, calls, monkeypat
         nonlocal compared
         out, lse = forward(self, q, kv_c_and_k_pe_cache, attn_metadata, layer)
         decode = attn_metadata.decode
-        assert Plan.read(decode.plan).header[Word.SPLIT_SIZE] == integration.INVARIANT_SPLIT
+        heads = (q[0] if isinstance(q, tuple) else q).shape[-2]
+        split_size = mla_suite.batch_invariant_split_size(heads, decode.max_seqlen_q)
+        assert Plan.read(decode.plan).header[Word.SPLIT_SIZE] == split_size
         for b, tokens in each_sequence(attn_metadata):
             starts = attn_metadata.query_start_loc[b : b + 2]
             own = replace(

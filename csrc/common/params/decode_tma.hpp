@@ -47,7 +47,7 @@ struct alignas(64) DecodeTmaParams {
   int32_t num_splits;            // splits per sequence when plan is null, at least 1
   uint32_t splits_reciprocal;
   uint32_t splits_shift;
-  int32_t split_size;            // keys per split in the batch-invariant mode, else 0
+  int32_t split_size;            // keys per split in the batch-invariant mode, with a plan, too; else 0
   int32_t page_ids_width;        // entries of a sequence, 0 with kv_indptr
   int32_t plan_words;            // 0 without a plan
   int32_t grid_stride;           // rows of the grid, each of which walks the work list

@@ -15,10 +15,11 @@ class ProducerTma : protected ProducerBase<Traits> {
   using typename Base::Cluster, typename Base::KvState, typename Base::Params, typename Base::Stage,
       typename Base::Storage, typename Base::TileState;
   using Base::params_, Base::barriers_, Base::shared_;
+  static constexpr int64_t MOST_IN_L2 = 96 << 20;  // bytes of keys of a call whose sequences are as long as the tile's
   enum Warp : int { KV_WARP = 0, Q_WARP = 1, TILE_WARP = 2, PREFETCH_WARP = 3 };
 
  public:
-  MLA_DEVICE ProducerTma(const Params& params, uint32_t shared) : Base(params, shared) {}
+  MLA_DEVICE ProducerTma(const Params& params, uint32_t shared) : Base(params, shared), hint_(hint_beside_partials()) {}
 
   MLA_DEVICE void run() {
     const int warp = warp_uniform(warpgroup_thread() / 32);
@@ -58,7 +59,9 @@ class ProducerTma : protected ProducerBase<Traits> {
       for (int first = begin; first < tile.end_key; first += BLOCK_N) {
         load(pages, first, tile.end_key, kv);
         kv.next();
-        if (first == begin) after_first_keys();
+        if (first != begin) continue;
+        hint_ = drifts_apart(tile) ? EVICT_NORMAL : hint_beside_partials();  // of the tile's other keys
+        after_first_keys();
       }
       if (tile.keys() == 0) after_first_keys();
       pages = this->pages_of(scheduler);
@@ -127,12 +130,24 @@ class ProducerTma : protected ProducerBase<Traits> {
     pair.tell_combine(params_, blockIdx.y);
   }
 
+  // What L2 does with keys. Where partials are written, it should keep those: they are read next, the keys not before the
+  // next step.
+  MLA_DEVICE uint64_t hint_beside_partials() const {
+    return params_.partial_out != nullptr ? EVICT_FIRST : EVICT_NORMAL;
+  }
+
+  // Whether the CTAs that share a tile's keys read them at different times. In the batch-invariant mode a large batch
+  // has more partials than L2 holds, and what these take to store differs from CTA to CTA. Keys that are not the first
+  // to leave L2 are then read from memory once, not twice (D69 in csrc/sm_90/combine/PERF.md).
+  MLA_DEVICE bool drifts_apart(const WorkTile& tile) const {
+    if (params_.split_size == 0 || tile.partial_row < 0 || gridDim.x == 1) return false;
+    return static_cast<int64_t>(params_.batch) * tile.length * (Traits::KEY_BYTES / BLOCK_N) > MOST_IN_L2;
+  }
+
   // Loads BYTES of a stage, whose keys are rows of one page: [column blocks from `block` on][BLOCK_N][64]. Splits begin
-  // at multiples of BLOCK_N. Keys past the tile's end come along; the QK warpgroup makes them harmless. Where partials
-  // are written, L2 should keep those: they are read next, the keys not before the next step.
+  // at multiples of BLOCK_N. Keys past the tile's end come along; the QK warpgroup makes them harmless.
   template <int BYTES>
   MLA_DEVICE void load_boxes(const int32_t* pages, int first, int block, const Stage& to) {
-    const uint64_t hint = params_.partial_out != nullptr ? EVICT_FIRST : EVICT_NORMAL;
     const int in_table = this->page_of(first);
     const int row = first - in_table * params_.page;
     const int page = __ldg(pages + in_table);
@@ -142,8 +157,10 @@ class ProducerTma : protected ProducerBase<Traits> {
 #pragma unroll 1
     for (int at = 0; at < BYTES; at += Traits::BOX_BLOCKS * Traits::BLOCK_BYTES, block += Traits::BOX_BLOCKS)
       tma_load(to.at + at, params_.kv_map, kv_map_column<Traits>(block), row, kv_map_block<Traits>(block), page, to.full,
-               hint);
+               hint_);
   }
+
+  uint64_t hint_;  // for the keys that are loaded next
 };
 
 }  // namespace mla::sm_90

@@ -13,9 +13,9 @@ from mla_suite.ops.sparse_decode import Problem as SparseDecodeProblem
 
 # On an H200 five warps, a split a lane for 132 SM parts, are the fastest as long as each sequence has a thread, too.
 PLAN_WAVES = (("search", (5, 8)), ("balanced", (5, 16)), ("uniform", (8, 8)))
-# With the kernel that quantises them, fp8 queries take an H100 0.93 to 1.00 of the time of 16-bit ones from 64 rows on,
-# and as long with 16 (csrc/sm_90/decode/PERF.md).
-FP8_QUERY_ROWS = 64
+# With the kernel that quantises them, fp8 queries of 128 rows take an H100 0.96 to 0.99 of the time of 16-bit ones from
+# 32 sequences on and 1.01 to 1.07 with fewer; of 64 rows they gain with 128 sequences alone (decode/PERF.md).
+FP8_QUERY_ROWS = 128
 
 
 class Kernels(CommonKernels):

@@ -400,6 +400,8 @@ def _spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArg
         streaming=int(streaming is not None),
         **decode_numbers(args, shape, results, splits),
     )
+    if shape.plan_words:
+        numbers["split_size"] = splits.size  # says whether CTAs drift apart (decode/producer_tma.hpp)
     pointers = decode_pointers(args, slots > 0)
     in_table, in_list = pointers.pop("block_table"), pointers.pop("kv_indices")
     pointers["page_ids"] = in_list if in_table is None else in_table
