@@ -106,6 +106,31 @@ def test_an_argument_of_the_wrong_kind_is_refused(
     assert capsys.readouterr().err.splitlines()[-1].endswith(sentence)
 
 
+def test_explain_says_what_each_parameter_of_a_launch_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with launcher.declared_kernels():
+        for call in (
+            "explain decode --on sm_90 --batch 32 --heads 128 --kv 4096 --launches",
+            "explain sparse_decode --on gfx942 --heads 128 --topk 2048 --launches",
+        ):
+            assert main(call.split()) == 0
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for words in (
+        "page_ids block_table // [batch, page_ids_stride], or [kv_indptr[batch]]",
+        "kv_page_stride 36864 // between pages",
+        "heads 128",
+        "cache_0 kv_caches[0] // [pages, page, token bytes]",
+        "partial_out scratch partial_out // [splits, rows, D_V], each row contiguous; rows = q_len x heads",
+    ):
+        assert words.split() in shown, words
+    assert any(line[:4] == ["kv_map", "map", "of", "kv_cache:"] for line in shown)
+    assert not any(line[:1] == ["attn_sink"] for line in shown), "null pointers are left out"
+
+
+def test_explain_says_where_there_are_no_launches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "plan", "--device", "cpu", "--launches"]) == 0
+    assert "no launches to show: reference serves it" in capsys.readouterr().out
+
+
 def test_demo_reports_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--json", "--tokens", "4", "--layers", "1"]) == 0
     report = json.loads(capsys.readouterr().out)

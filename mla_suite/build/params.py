@@ -38,8 +38,8 @@ _FIELD = re.compile(r"^\s*(const\s+)?(\w+)\s*(\*)?\s*(\w+)\s*(?:\[(\d+)\])?\s*;\
 
 @dataclass(frozen=True)
 class Field:
-    """One member: C type as written, byte offset and size, and its name in C++, which differs for an element of an
-    array: map[2], pool[0].cache.
+    """One member: C type as written, byte offset and size, its name in C++, which differs for an element of an array
+    (map[2], pool[0].cache), and the comment of its line.
     """
 
     name: str
@@ -47,6 +47,7 @@ class Field:
     offset: int
     size: int
     member: str
+    meaning: str
 
     @property
     def is_pointer(self) -> bool:
@@ -142,7 +143,7 @@ def parse(text: str, header: str, included: Mapping[str, ParamStruct] | None = N
             members, stride, alignment = nested.fields, nested.size, nested.alignment
         else:
             ctype, stride = _type(where, base, bool(const), bool(star), structs_by_name)
-            members, alignment = (Field("", ctype, 0, stride, ""),), stride
+            members, alignment = (Field("", ctype, 0, stride, "", comment or ""),), stride
         end = -(-end // alignment) * alignment
         for element in range(int(length or 1)):
             suffix, index = ("", "") if length is None else (f"_{element}", f"[{element}]")

@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", type=torch_device, help="torch device of the tensors (default: cuda where torch has one, else cpu)"
     )
     parser.add_argument(
-        "--launches", action="store_true", help="print every launch of a native kernel, without addresses"
+        "--launches",
+        action="store_true",
+        help="print every launch of a native kernel: grid, and each parameter with the comment of its header",
     )
     parser.add_argument(
         "--time", action="store_true", help="run it in the emulator of an AMD arch, and print a modelled time"
@@ -83,8 +85,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _show(answer: Explanation, launches: bool) -> None:
     print(answer)
-    if launches and answer.spec is not None:
-        print("\n".join(answer.spec.lines()))
+    if launches and answer.spec is None:
+        print(f"  no launches to show: {answer.backend} serves it, and --launches shows those of native kernels")
+    elif launches:
+        op = register.get(answer.op)
+        print("\n".join(answer.spec.lines(op.Args.__match_args__, op.outputs)))
 
 
 def _modelled(op: Op, sample: Sample, arch: ArchSpec) -> str:

@@ -7,10 +7,12 @@ parameter header `csrc/common/params/<params>.hpp`; together they are all of its
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+
+from mla_suite.build.params import load
 
 
 class Input(NamedTuple):
@@ -111,21 +113,42 @@ class CallSpec(NamedTuple):
     temporaries: tuple[Temporary, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def lines(self) -> list[str]:
-        """The record as a table, without numbers that are 0 and null pointers."""
+    def lines(self, tensors: Sequence[str], outputs: Sequence[str]) -> list[str]:
+        """The record as a table: each parameter, its value, and what its header says of it.
+
+        Zeros and null pointers are left out. `tensors` and `outputs` are the names of the operator's.
+        """
+
+        def text(slot: object) -> str:
+            match slot:
+                case Input(position, item, first, length):
+                    part = f", {length} elements from element {first} on" if first or length else ""
+                    return tensors[position] + (f"[{item}]" if item >= 0 else "") + part
+                case Output(position):
+                    return outputs[position] if outputs else f"result {position}"
+                case Scratch(name):
+                    return f"scratch {name}"
+                case TensorMap(address, dtype, sizes, strides, box):
+                    elements = f"{dtype} {sizes}, innermost first, {strides} bytes apart, in boxes of {box}"
+                    return f"map of {text(address)}: {elements}"
+            return str(slot)
+
         lines = [f"  scratch {name}: {' x '.join(map(str, shape))} fp32" for name, shape in self.scratch.items()]
         lines += [
-            f"  first copied: {copy.of}{', negated' * copy.negated}{f', as {copy.dtype}' if copy.dtype else ''}"
+            f"  first copied: {text(copy.of)}{', negated' * copy.negated}{f', as {copy.dtype}' if copy.dtype else ''}"
             for copy in self.copies
         ]
         for launch in self.launches:
-            overlap = ", may begin before the launch ahead of it ends" if launch.overlap else ""
-            lines.append(
-                f"  {launch.kernel}: grid {launch.grid}, {launch.threads} threads, {launch.smem} bytes{overlap}"
-            )
-            shown = {**launch.numbers, **launch.pointers, **launch.maps}
-            lines += [f"    {name:24} {value}" for name, value in shown.items() if value not in (0, None)]
-        return lines + [f"  copied back: {temporary.of}" for temporary in self.temporaries]
+            size = f"grid {launch.grid}, {launch.threads} threads, {launch.smem} bytes of dynamic shared memory"
+            overlap = ", begins before the launch ahead of it ends where a GPU can" if launch.overlap else ""
+            struct, values = load(launch.params), {**launch.numbers, **launch.pointers}
+            lines += [f"  {launch.kernel}: {size}{overlap}", f"    {struct.header}, without what is 0 or null:"]
+            lines += [f"    {name:24} {text(value)}" for name, value in launch.maps.items() if value is not None]
+            for field in struct.fields:
+                if (value := values.get(field.name)) not in (0, None):
+                    meaning = field.meaning and f"// {field.meaning}"
+                    lines.append(f"    {field.name:24} {text(value):<20} {meaning}".rstrip())
+        return lines + [f"  copied back: {text(temporary.of)}" for temporary in self.temporaries]
 
 
 def inputs(record: type) -> dict[str, Input]:

@@ -428,6 +428,7 @@ def _spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArg
         if streaming is not None:
             merge = combine.bounded(merge)
     beside = " while decode runs" if streaming is not None else ""
-    pairs = "" if config.cluster_mode == "none" else f"; clusters of two CTAs, cluster_mode {config.cluster_mode}"
+    mode = config.cluster_mode
+    pairs = "" if mode == "none" else f"; clusters of two CTAs: the call has cluster_mode {mode}"
     notes.append(f"{splits.note(shape, 'sequence')}{beside}{pairs}")
     return call_of(launch, merge, shape, slots, args.head_dim_v, copies, temporaries, notes)
