@@ -100,16 +100,19 @@ def tensor(
     dtypes: Sequence[torch.dtype],
     like: torch.Tensor | None = None,
     taker: str = "it",
+    names: str = "",
 ) -> None:
     """Refuse a tensor of another rank, dtype or device than `like`, or whose last dimension is strided.
 
     taker  who takes these dtypes, in the message
+    names  the shape in words, for the message about a rank, as in `[batch, heads]`
     """
     if value is None:  # torch takes it for a tensor that has no value
         fail(op, argument, "is None", "it takes a tensor", TypeError)
     ranks = (rank,) if isinstance(rank, int) else tuple(rank)
     if value.dim() not in ranks:
-        fail(op, argument, f"has shape {tuple(value.shape)}", f"it takes {' or '.join(map(str, ranks))} dimensions")
+        possible = f"it takes {' or '.join(map(str, ranks))} dimension{'s' * (ranks[-1] > 1)}{names and ': '}{names}"
+        fail(op, argument, f"has shape {tuple(value.shape)}", possible)
     if value.dtype not in dtypes:
         given = str(value.dtype).removeprefix("torch.")
         fail(op, argument, f"is {given}", f"{taker} takes {dtype_names(dtypes)}", TypeError)

@@ -54,7 +54,8 @@ def check(
     like  a tensor on the device where the cache must be
     """
     taker = f"kv_format {kv_format.name!r}"
-    checks.tensor(op, argument, cache, rank=3, dtypes=dtypes(kv_format), like=like, taker=taker)
+    names = "[num_pages, page_size, width]"
+    checks.tensor(op, argument, cache, rank=3, dtypes=dtypes(kv_format), like=like, taker=taker, names=names)
     if not kv_format.dense and head_dim != kv_format.head_dim:
         possible = f"{taker} holds rows of {kv_format.head_dim}"
         checks.fail(op, argument, f"is read as rows of {head_dim}", possible)

@@ -127,8 +127,8 @@ def decode(
     cu_seqlens_q  [batch + 1] int32: sequence b has query tokens cu_seqlens_q[b]..cu_seqlens_q[b + 1], at most
                   max_seqlen_q. Tokens behind the last are of no sequence, and their out and lse are not computed
     q_descale, kv_descale   [] or [1] fp32, multiply to dequantise queries of any type and fp8 caches, in fp32: finite,
-                  0 or more. Others are refused on the CPU and in debug mode, like other wrong values; else results are
-                  NaN or meaningless
+                  0 or more; None is 1. Others are refused on the CPU and in debug mode, like other wrong values; else
+                  results are NaN or meaningless
     attn_sink     [heads] fp32 logits: adds exp(sink) to the denominator of `out`, never to `lse`
     rope_cos_sin  [max_len, 64] fp32 = cos | sin: the cache holds un-rotated k_pe (the last 64 values of a row,
                   paired i with i + 32), and row j is rotated to position j as it is read; q is rotated already
@@ -138,7 +138,7 @@ def decode(
                   causal sequence may have several query tokens; one query token sees all of a rank's keys
     tree_mask     [batch, q_len] int64, [tokens] with cu_seqlens_q: a tree of at most 64 drafts takes the place of the
                   causal limit. Query token i sees query token j's key where bit j of its word is set, and all earlier
-                  keys. A chain has the words 1, 3, 7, ...
+                  keys. A chain has the words 1, 3, 7, ... Not with window_left or cp_world_size
     softmax_scale multiplies q . k
     max_seqlen_kv an upper bound of seq_lens, which helps to choose the kernel; 0 if unknown
     head_dim_v    values of V; a row has head_dim
@@ -181,7 +181,9 @@ def decode(
 
 def check(args: DecodeArgs) -> tuple[Output, ...]:
     kind = get_kv_format(args.kv_format)
-    checks.tensor("decode", "q", args.q, rank=3 if args.cu_seqlens_q is not None else 4, dtypes=Q_DTYPES)
+    ragged = args.cu_seqlens_q is not None
+    names = "[tokens, heads, head_dim] with cu_seqlens_q" if ragged else "[batch, q_len, heads, head_dim]"
+    checks.tensor("decode", "q", args.q, rank=3 if ragged else 4, dtypes=Q_DTYPES, names=names)
     heads, head_dim = args.q.shape[-2:]
     caches.check(kind, args.kv_cache, head_dim, op="decode", argument="kv_cache", like=args.q)
     checks.tensor("decode", "seq_lens", args.seq_lens, rank=1, dtypes=checks.INDEX, like=args.q)

@@ -96,7 +96,7 @@ def sparse_decode(
                   their work out; changes no result beyond rounding
     q_descale     [] or [1] fp32, multiplies float8 queries to dequantise them
     kv_descale    [] or [1] fp32, multiplies the rows of all pools, whose kv_formats are then fp8 or fp8_fnuz: e4m3
-                  and no scales
+                  and no scales; None is 1, here and above
     kv_formats    per pool: a name of `python -m mla_suite formats`
     softmax_scale multiplies q . k
     head_dim_v    V is the first head_dim_v values of a row
@@ -110,6 +110,8 @@ def sparse_decode(
     is never read into a result. A query token with no key gives out 0 and lse -inf, whatever the sink.
     """
     try:
+        if isinstance(kv_formats, str):
+            raise TypeError  # its letters would count as names
         pools, names = len(kv_caches), tuple(kv_formats)
     except TypeError:
         given = f"are a {type(kv_caches).__name__} and a {type(kv_formats).__name__}"

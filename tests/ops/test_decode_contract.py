@@ -133,13 +133,13 @@ def ints(*values):
 TWO_PAGES = ints(0, 1, 1, 0).view(2, 2)
 FP8_CACHE = {CACHE: torch.zeros(9, 16, 24).to(torch.float8_e4m3fn), "kv_format": "fp8"}
 BAD = [
-    ({Q: torch.zeros(2, 4, 24).bfloat16()}, r"q has shape \(2, 4, 24\); it takes 4 dimensions"),
+    ({Q: torch.zeros(2, 4, 24).bfloat16()}, r"q has shape \(2, 4, 24\); it takes 4 dimensions: \[batch, q_len"),
     ({Q: torch.zeros(2, 1, 4, 24, dtype=torch.float64)}, "q is float64; it takes bfloat16 or float16 or float32"),
     ({Q: torch.zeros(3, 1, 4, 24).bfloat16()}, r"q has shape \(3, 1, 4, 24\); seq_lens has 2 sequences"),
     ({Q: torch.zeros(2, 1, 4, 32).bfloat16()}, r"kv_cache has shape \(\d+, 16, 24\); kv_format 'bf16' takes"),
     ({Q: torch.zeros(2, 1, 24, 4).bfloat16().mT}, "q has strides .*; its last dimension must be contiguous"),
     ({CACHE: torch.zeros(9, 16, 24)}, "kv_cache is float32; kv_format 'bf16' takes bfloat16"),
-    ({CACHE: torch.zeros(9, 24).bfloat16()}, r"kv_cache has shape \(9, 24\); it takes 3 dimensions"),
+    ({CACHE: torch.zeros(9, 24).bfloat16()}, r"kv_cache has shape \(9, 24\); it takes 3 dimensions: \[num_pages"),
     (
         {CACHE: torch.zeros(9, 32, 24).bfloat16()[:, ::2]},
         "kv_cache has strides .*; tokens of kv_format 'bf16' lie exactly",
@@ -161,7 +161,7 @@ BAD = [
         r"seq_lens\[0\] is 70; kv_indptr gives it too few",
     ),
     ({TABLE: None, INDPTR: ints(0, 5, 8), INDICES: ints(0, 1, 2, 3, 9, 5, 6, 7)}, r"kv_indices\[4\] is page 9"),
-    ({CU_SEQLENS: ints(0, 1, 2)}, r"q has shape \(2, 1, 4, 24\); it takes 3 dimensions"),
+    ({CU_SEQLENS: ints(0, 1, 2)}, r"q has shape \(2, 1, 4, 24\); it takes 3 dimensions: \[tokens"),
     ({Q: torch.zeros(2, 4, 24).bfloat16(), CU_SEQLENS: ints(0, 2, 1)}, r"cu_seqlens_q is \[0, 2, 1\]; it must rise"),
     (
         {Q: torch.zeros(2, 4, 24).bfloat16(), CU_SEQLENS: ints(0, 2, 2)},

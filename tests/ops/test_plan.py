@@ -255,7 +255,7 @@ def test_where_kernels_find_the_words(batch, num_sm_parts):
     ("change", "words"),
     [
         ({"seq_lens": torch.zeros(2)}, "plan: seq_lens is float32; it takes int32"),
-        ({"seq_lens": torch.zeros(2, 1, dtype=torch.int32)}, r"seq_lens has shape \(2, 1\); it takes 1 dimensions"),
+        ({"seq_lens": torch.zeros(2, 1, dtype=torch.int32)}, r"seq_lens has shape \(2, 1\); it takes 1 dimension"),
         (
             {"seq_lens": torch.tensor([3, -1], dtype=torch.int32)},
             r"seq_lens\[1\] is -1; it takes 0..100 \(max_seqlen_kv\)",

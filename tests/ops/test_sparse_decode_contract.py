@@ -34,6 +34,7 @@ BAD = [
     (dict(q=torch.zeros(2, 8, 1024)[..., ::2]), "q has strides .* last dimension must be"),
     (dict(q=torch.zeros(2, 8, 576)), r"kv_caches\[0\] is read as rows of 576; kv_format 'dsv4' holds rows of 512"),
     (dict(kv_caches=[], indices=[], kv_formats=[]), "kv_caches is empty"),
+    (dict(kv_formats="dsv4"), "kv_caches and kv_formats are a list and a str; each is a list, one entry per pool"),
     (dict(kv_formats=["dsv4"]), "kv_formats has 1 entries; it takes one for each of the 2"),
     (dict(indices=[TWO]), "indices has 1 entries; it takes one for each of the 2"),
     (dict(kv_formats=["dsv4", "dsv5"]), "kv_format 'dsv5' is unknown; the kv_formats are"),
