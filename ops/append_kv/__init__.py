@@ -82,8 +82,9 @@ def append_kv(
 
 def check(args: AppendKvArgs) -> tuple[Output, ...]:
     kind = get_kv_format(args.kv_format)
-    checks.tensor("append_kv", "kv_c", args.kv_c, rank=2, dtypes=INPUT_DTYPES)
-    checks.tensor("append_kv", "k_pe", args.k_pe, rank=2, dtypes=(args.kv_c.dtype,), like=args.kv_c)
+    checks.tensor("append_kv", "kv_c", args.kv_c, rank=2, dtypes=INPUT_DTYPES, names="[tokens, latent]")
+    types = (args.kv_c.dtype,)
+    checks.tensor("append_kv", "k_pe", args.k_pe, rank=2, dtypes=types, like=args.kv_c, names="[tokens, rope]")
     tokens, latent = args.kv_c.shape
     rope = args.k_pe.shape[1]
     checks.shape("append_kv", "k_pe", args.k_pe, (tokens, rope), "[tokens, rope]")

@@ -263,8 +263,10 @@ def _check_ranks(args: DecodeArgs, batch: int) -> None:
 
 def _check_tree(args: DecodeArgs, tree_mask: torch.Tensor, batch: int) -> None:
     ragged = args.cu_seqlens_q is not None
-    checks.tensor("decode", "tree_mask", tree_mask, rank=1 if ragged else 2, dtypes=(torch.int64,), like=args.q)
     shape, words = ((args.q.shape[0],), "[tokens]") if ragged else ((batch, args.q.shape[1]), "[batch, q_len]")
+    checks.tensor(
+        "decode", "tree_mask", tree_mask, rank=len(shape), dtypes=(torch.int64,), like=args.q, names=f"{words} words"
+    )
     checks.shape("decode", "tree_mask", tree_mask, shape, words)
     drafts = args.max_seqlen_q if ragged else args.q.shape[1]
     if checks.certain(drafts > MAX_TREE):
@@ -286,7 +288,8 @@ def _check_pages(args: DecodeArgs, batch: int) -> None:
         given = "is missing" if args.block_table is None else "is given beside kv_indices"
         checks.fail("decode", "block_table", given, "pass exactly one of block_table or (kv_indptr, kv_indices)")
     if args.block_table is not None:
-        checks.tensor("decode", "block_table", args.block_table, rank=2, dtypes=checks.INDEX, like=args.q)
+        names = "[batch, width]"
+        checks.tensor("decode", "block_table", args.block_table, rank=2, dtypes=checks.INDEX, like=args.q, names=names)
         if args.block_table.shape[0] != batch:
             given = f"has shape {tuple(args.block_table.shape)}"
             checks.fail("decode", "block_table", given, f"seq_lens has {batch} sequences: it takes [{batch}, width]")

@@ -129,7 +129,8 @@ def _per_pool(kv_caches: Sequence[torch.Tensor], given: _Optional) -> Sequence[t
 
 def check(args: SparseDecodeArgs) -> tuple[Output, ...]:
     indptrs, topk_lengths = _per_pool(args.kv_caches, args.indptrs), _per_pool(args.kv_caches, args.topk_lengths)
-    checks.tensor("sparse_decode", "q", args.q, rank=(3, 4), dtypes=Q_DTYPES)
+    names = "[tokens, heads, head_dim] or [batch, q_len, heads, head_dim]"
+    checks.tensor("sparse_decode", "q", args.q, rank=(3, 4), dtypes=Q_DTYPES, names=names)
     heads, head_dim = args.q.shape[-2:]
     if len(args.kv_caches) == 0:
         checks.fail("sparse_decode", "kv_caches", "is empty", "it takes one cache per pool, at least one")
@@ -187,8 +188,8 @@ def _check_selection(
     if index.dim() == 1:
         possible = "ragged indices need their indptr, dense ones have a dimension per query dimension and topk"
         checks.fail("sparse_decode", argument, f"has shape {tuple(index.shape)} and indptrs[{i}] is None", possible)
-    checks.tensor("sparse_decode", argument, index, rank=q.dim() - 1, dtypes=checks.INDEX, like=q)
     names = "[batch, q_len, topk]" if q.dim() == 4 else "[tokens, topk]"
+    checks.tensor("sparse_decode", argument, index, rank=q.dim() - 1, dtypes=checks.INDEX, like=q, names=names)
     checks.shape("sparse_decode", argument, index, (*tokens, index.shape[-1]), names)
     if lengths is not None:
         argument = f"topk_lengths[{i}]"

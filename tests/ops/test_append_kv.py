@@ -231,7 +231,10 @@ def arguments(name="v32", tokens=3, pages=2, page=4, **changes):
 
 TABLE = torch.zeros(8, 64)
 BAD = {
-    "kv_c rank": (lambda: arguments(kv_c=torch.zeros(3, 1, 512)), r"kv_c has shape \(3, 1, 512\); it takes 2"),
+    "kv_c rank": (
+        lambda: arguments(kv_c=torch.zeros(3, 1, 512)),
+        r"kv_c has shape \(3, 1, 512\); it takes 2 dimensions: \[tok",
+    ),
     "kv_c dtype": (lambda: arguments(kv_c=torch.zeros(3, 512).double()), "kv_c is float64; it takes bfloat16 or"),
     "kv_c width": (lambda: arguments(kv_c=torch.zeros(3, 448).bfloat16()), "kv_c has shape .* of kv_format 'v32'"),
     "kv_c stride": (
