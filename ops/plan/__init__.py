@@ -97,7 +97,7 @@ def batch_invariant_split_size(num_heads: int, max_seqlen_q: int = 1) -> int:
 
     Short splits keep the device busy with few sequences; long ones leave fewer partial results, each as large as the
     query rows of a sequence, to write and to merge. The figures behind it are those of an H100, in
-    `csrc/sm_90/combine/PERF.md`. Nothing but heads and query tokens decides, so results stay batch-invariant; they
+    the `PERF.md` of its combine. Nothing but heads and query tokens decides, so results stay batch-invariant; they
     change with the split size, though, so keep the one that you began with.
     """
     if num_heads < 1 or max_seqlen_q < 1:
