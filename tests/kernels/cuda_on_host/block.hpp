@@ -4,6 +4,7 @@
 
 #include <ucontext.h>
 
+#include <csetjmp>
 #include <random>
 
 #include "sm_90/ptx/tma.hpp"
@@ -29,7 +30,7 @@ class Block {
       if (round % (2 * LATE_ROUNDS) == LATE_ROUNDS) late = 0;
       const uint32_t asleep = (random_() & random_()) | late;  // a bit for each warp
       for (const int thread : order)
-        if (!ended_[thread] && (asleep >> thread / 32 & 1) == 0) resume(thread);
+        if (!ended_[thread] && (asleep >> thread / 32 & 1) == 0 && !waits(thread)) resume(thread);
       while (!bulk_copies.empty() && random_() % 2 == 0) copy(random_() % bulk_copies.size());
       left = static_cast<int>(std::count(ended_, ended_ + BLOCK_THREADS, false));
       quiet = events == before && bulk_copies.empty() ? quiet + 1 : 0;
@@ -38,7 +39,17 @@ class Block {
     return true;
   }
 
-  static void leave() { swapcontext(&running_->threads_[current], &running_->scheduler_); }
+  static void leave() {
+    if (_setjmp(running_->threads_[current].context) == 0) _longjmp(running_->scheduler_, 1);
+  }
+  // Returns once `number` has changed; until then the thread is not resumed.
+  static void leave_until_changed(const long& number) {
+    Thread& thread = running_->threads_[current];
+    thread.awaited = &number;
+    thread.before = number;
+    while (number == thread.before) leave();
+    thread.awaited = nullptr;
+  }
 
  private:
   static constexpr size_t STACK_BYTES = 128 << 10;
@@ -49,6 +60,15 @@ class Block {
   static constexpr int MAX_QUIET_ROUNDS = 400;
 #endif
 
+  // A switch by setjmp and longjmp needs no system call, which one of ucontext does; that begins a thread.
+  struct Thread {
+    jmp_buf context;
+    ucontext_t begin;
+    bool begun;
+    const long* awaited;
+    long before;
+  };
+
   static void enter() {
     running_->kernel_();
     running_->ended_[current] = true;
@@ -56,16 +76,24 @@ class Block {
     leave();
   }
   void start(int thread) {
-    ended_[thread] = false;
-    getcontext(&threads_[thread]);
-    threads_[thread].uc_stack.ss_sp = &stacks_[thread * STACK_BYTES];
-    threads_[thread].uc_stack.ss_size = STACK_BYTES;
-    threads_[thread].uc_link = &scheduler_;
-    makecontext(&threads_[thread], enter, 0);
+    ended_[thread] = threads_[thread].begun = false;
+    threads_[thread].awaited = nullptr;
+  }
+  bool waits(int thread) const {
+    const long* awaited = threads_[thread].awaited;
+    return awaited != nullptr && *awaited == threads_[thread].before;
   }
   void resume(int thread) {
+    Thread& resumed = threads_[thread];
     current = thread;
-    swapcontext(&scheduler_, &threads_[thread]);
+    if (_setjmp(scheduler_) != 0) return;
+    if (resumed.begun) _longjmp(resumed.context, 1);
+    resumed.begun = true;
+    getcontext(&resumed.begin);
+    resumed.begin.uc_stack.ss_sp = &stacks_[thread * STACK_BYTES];
+    resumed.begin.uc_stack.ss_size = STACK_BYTES;
+    makecontext(&resumed.begin, enter, 0);
+    setcontext(&resumed.begin);
   }
   static void copy(size_t number) {
     using namespace mla::sm_90;
@@ -78,9 +106,10 @@ class Block {
   std::mt19937 random_;
   std::vector<char> stacks_;
   void (*kernel_)() = nullptr;
-  ucontext_t scheduler_;
-  ucontext_t threads_[BLOCK_THREADS];
+  jmp_buf scheduler_;
+  Thread threads_[BLOCK_THREADS];
   bool ended_[BLOCK_THREADS];
 };
 
 inline void yield() { Block::leave(); }
+inline void yield_until_changed(const long& number) { Block::leave_until_changed(number); }

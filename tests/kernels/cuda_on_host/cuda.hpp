@@ -43,8 +43,9 @@ struct CurrentThread {
 };
 inline struct { CurrentThread x; } threadIdx;
 
-void yield();           // another thread runs
-inline long events = 0;  // anything that a waiting thread may have waited for
+void yield();                                 // another thread runs
+void yield_until_changed(const long& number);  // others run until it is another number
+inline long events = 0;                        // anything that a waiting thread may have waited for
 [[noreturn]] inline void fail(const char* what, long number) {
   std::printf("thread %d: %s %ld\n", current, what, number);
   std::exit(2);
@@ -74,8 +75,9 @@ inline const uint64_t* meet(Meeting& meeting, int threads, uint64_t value) {
     meeting.count = 0;
     ++meeting.number;
     ++events;
+  } else {
+    yield_until_changed(meeting.number);
   }
-  while (meeting.number == number) yield();
   return meeting.values[number % 2];
 }
 inline const uint64_t* meet_warp(uint64_t value) { return meet(warps[current / 32], 32, value); }
@@ -108,13 +110,13 @@ inline void __threadfence() {}
 inline void __syncthreads() {
   static int count = 0;
   static long number = 0;
-  const long before = number;
   if (++count == BLOCK_THREADS) {
     count = 0;
     ++number;
     ++events;
+  } else {
+    yield_until_changed(number);
   }
-  while (number == before) yield();
 }
 
 template <class T>
@@ -153,8 +155,8 @@ inline uint16_t float_to_bf16(float value) {
 inline float fp16_to_float(uint16_t bits) {
   const int exponent = bits >> 10 & 31, fraction = bits & 1023;
   const float size = exponent == 31  ? (fraction ? NAN : INFINITY)
-                     : exponent == 0 ? std::ldexp(static_cast<float>(fraction), -24)
-                                     : std::ldexp(static_cast<float>(1024 + fraction), exponent - 25);
+                     : exponent == 0 ? static_cast<float>(fraction) * 0x1p-24f
+                                     : bits_to_float((exponent + 112) << 23 | fraction << 13);
   return bits >> 15 ? -size : size;
 }
 inline uint16_t float_to_fp16(float value) {

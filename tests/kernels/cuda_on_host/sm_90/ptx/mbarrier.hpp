@@ -68,8 +68,9 @@ inline bool at_named_barrier(int id, int threads, bool any) {
     ++barrier.number;
     barrier.any[barrier.number % 2] = false;
     ++events;
+  } else {
+    yield_until_changed(barrier.number);
   }
-  while (barrier.number == number) yield();
   return barrier.any[number % 2];
 }
 template <int ID, int THREADS>

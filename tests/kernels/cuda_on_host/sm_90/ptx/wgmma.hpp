@@ -16,19 +16,16 @@ template <int N>
 void pin_accumulator(float (&)[N]) {}
 
 template <class T>
-constexpr auto TO_FLOAT = T::is_bf16 ? bf16_to_float : fp16_to_float;
-
-template <class T>
 void qk_mma(float (&acc)[16], uint64_t a, uint64_t b, bool add) {
-  products[current].open.push_back({acc, nullptr, {a, false}, {b, false}, add, 32, TO_FLOAT<T>});
+  products[current].open.push_back({acc, nullptr, {a, false}, {b, false}, add, 32, execute<T>});
 }
 template <class T>
 void qk_mma(float (&acc)[16], const uint32_t* a, uint64_t b, bool add) {
-  products[current].open.push_back({acc, a, {}, {b, false}, add, 32, TO_FLOAT<T>});
+  products[current].open.push_back({acc, a, {}, {b, false}, add, 32, execute<T>});
 }
 template <class T, int VALUES>
 void pv_mma(float (&acc)[VALUES], uint64_t a, uint64_t b, bool add) {
-  products[current].open.push_back({acc, nullptr, {a, false}, {b, true}, add, 2 * VALUES, TO_FLOAT<T>});
+  products[current].open.push_back({acc, nullptr, {a, false}, {b, true}, add, 2 * VALUES, execute<T>});
 }
 
 }  // namespace mla::sm_90

@@ -20,23 +20,31 @@ struct Operand {
   uint64_t descriptor;
   bool contiguous_across;  // as V is; else along k
 
-  uint16_t at(int across, int k) const {
+  // The 16 values along k of one row or column. Eight that follow each other in memory are aligned by 16 bytes, below
+  // which a swizzle exchanges nothing.
+  void read(int across, uint16_t (&values)[16]) const {
     const uint32_t start = (descriptor & 0x3FFF) << 4, leading = (descriptor >> 16 & 0x3FFF) << 4,
                    stride = (descriptor >> 32 & 0x3FFF) << 4;
-    uint32_t place;
     if (contiguous_across) {
-      place = start + across / 64 * leading + k / 8 * stride + k % 8 * 128 + across % 64 * 2;
-      place ^= (place >> 7 & 7) << 4;
-    } else if (static_cast<Swizzle>(descriptor >> 62) == Swizzle::none) {
-      place = start + across / 8 * stride + k / 8 * leading + across % 8 * 16 + k % 8 * 2;
-    } else {
-      const bool wide = static_cast<Swizzle>(descriptor >> 62) == Swizzle::bytes128;
-      place = start + across / 8 * stride + across % 8 * (wide ? 128 : 64) + k * 2;
-      place ^= (place >> 7 & (wide ? 7 : 3)) << 4;
+      for (int k = 0; k < 16; ++k) {
+        uint32_t place = start + across / 64 * leading + k / 8 * stride + k % 8 * 128 + across % 64 * 2;
+        place ^= (place >> 7 & 7) << 4;
+        std::memcpy(&values[k], shared_at(place, 2), 2);
+      }
+      return;
     }
-    uint16_t bits;
-    std::memcpy(&bits, shared_at(place, 2), 2);
-    return bits;
+    const Swizzle swizzle = static_cast<Swizzle>(descriptor >> 62);
+    for (int k = 0; k < 16; k += 8) {
+      uint32_t place = start + across / 8 * stride;
+      if (swizzle == Swizzle::none) {
+        place += k / 8 * leading + across % 8 * 16;
+      } else {
+        const bool wide = swizzle == Swizzle::bytes128;
+        place += across % 8 * (wide ? 128 : 64) + k * 2;
+        place ^= (place >> 7 & (wide ? 7 : 3)) << 4;
+      }
+      std::memcpy(&values[k], shared_at(place, 16), 16);
+    }
   }
 };
 
@@ -46,7 +54,7 @@ struct Product {
   Operand a, b;
   bool add;
   int columns;
-  float (*to_float)(uint16_t);
+  void (*execute)(const Product&, int group, int index);
 };
 struct Products {
   std::vector<Product> open;
@@ -54,26 +62,35 @@ struct Products {
 };
 inline Products products[BLOCK_THREADS];
 
-// This lane's part of a product: registers of the first operand's rows are spread over the quad.
-inline void execute(const Product& product, int group, int index) {
+// This lane's part of a product of type T: registers of the first operand's rows are spread over the quad.
+template <class T>
+void execute(const Product& product, int group, int index) {
+  const auto to_float = [](uint16_t bits) { return T::is_bf16 ? bf16_to_float(bits) : fp16_to_float(bits); };
   const int quad = current / 4 * 4, row = current % 128 / 32 * 16 + current % 32 / 4;
+  uint16_t bits[16];
   float rows[2][16];
-  for (int k = 0; k < 16; ++k)
-    for (int half = 0; half < 2; ++half) {
-      if (product.registers == nullptr) {
-        rows[half][k] = product.to_float(product.a.at(row + 8 * half, k));
-      } else {
+  for (int half = 0; half < 2; ++half) {
+    if (product.registers == nullptr) product.a.read(row + 8 * half, bits);
+    for (int k = 0; k < 16; ++k) {
+      if (product.registers != nullptr) {
         const Product& other = products[quad + k % 8 / 2].groups[group][index];
         if (other.b.descriptor != product.b.descriptor) fail("lanes disagree on a descriptor", index);
-        rows[half][k] = product.to_float(static_cast<uint16_t>(other.registers[k / 8 * 2 + half] >> 16 * (k % 2)));
+        bits[k] = static_cast<uint16_t>(other.registers[k / 8 * 2 + half] >> 16 * (k % 2));
       }
+      rows[half][k] = to_float(bits[k]);
     }
-  for (int i = 0; i < product.columns / 2; ++i) {
-    const int column = i / 4 * 8 + current % 4 * 2 + i % 2;
-    float sum = product.add ? product.acc[i] : 0.0f;
-    for (int k = 0; k < 16; ++k) sum += rows[i / 2 % 2][k] * product.to_float(product.b.at(column, k));
-    product.acc[i] = sum;
   }
+  for (int i = 0; i < product.columns / 2; i += 4)
+    for (int c = 0; c < 2; ++c) {
+      product.b.read(i / 4 * 8 + current % 4 * 2 + c, bits);
+      float sums[2];
+      for (int half = 0; half < 2; ++half) sums[half] = product.add ? product.acc[i + 2 * half + c] : 0.0f;
+      for (int k = 0; k < 16; ++k) {
+        const float value = to_float(bits[k]);
+        for (int half = 0; half < 2; ++half) sums[half] += rows[half][k] * value;
+      }
+      for (int half = 0; half < 2; ++half) product.acc[i + 2 * half + c] = sums[half];
+    }
 }
 
 inline void commit_products() {
@@ -87,7 +104,7 @@ inline void wait_for_products(int pending) {
   auto& groups = products[current].groups;
   const int ended = max(0, static_cast<int>(groups.size()) - pending);
   for (int group = 0; group < ended; ++group)
-    for (size_t i = 0; i < groups[group].size(); ++i) execute(groups[group][i], group, static_cast<int>(i));
+    for (size_t i = 0; i < groups[group].size(); ++i) groups[group][i].execute(groups[group][i], group, static_cast<int>(i));
   __syncwarp();
   groups.erase(groups.begin(), groups.begin() + ended);
   __syncwarp();

@@ -7,11 +7,11 @@ namespace mla::sm_90 {
 
 template <class T, int REGS>
 void mma_rs(float (&acc)[REGS], const uint32_t (&a)[4], uint64_t b, bool add) {
-  products[current].open.push_back({acc, a, {}, {b, false}, add, REGS * 2, TO_FLOAT<T>});
+  products[current].open.push_back({acc, a, {}, {b, false}, add, REGS * 2, execute<T>});
 }
 template <int REGS>
 void mma_ss(float (&acc)[REGS], uint64_t a, uint64_t b, bool add) {
-  products[current].open.push_back({acc, nullptr, {a, false}, {b, false}, add, REGS * 2, bf16_to_float});
+  products[current].open.push_back({acc, nullptr, {a, false}, {b, false}, add, REGS * 2, execute<bf16>});
 }
 
 }  // namespace mla::sm_90
