@@ -31,44 +31,45 @@ static Narrow selected_format(i64 code) {
 }
 static int bits_of(Narrow f) { return 1 + NARROW[f].exponent_bits + NARROW[f].mantissa_bits; }
 
-// Elements of one lane, widened to double: `count` of them from consecutive registers.
-static void read_lane(Wave& wave, const Inst& in, const Operand& op, Element type, i64 format, int lane, int count,
-                      double* out) {
-  u32 w[16] = {};
-  for (int i = 0; i < op.count && i < 16; i++) w[i] = op.kind == VECTOR ? wave.v[op.index + i][lane] : u32(op.literal);
+// Element `i` of an operand in COUNT lanes from `first`, widened to double. A loop over lanes is one over words that
+// follow each other.
+template <int COUNT>
+static void read_element(const Wave& wave, const Inst& in, const Operand& op, Element type, i64 format, int i,
+                         int first, double* out) {
+  auto word_of = [&](int index, int lane) { return wave.v[op.index + index][first + lane]; };
   switch (type) {
     case BF16:
-      for (int i = 0; i < count; i++) out[i] = bf16_to_float(u16(w[i / 2] >> (16 * (i % 2))));
+      for (int l = 0; l < COUNT; l++) out[l] = bf16_to_float(u16(word_of(i / 2, l) >> (16 * (i % 2))));
       break;
     case F16:
-      for (int i = 0; i < count; i++) out[i] = half_to_float(u16(w[i / 2] >> (16 * (i % 2))));
+      for (int l = 0; l < COUNT; l++) out[l] = half_to_float(u16(word_of(i / 2, l) >> (16 * (i % 2))));
       break;
     case F32:
-      for (int i = 0; i < count; i++) out[i] = real(w[i]);
+      for (int l = 0; l < COUNT; l++) out[l] = real(word_of(i, l));
       break;
     case XF32:  // ten mantissa bits of the f32
-      for (int i = 0; i < count; i++) out[i] = real(w[i] & 0xffffe000);
+      for (int l = 0; l < COUNT; l++) out[l] = real(word_of(i, l) & 0xffffe000);
       break;
     case I8:
-      for (int i = 0; i < count; i++) out[i] = i8(w[i / 4] >> (8 * (i % 4)));
+      for (int l = 0; l < COUNT; l++) out[l] = i8(word_of(i / 4, l) >> (8 * (i % 4)));
       break;
     case F64:
-      for (int i = 0; i < count; i++) out[i] = bit_cast<double>(u64(w[2 * i + 1]) << 32 | w[2 * i]);
+      for (int l = 0; l < COUNT; l++)
+        out[l] = bit_cast<double>(u64(word_of(2 * i + 1, l)) << 32 | word_of(2 * i, l));
       break;
     case FP8:
     case BF8: {
       const float* table = narrow_values(eight_bit(in, type == BF8));
-      for (int i = 0; i < count; i++) out[i] = table[w[i / 4] >> (8 * (i % 4)) & 255];
+      for (int l = 0; l < COUNT; l++) out[l] = table[word_of(i / 4, l) >> (8 * (i % 4)) & 255];
       break;
     }
     case F8F6F4: {
       Narrow narrow = selected_format(format);
       const float* table = narrow_values(narrow);
-      int width = bits_of(narrow);
-      for (int i = 0; i < count; i++) {
-        int at = i * width;
-        u64 two = u64(w[at / 32 + 1]) << 32 | w[at / 32];
-        out[i] = table[u32(two >> (at % 32)) & ((1u << width) - 1)];
+      int width = bits_of(narrow), at = i * width, end = (at + width - 1) / 32;
+      for (int l = 0; l < COUNT; l++) {
+        u64 two = u64(word_of(end, l)) << 32 | word_of(at / 32, l);
+        out[l] = table[u32(two >> (at % 32)) & ((1u << width) - 1)];
       }
       break;
     }
@@ -90,10 +91,10 @@ static int depth_of(Element type, i64 format, int group, int i, int own, int k_s
 static int result_row(int size, int lane, int i) { return 4 * (lane / size) + i % 4 + 8 * (i / 4); }
 
 template <int SIZE>
-static void multiply(double (*a)[128], double (*b)[SIZE], double (*d)[SIZE], int k_size) {
+static void multiply(double (*a)[SIZE], double (*b)[SIZE], double (*d)[SIZE], int k_size) {
   for (int m = 0; m < SIZE; m++)
     for (int k = 0; k < k_size; k++) {
-      double x = a[m][k];
+      double x = a[k][m];
       for (int n = 0; n < SIZE; n++) d[m][n] += x * b[k][n];
     }
 }
@@ -102,27 +103,25 @@ template <int SIZE>
 static void matrix(Wave& wave, const Inst& in) {
   Shape shape = unpack(in.opcode->aux);
   if (wave.exec != ALL_LANES) report(wave, found_partial_exec_matrix, ~wave.exec, 0, 0);
-  alignas(64) double a[SIZE][128];
+  alignas(64) double a[128][SIZE];  // both by depth
   alignas(64) double b[128][SIZE];
   alignas(64) double d[SIZE][SIZE];
   int groups = LANES / SIZE, own = shape.k / groups, results = SIZE * SIZE / LANES;
   i64 select = in.mod[mod_op_sel] | (in.mod[mod_has_op_sel_hi] ? in.mod[mod_op_sel_hi] : 7)
                                         << 8;  // two bits pick a scale byte
-  for (int lane = 0; lane < LANES; lane++) {
-    double av[64], bv[64];
-    read_lane(wave, in, in.op[1], shape.a, in.mod[mod_cbsz], lane, own, av);
-    read_lane(wave, in, in.op[2], shape.b, in.mod[mod_blgp], lane, own, bv);
-    int line = lane % SIZE, group = lane / SIZE;
+  i64 of_a = in.mod[mod_cbsz], of_b = in.mod[mod_blgp];
+  for (int group = 0; group < groups; group++)
     for (int i = 0; i < own; i++) {
-      a[line][depth_of(shape.a, in.mod[mod_cbsz], group, i, own, shape.k)] = av[i];
-      b[depth_of(shape.b, in.mod[mod_blgp], group, i, own, shape.k)][line] = bv[i];
+      double* rows = a[depth_of(shape.a, of_a, group, i, own, shape.k)];
+      double* columns = b[depth_of(shape.b, of_b, group, i, own, shape.k)];
+      read_element<SIZE>(wave, in, in.op[1], shape.a, of_a, i, group * SIZE, rows);
+      read_element<SIZE>(wave, in, in.op[2], shape.b, of_b, i, group * SIZE, columns);
     }
-  }
   for (int lane = 0; shape.scaled && lane < LANES; lane++) {
     double sa = block_scale(wave, in.op[4], int((select & 1) | (select >> 8 & 1) << 1), lane);
     double sb = block_scale(wave, in.op[5], int((select >> 1 & 1) | (select >> 9 & 1) << 1), lane);
     for (int k = lane / SIZE * 32; k < lane / SIZE * 32 + 32; k++) {
-      a[lane % SIZE][k] *= sa;
+      a[k][lane % SIZE] *= sa;
       b[k][lane % SIZE] *= sb;
     }
   }
@@ -147,10 +146,10 @@ static void matrix(Wave& wave, const Inst& in) {
 // 16x16x4 f64: one double per lane and operand, four result rows spread over the lane groups.
 static void matrix_f64(Wave& wave, const Inst& in) {
   if (wave.exec != ALL_LANES) report(wave, found_partial_exec_matrix, ~wave.exec, 0, 0);
-  double a[16][4], b[4][16], d[16][16];
-  for (int lane = 0; lane < LANES; lane++) {
-    read_lane(wave, in, in.op[1], F64, 0, lane, 1, &a[lane % 16][lane / 16]);
-    read_lane(wave, in, in.op[2], F64, 0, lane, 1, &b[lane / 16][lane % 16]);
+  double a[4][16], b[4][16], d[16][16];
+  for (int group = 0; group < 4; group++) {
+    read_element<16>(wave, in, in.op[1], F64, 0, 0, group * 16, a[group]);
+    read_element<16>(wave, in, in.op[2], F64, 0, 0, group * 16, b[group]);
   }
   const Operand& c = in.op[3];
   for (int lane = 0; lane < LANES; lane++)
@@ -160,7 +159,7 @@ static void matrix_f64(Wave& wave, const Inst& in) {
     }
   for (int m = 0; m < 16; m++)
     for (int n = 0; n < 16; n++)
-      for (int k = 0; k < 4; k++) d[m][n] = fma(a[m][k], b[k][n], d[m][n]);
+      for (int k = 0; k < 4; k++) d[m][n] = fma(a[k][m], b[k][n], d[m][n]);
   for (int lane = 0; lane < LANES; lane++)
     for (int i = 0; i < 4; i++) {
       u64 w = bit_cast<u64>(d[4 * i + lane / 16][lane % 16]);
@@ -198,6 +197,7 @@ static const char* prepare(Inst& in) {
   if (selects && (in.mod[mod_cbsz] > 4 || in.mod[mod_blgp] > 4))
     return "cbsz and blgp select one of five formats, 0 to 4";
   if (in.operands != (shape.scaled ? 6 : 4)) return "wrong number of operands for a matrix instruction";
+  if (in.op[1].kind != VECTOR || in.op[2].kind != VECTOR) return "A and B are vector registers";
   if (in.op[1].count != registers_for(shape, shape.a, in.mod[mod_cbsz])) return "wrong number of registers for A";
   if (in.op[2].count != registers_for(shape, shape.b, in.mod[mod_blgp])) return "wrong number of registers for B";
   int results = shape.size * shape.size / LANES * (shape.a == F64 ? 2 : 1);
