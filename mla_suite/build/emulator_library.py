@@ -15,11 +15,12 @@ from mla_suite.build.notes import Note
 
 SOURCES = CSRC / "emulator"
 
+TARGET = "x86_64-linux-gnu.2.28"
 # -nostdlib++: zig would otherwise build libc++ from source, a minute and a half. glibc 2.28 is manylinux_2_28's.
 # -ffp-contract=off: the same bits on every CPU.
 FLAGS = (
     *("-x", "c++", "-nostdlib++", "-fno-exceptions", "-fno-rtti", "-O3", "-g0", "-std=c++17", "-shared", "-fPIC"),
-    *("-target", "x86_64-linux-gnu.2.28", "-fvisibility=hidden", "-fno-strict-aliasing", "-ffp-contract=off", "-Wall"),
+    *("-target", TARGET, "-fvisibility=hidden", "-fno-strict-aliasing", "-ffp-contract=off", "-Wall"),
 )
 
 

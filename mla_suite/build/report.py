@@ -6,6 +6,7 @@ launch bounds in the cubin. Counts of the main loop are static: both sides of a 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import struct
@@ -83,6 +84,7 @@ _CLASSES = (
 _ENCODING = re.compile(r"_(e32|e64|dpp|sdwa)$")
 
 
+@functools.cache
 def classify(opcode: str) -> str:
     """The class an instruction is counted under: matrix, LDS and memory instructions by name, the rest in groups."""
     opcode = _ENCODING.sub("", opcode)
@@ -94,18 +96,20 @@ def classify(opcode: str) -> str:
     return opcode
 
 
-def loop_of(lines: list[str]) -> Loop | None:
+_LABEL_OR_CODE = re.compile(r"^(?:([.\w$]+):|[ \t]+(\w[^;\n]*))", re.M)  # neither directives nor comments
+
+
+def loop_of(body: str) -> Loop | None:
     """The main loop of a kernel's body: most matrix instructions first, then most instructions.
 
     A loop that only wraps another (at least half of its work is in that one) gives way to it.
     """
     code: list[str] = []
     labels: dict[str, int] = {}
-    for line in lines:
-        text = line.split(";")[0].strip()
-        if re.fullmatch(r"[.\w$]+:", text):
-            labels[text[:-1]] = len(code)
-        elif text and not text.startswith("."):
+    for label, text in _LABEL_OR_CODE.findall(body):
+        if label:
+            labels[label] = len(code)
+        else:
             code.append(text)
     ends: dict[int, int] = {}  # a loop with two branches back to its head ends at the later one
     for index, text in enumerate(code):
@@ -136,13 +140,14 @@ def loop_of(lines: list[str]) -> Loop | None:
 
 def read_assembly(text: str, symbol: str) -> Resources:
     """Resources of kernel `symbol` in clang's AMDGPU assembly. BuildError when the text does not define it."""
-    body = re.search(rf"^{re.escape(symbol)}:[^\n]*\n(.*?)^\.Lfunc_end\d+:", text, re.M | re.S)
+    begin = text.find(f"\n{symbol}:")
+    end = text.find("\n.Lfunc_end", begin)
     # Metadata keys are sorted, so the kernel's own name stands in the middle of its entry.
     entries = re.split(r"^  - (?=\.)", text[text.find(".amdgpu_metadata") :], flags=re.M)[1:]
     entry = next((part for part in entries if re.search(rf"^ +\.name: +{re.escape(symbol)}$", part, re.M)), None)
-    if body is None or entry is None:
+    if begin < 0 or end < 0 or entry is None:
         raise BuildError(f"the assembly defines no kernel {symbol}; name the entry MLA_SUITE_KERNEL")
-    comments = text[body.end() :]
+    comments = text[end:]
 
     def stated(name: str) -> int:
         found = re.search(rf"^; {name}\s*[:=] (\d+)", comments, re.M)
@@ -173,7 +178,7 @@ def read_assembly(text: str, symbol: str) -> Resources:
         scalar_spills=metadata("sgpr_spill_count"),
         code_bytes=stated("codeLenInByte"),
         params=int(by_value[0][1]),
-        loop=loop_of(body.group(1).splitlines()),
+        loop=loop_of(text[begin:end]),
     )
 
 
