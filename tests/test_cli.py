@@ -131,6 +131,13 @@ def test_explain_says_where_there_are_no_launches(capsys: pytest.CaptureFixture[
     assert "no launches to show: reference serves it" in capsys.readouterr().out
 
 
+@pytest.fixture
+def not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of a demo's time is Inductor's; CI runs the command as users do, compiled."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+
+
+@pytest.mark.usefixtures("not_compiled")
 def test_demo_reports_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--json", "--tokens", "4", "--layers", "1"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -141,6 +148,7 @@ def test_demo_reports_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["backends"]["decode"].startswith("decode on cpu -> reference")
 
 
+@pytest.mark.usefixtures("not_compiled")
 def test_demo_fails_where_results_differ_too_much(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

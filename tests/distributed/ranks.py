@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable
@@ -24,8 +25,13 @@ def on_ranks(
     timeout_s  of the process group; it begins when every rank has started, however long that took
     on_gpus    NCCL with a GPU for each rank, the current one of its process, instead of gloo
     """
+    # Importing torch takes longer than most tests do, and ranks that fork from a server have what it imported.
+    multiprocessing.set_forkserver_preload(["torch.distributed", "mla_suite.distributed", "mla_suite.models", "pytest"])
+    how = "spawn" if on_gpus else "forkserver"
     with tempfile.TemporaryDirectory() as folder:
-        processes.spawn(_member, (world, folder, timeout_s, on_gpus, function, arguments), nprocs=world)
+        processes.start_processes(
+            _member, (world, folder, timeout_s, on_gpus, function, arguments), nprocs=world, start_method=how
+        )
 
 
 def _member(

@@ -70,14 +70,14 @@ def combine(partial_out, partial_lse, split_indptr=None, attn_sink=None, **argum
     return outputs[0], outputs[1]
 
 
-CASES = list(enumerate(cover(20_000)))
+CASES = list(enumerate(cover(5_000)))
 
 
 @pytest.mark.parametrize(("index", "case"), CASES, ids=[f"s{s}-h{h}-t{t}" for _, (s, h, t) in CASES])
 def test_pairs_of_splits_heads_and_tokens(index, case):
     splits, heads, tokens = case
     name = ARCHS[index % 2]
-    head_dim_v = 512 if index % 3 and splits * heads * tokens < 12_000 else 128
+    head_dim_v = 512 if index % 3 else 128
     out_dtype = DTYPES[index // 2 % 3]
     require_built(name, config.unaligned(archs.get(name), head_dim_v).instance)
     out, lse = partials(tokens * splits, heads, head_dim_v)
