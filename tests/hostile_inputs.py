@@ -81,14 +81,14 @@ def hostile(args, window_left=-1):
 
 
 def poisoned(name, pages, page, used, seed, head_dim=None, padded=True, spread=0):
-    """A cache of random rows at the slots `used`; every other byte is 0xff, which reads as NaN in every kv_format.
+    """A cache of random rows at the slots `used`; every other byte is one that reads as NaN in the kv_format.
 
     Rows are scaled by up to 2^+-spread. `head_dim` is the width of dense rows, where that is not the format's own.
     """
     one = get_kv_format(name)
     one = one.sized(head_dim, 0) if head_dim is not None and one.dense else one
     cache = caches.empty(one, pages, page, padded=padded)
-    raw(cache).fill_(0xFF)
+    raw(cache).fill_(0x80 if one.encodings == {"e4m3fnuz"} else 0xFF)
     slots = torch.tensor(sorted(used), dtype=torch.int64)
     rows = torch.randn(len(slots), one.head_dim, generator=torch.Generator().manual_seed(seed))
     if spread:

@@ -70,7 +70,8 @@ def test_no_configuration_is_tested_for_its_type(name):
 
 
 @pytest.mark.parametrize(
-    "part", ["mla_suite/archs/attention.py", "mla_suite/archs/combine.py", "mla_suite/archs/cdna/"]
+    "part",
+    [f"mla_suite/archs/{part}" for part in ("attention.py", "sparse_attention.py", "combine.py", "cdna/")],
 )
 def test_shared_code_tests_no_configuration_for_its_type(part):
     """An arch's differences are its methods, within `archs/` too."""

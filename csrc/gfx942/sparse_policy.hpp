@@ -10,9 +10,10 @@
 
 namespace gfx942 {
 
-// As Policy, with results that are roundable: reciprocals of sums are their only factors.
+// As Policy, with results that are roundable: their factors are reciprocals of sums and a descale.
 struct SparsePolicy : Policy {
-  MLA_DEVICE static float reciprocal(float x) { return cdna::roundable(Policy::reciprocal(x)); }
+  MLA_DEVICE static float factor(float x) { return cdna::roundable(x); }
+  MLA_DEVICE static float reciprocal(float x) { return factor(Policy::reciprocal(x)); }
 };
 
 // How products are rounded to bf16. Those of a power of two have no more than four significant bits.

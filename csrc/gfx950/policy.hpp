@@ -19,6 +19,9 @@ struct Policy : cdna::Elementary {
     return pack<Element>(low, high);
   }
 
+  // Returns a factor of results as `pack` takes it, which keeps every NaN.
+  MLA_DEVICE static float factor(float x) { return x; }
+
   // Packs the residuals of two roundings.
   template <class Element>
   MLA_DEVICE static uint32_t pack_residual(float low, float high) {

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from decode_grid import CPU, assert_within_bound, chosen, decode, made_hostile
-from sparse_problems import MODES, attend, exact, in_mode, problem
+from sparse_problems import MODES, attend, exact, in_mode, problem, with_descales
 
 from mla_suite import archs, emulator
 from mla_suite.archs.cdna.decode import FP8_KV_FORMATS, FP8_QUERIES
 from mla_suite.launch import scratch
+from mla_suite.ops.decode import Q_FP8
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode, fp8_weights_bound, poison
 
@@ -24,8 +25,8 @@ ORDERS = ("forward", "reverse", "shuffle:1", "shuffle:2")
 """In which workgroups run."""
 RECORDS = ((("dsv4",), 4), (("v32", "v32_pow2"), 2), (("v32_nope",), 2), (("v41", "v41_fp4"), 4), (("bf16",), 4))
 """KV formats that one sparse problem mixes, and its most pools."""
-FNUZ_RECORDS = {"fnuz": ((("dsv4_fnuz",), 4),), "ocp": ()}
-"""Those of archs that convert fp8 in this flavour."""
+FLAVOURED = {"fnuz": ((("dsv4_fnuz",), 4), (("fp8_fnuz",), 4)), "ocp": ((("fp8",), 4),)}
+"""Those of archs that convert fp8 in this flavour; the last are bare rows."""
 
 
 def length(draw: random.Random, most: int) -> int:
@@ -132,11 +133,15 @@ def _check(arch: str, seed: int, clean: Any, hostile: Any, kwargs: dict[str, Any
     _within(out, lse, exact_result, rounding, name)
 
 
-def sparse(arch: str, seed: int) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments of sparse_decode: repeated and absurd indices into one to four pools, NaN in what is not selected."""
+def sparse(arch: str, seed: int, bare: bool = False) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments of sparse_decode: repeated and absurd indices into one to four pools, NaN in what is not selected.
+
+    bare  over rows of per-tensor fp8 alone
+    """
     draw = random.Random(f"sparse {arch} {seed}")
     torch.manual_seed(seed)
-    mode, (formats, most_pools) = draw.choice(MODES), draw.choice(RECORDS + FNUZ_RECORDS[archs.get(arch).fp8])
+    flavoured = FLAVOURED[archs.get(arch).fp8]
+    mode, (formats, most_pools) = draw.choice(MODES), draw.choice(flavoured[-1:] if bare else RECORDS + flavoured)
     tokens = draw.choice((2, 4)) if mode == "mtp" else draw.randint(1, 5)
     heads = draw.choice((16, 64, 128, draw.randint(1, 128)))
     most = max(8, ROW_KEYS // (tokens * heads))
@@ -147,20 +152,23 @@ def sparse(arch: str, seed: int) -> tuple[list[Any], dict[str, Any]]:
         most -= pools[-1][-1]
     invalid = draw.choice((0.0, 0.2, 0.9))
     odd = any(page % 2 for _, _, page, _ in pools)  # unpadded pages of 584-byte records would not be aligned to 16
-    args, kwargs = problem(pools, tokens, heads, seed, invalid, padded=odd or draw.random() < 0.5)
+    padded, width = odd or draw.random() < 0.5, draw.choice((0, 512, 576))
+    args, kwargs = problem(pools, tokens, heads, seed, invalid, padded=padded, width=width)
     in_mode(mode, args, kwargs, seed)
     if draw.random() < 0.3:
         kwargs["softmax_scale"] = draw.choice((192**-0.5, -(192**-0.5), 0.0))
+    if formats == flavoured[-1][0] and draw.random() < 0.8:
+        args = with_descales(args, seed, draw.choice((torch.bfloat16, *Q_FP8)))
     return args, kwargs
 
 
-def check_sparse(arch: str, seed: int) -> None:
+def check_sparse(arch: str, seed: int, bare: bool = False) -> None:
     """One problem in the emulator that is active; against keys rounded to bf16, as v32 records are defined."""
-    args, kwargs = sparse(arch, seed)
+    args, kwargs = sparse(arch, seed, bare)
     poison(scratch.take(CPU, 1 << 20))
     with emulator.configured(order=ORDERS[seed % len(ORDERS)]):
         out, lse = attend(args, kwargs)
-    _within(out, lse, exact(*args, **kwargs), 2.0**-8, f"random_problems.sparse({arch!r}, {seed})")
+    _within(out, lse, exact(*args, **kwargs), 2.0**-8, f"random_problems.sparse({arch!r}, {seed}, {bare})")
 
 
 def _within(out: torch.Tensor, lse: torch.Tensor, exact_result: Any, rounding: float, name: str) -> None:

@@ -15,6 +15,7 @@ from mla_suite.core import dispatch
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
 from mla_suite.launch import current_arch
+from mla_suite.ops.decode import Q_FP8
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
 from mla_suite.testing import Exact, attention
 
@@ -33,11 +34,14 @@ def kind_of(name, width):
     return kind.sized(width, 0) if kind.dense else kind
 
 
-def problem(pools, tokens, heads, seed=0, invalid=0.2, padded=True, spread=2):
-    """Queries, poisoned caches and dense indices, some repeated, some absurd. pools: (kv_format, pages, page, topk)."""
+def problem(pools, tokens, heads, seed=0, invalid=0.2, padded=True, spread=2, width=0):
+    """Queries, poisoned caches and dense indices, some repeated, some absurd. pools: (kv_format, pages, page, topk).
+
+    width  values of dense rows; 0: 576 of up to two pools, else 512
+    """
     generator = torch.Generator().manual_seed(1000 + seed)
     widths = {get_kv_format(name).head_dim for name, *_ in pools if not get_kv_format(name).dense}
-    width = widths.pop() if widths else 512 if len(pools) > 2 else 576
+    width = widths.pop() if widths else width or (512 if len(pools) > 2 else 576)
     q = torch.randn(tokens, heads, width, generator=generator).bfloat16()
     kv_caches, indices = [], []
     for i, (name, pages, page, topk) in enumerate(pools):
@@ -61,6 +65,8 @@ def exact(
     lengths,
     sink,
     plan=None,
+    q_descale=None,
+    kv_descale=None,
     *,
     kv_formats,
     softmax_scale,
@@ -83,7 +89,11 @@ def exact(
             valid = chosen[(chosen >= 0) & (chosen < cache.shape[0] * cache.shape[1])].long()
             rows = caches.gather(kind_of(name, q.shape[-1]), cache, valid)
             keys.append(rows.bfloat16().float() if rounded else rows)
-        every = torch.cat(keys)
+        every, query = torch.cat(keys).double(), query.double()
+        if kv_descale is not None:
+            every *= kv_descale
+        if q_descale is not None:
+            query = query * q_descale
         found.append(
             attention(query, every, torch.ones(heads, len(every), dtype=torch.bool), softmax_scale, 512, sinks)
         )
@@ -129,13 +139,22 @@ FP8_POOLS = {
 }
 FNUZ_POOLS = {
     "v4 in fnuz": [("dsv4_fnuz", 2, 64, 70), ("dsv4_fnuz", 40, 2, 45)],
+    **{f"{what} in fnuz": [(f"{name}_fnuz", *sizes) for name, *sizes in pools] for what, pools in FP8_POOLS.items()},
 }
 
 
 def pools_of(arch):
     """Pools that the kernels of an arch read."""
     found = POOLS | SPLIT_V41_POOLS
-    return found | FNUZ_POOLS if ("dsv4_fnuz", 512) in CONFIGS[arch].records else found
+    return found | (FNUZ_POOLS if ("dsv4_fnuz", 512) in CONFIGS[arch].records else FP8_POOLS)
+
+
+def with_descales(args, seed, q_dtype=torch.bfloat16):
+    """The arguments of rows in per-tensor fp8, with a descale of theirs and, of queries in fp8, one of these."""
+    q, *others = args
+    generator = torch.Generator().manual_seed(seed)
+    kv_descale, q_descale = torch.rand(2, generator=generator) * 0.4 + 0.02
+    return [q.to(q_dtype), *others, q_descale.view(1) if q_dtype in Q_FP8 else None, kv_descale]
 
 
 MODES = ("one split", "splits and sink", "planned", "invariant", "ragged", "lengths and sink", "mtp")

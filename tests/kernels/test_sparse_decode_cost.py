@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_suite
 from mla_suite import archs, emulator
-from mla_suite.archs.attention import record_of
+from mla_suite.archs.sparse_attention import record_of
 from mla_suite.build import compilers, manifest
 from mla_suite.build.instances import instances
 from mla_suite.core.dispatch import Unsupported
@@ -138,8 +138,8 @@ def counted(arch, name, heads, keys):
 MFMA = {"gfx942": ("v_mfma_f32_16x16x16_bf16", 16), "gfx950": ("v_mfma_f32_16x16x32_bf16", 32)}
 """The matrix instruction, and how many values of a row it contracts."""
 DEQUANTISING = {
-    "gfx942": {"dsv4": 7, "dsv4_fnuz": 3, "v32": 11, "v41": 7, "v41_fp4": 6},
-    "gfx950": {"dsv4": 1, "v32": 3, "v32_nope": 3, "v41": 1, "v41_fp4": 3},
+    "gfx942": {"dsv4": 7, "dsv4_fnuz": 3, "v32": 11, "v41": 7, "v41_fp4": 6, "fp8_fnuz": 2},
+    "gfx950": {"dsv4": 1, "v32": 3, "v32_nope": 3, "v41": 1, "v41_fp4": 3, "fp8": 1},
 }
 """Vector instructions of two values."""
 COUNTS = [
@@ -153,6 +153,8 @@ COUNTS = [
     ("gfx942", "v41", 64, 528, 88, 42, "memory"),
     ("gfx942", "v41_fp4", 16, 288, 75, 29, "valu"),
     ("gfx942", "v41_fp4", 64, 288, 93, 42, "matrix"),
+    ("gfx942", "fp8_fnuz", 16, 576, 43, 31, "memory"),
+    ("gfx942", "fp8_fnuz", 64, 576, 66, 45, "memory"),
     ("gfx950", "dsv4", 16, 584, 27, 29, "memory"),
     ("gfx950", "dsv4", 64, 584, 49, 42, "memory"),
     ("gfx950", "dsv4", 128, 584, 75, 62, "matrix"),
@@ -162,6 +164,8 @@ COUNTS = [
     ("gfx950", "v41", 128, 528, 73, 62, "matrix"),
     ("gfx950", "v41_fp4", 16, 288, 44, 29, "lds"),
     ("gfx950", "v41_fp4", 128, 288, 92, 62, "matrix"),
+    ("gfx950", "fp8", 16, 576, 24, 31, "memory"),
+    ("gfx950", "fp8", 128, 576, 69, 67, "matrix"),
 ]
 
 
@@ -182,8 +186,10 @@ def test_counters(arch, name, heads, bytes_per_key, instructions, lds, limiter):
     assert exact_matrix <= mix[mfma] <= exact_matrix * rescored
     converted = sum(times for op, times in mix.items() if "_pk_" in op and ("fp8" in op or "fp4" in op))
     # A load of 16 bytes per lane covers 128 bytes of eight tokens, so 448 values convert as 512. gfx942 converts beside
-    # products without a branch, and so behind the last tile of 32 keys what the registers still hold.
-    assert converted == (keys + (32 if arch.name == "gfx942" else 0)) * 512 // 2 // 64
+    # products without a branch, and so behind the last tile of 32 keys what the registers still hold. Of bare rows all
+    # values convert, of records none of the rope part.
+    values = kind.head_dim if kind.per_tensor_descale else 512
+    assert converted == (keys + (32 if arch.name == "gfx942" else 0)) * values // 2 // 64
     assert report.instructions() <= instructions * keys
     assert report.lds_clocks() <= lds * keys
     bound = report.bound(arch)

@@ -18,7 +18,7 @@ from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
 
 EMULATED = sparse_runs.Machine(attend)
-RECORDS = ("dsv4", "dsv4_fnuz", "v32", "v32_nope", "v41", "v41_fp4", "bf16")
+RECORDS = ("dsv4", "dsv4_fnuz", "v32", "v32_nope", "v41", "v41_fp4", "fp8", "fp8_fnuz", "bf16")
 check = EMULATED.check
 
 

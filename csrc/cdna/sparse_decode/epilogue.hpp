@@ -14,7 +14,7 @@
 namespace cdna::sparse {
 
 // The target of one row: out and lse, or a row of the partial results. `scale` multiplies its accumulated output.
-template <class Policy>
+template <class Problem, class Policy>
 class SparseEpilogue {
  public:
   float scale;
@@ -37,6 +37,7 @@ class SparseEpilogue {
       out_ = reinterpret_cast<char*>(p.partial_out + at * mla::VALUE_DIM);
       lse_at_ = p.partial_lse + at;
     }
+    if constexpr (Problem::KvFormat::descaled) scale = Policy::factor(scale * mla::descale(p.kv_descale));
   }
 
   MLA_DEVICE void store_lse() const {

@@ -119,6 +119,7 @@ struct Dsv4Format {
   static constexpr int raw_registers = 21;
   static constexpr bool is_dequantised = true;
   static constexpr bool has_fp4 = false;
+  static constexpr bool descaled = false;
 
   struct Raw {
     u32x4 latent[4];  // half the lanes have none of the last
@@ -191,6 +192,7 @@ struct V32Format {
   static constexpr int raw_registers = 21;
   static constexpr bool is_dequantised = true;
   static constexpr bool has_fp4 = false;
+  static constexpr bool descaled = false;
 
   struct Raw {
     u32x4 latent[4];
@@ -245,6 +247,67 @@ struct V32Format {
   }
 };
 
+// Bare rows of fp8 in the arch's flavour: 512 values and, in rows of 576, 64 more. fp8 is exact in bf16, so scores and
+// results take the descale that all pools share, as in dense decode.
+template <class Convert, int qk_dim_>
+struct Fp8Format {
+  static constexpr int qk_dim = qk_dim_;
+  static constexpr bool separate_scales = false;
+  static constexpr int raw_registers = 18;
+  static constexpr bool is_dequantised = true;
+  static constexpr bool has_fp4 = false;
+  static constexpr bool descaled = true;
+
+  struct Raw {
+    u32x4 latent[4];
+    u32x2 rope;
+  };
+
+  MLA_DEVICE static uint64_t row_at(const SelectedToken& token) {
+    return token.page_at + token.in_page * static_cast<uint64_t>(qk_dim_);
+  }
+
+  MLA_DEVICE static void load_half(Raw&, uint64_t, const GatherLane&) {}
+  MLA_DEVICE static void load(Raw& raw, uint64_t row, uint64_t, const GatherLane& lane) {
+#pragma unroll
+    for (int m = 0; m < 4; ++m) raw.latent[m] = load_global<u32x4>(row + lane.piece() * 16 + m * 128);
+    if (has_rope) raw.rope = load_global<u32x2>(row + 512 + lane.slot() * 8);
+  }
+
+  static constexpr int pieces = qk_dim_ > 512 ? 5 : 4;
+  MLA_DEVICE static void store(int piece, const Raw& raw, uint32_t at, const GatherWriteMap& map) {
+    if (piece == 4) {
+      lds_write16(lds_pointer(at + map.whole + 8 * 1024), rope(raw));
+      __builtin_amdgcn_sched_barrier(0);
+    } else {
+      dequant_piece(raw.latent[piece], Convert{1.0f}, at + piece * 2048, map);
+    }
+  }
+
+  MLA_DEVICE static Slots converted(int piece, const Raw& raw) {
+    if (piece < 4) return Slots::dequantised(raw.latent[piece], Convert{1.0f});
+    __builtin_amdgcn_sched_barrier(0);  // or scores of 16 rows overlap others, a wait state too early (LLVM 22)
+    Slots slots{rope(raw), {}};
+    asm volatile("" : "+v"(slots.first));
+    return slots;
+  }
+  MLA_DEVICE static void write(const Slots (&converted)[pieces], uint32_t at, const GatherWriteMap& map) {
+#pragma unroll
+    for (int m = 0; m < 4; ++m) converted[m].write(at + m * 2048, map);
+    if constexpr (has_rope) lds_write16(lds_pointer(at + map.whole + 8 * 1024), converted[4].first);
+  }
+
+ private:
+  static constexpr bool has_rope = qk_dim_ > 512;
+
+  // The lane's slot of the last 64 values.
+  MLA_DEVICE static u32x4 rope(const Raw& raw) {
+    const Convert convert{1.0f};
+    const uint32_t a = raw.rope[0], b = raw.rope[1];
+    return u32x4{convert.low(a), convert.high(a), convert.low(b), convert.high(b)};
+  }
+};
+
 // Rows of bf16 as they are multiplied.
 template <int qk_dim_>
 struct Bf16Format {
@@ -254,6 +317,7 @@ struct Bf16Format {
   static constexpr int raw_registers = 4 * blocks;
   static constexpr bool is_dequantised = false;
   static constexpr bool has_fp4 = false;
+  static constexpr bool descaled = false;
 
   struct Raw {
     u32x4 block[blocks];

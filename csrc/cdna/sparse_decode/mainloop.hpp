@@ -13,6 +13,7 @@
 
 #include "cdna/common/accum_registers.hpp"
 #include "cdna/common/lds_copy.hpp"
+#include "cdna/common/score_scale.hpp"
 #include "cdna/sparse_decode/query.hpp"
 #include "cdna/sparse_decode/shared_storage.hpp"
 #include "cdna/sparse_decode/topk_lists.hpp"
@@ -45,7 +46,7 @@ class SparseMainloop {
         wave_(wave),
         row_group_(Partition::row_group_of(wave)),
         key_group_(wave % Partition::key_groups),
-        scale_(p.softmax_scale * mla::LOG2_E) {
+        scale_(scale_of(p)) {
     const Lane lane = Lane::current();
     const int key = Pv::first_key(lane);
     own_ = static_cast<uint32_t>(lane.index * 16);
@@ -150,6 +151,14 @@ class SparseMainloop {
   }
 
  private:
+  // Only bare rows have descales, and queries in fp8 come with them alone.
+  MLA_DEVICE static float scale_of(const mla::SparseDecodeParams& p) {
+    if constexpr (KvFormat::descaled)
+      return score_scale<KvFormat>(p);
+    else
+      return p.softmax_scale * mla::LOG2_E;
+  }
+
   // Says whether there are scores for this wave to compute.
   MLA_DEVICE bool scores_keys() const {
     return Partition::scoring_waves == Partition::waves || wave_ < Partition::scoring_waves;

@@ -14,8 +14,8 @@ struct DecodeTraits {
   using Producer = DequantProducer<typename Problem::KvFormat, Partition::keys, Partition::waves>;
   using Pv = PvMma<typename Problem::KvFormat, Partition, typename Producer::Tile>;
   using Mainloop = SparseMainloop<Problem, Policy, Partition, Producer, Pv>;
-  using Kernel =
-      SparseDecodeKernel<Problem, Policy, TileScheduler<SparseQueryTokens>, Producer, Mainloop, SparseEpilogue<Policy>>;
+  using Epilogue = SparseEpilogue<Problem, Policy>;
+  using Kernel = SparseDecodeKernel<Problem, Policy, TileScheduler<SparseQueryTokens>, Producer, Mainloop, Epilogue>;
 };
 
 }  // namespace cdna::sparse

@@ -13,6 +13,7 @@ struct V41Format {
   static constexpr int raw_registers = 18;
   static constexpr bool is_dequantised = true;
   static constexpr bool has_fp4 = false;
+  static constexpr bool descaled = false;
 
   struct Raw {
     u32x4 latent[4];
@@ -84,6 +85,7 @@ struct V41AnyFormat {
   static constexpr int raw_registers = Fp8::raw_registers;
   static constexpr bool is_dequantised = true;
   static constexpr bool has_fp4 = true;
+  static constexpr bool descaled = false;
 
   // Of 288 bytes, latent[m] has eight bytes in its first half, and scale[0] has scales 8 * part + 4 * half + 0..3.
   struct Raw : Fp8::Raw {

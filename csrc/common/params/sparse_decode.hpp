@@ -1,4 +1,4 @@
-// The parameters of a sparse_decode launch on gfx950.
+// The parameters of a sparse_decode launch on gfx942 or gfx950.
 #pragma once
 
 #include "common/device.hpp"
@@ -28,6 +28,8 @@ struct SparseDecodeParams {
   int32_t split_size;            // keys per split in the batch-invariant mode, else 0
   int32_t grid_stride;           // workgroups that walk the work list
   uint32_t fp4;                  // bit i: pool i holds V4.1's tokens of 288 bytes
+  const float* q_descale;        // [1], or null: 1. Of bare rows of fp8, like the next
+  const float* kv_descale;       // [1], or null: 1
 };
 
 }  // namespace mla

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from mla_suite.archs.attention import sparse_supports
 from mla_suite.archs.base import CommonKernels
 from mla_suite.archs.cdna import decode
 from mla_suite.archs.cdna.decode import MAX_ROWS, CdnaConfig
 from mla_suite.archs.cdna.sparse_decode import CdnaSparseConfig
+from mla_suite.archs.sparse_attention import sparse_supports
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.ops.combine import Problem as CombineProblem
 from mla_suite.ops.decode import Problem as DecodeProblem

@@ -9,20 +9,19 @@ from typing import ClassVar
 import torch
 
 from mla_suite.archs import ArchSpec, combine
-from mla_suite.archs.attention import (
-    SPARSE_INPUTS,
-    call_of,
-    combined,
+from mla_suite.archs.attention import SPARSE_INPUTS, call_of, combined
+from mla_suite.archs.combine import OUTPUTS
+from mla_suite.archs.sparse_attention import (
     fp4_pools,
     record_of,
     sparse_copies,
     sparse_numbers,
     sparse_pointers,
+    sparse_queries,
     sparse_shape,
     sparse_splits,
 )
-from mla_suite.archs.combine import OUTPUTS
-from mla_suite.launch.spec import CallSpec, Copy, LaunchSpec, Temporary
+from mla_suite.launch.spec import CallSpec, LaunchSpec, Temporary
 from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs
 
@@ -37,7 +36,7 @@ class CdnaSparseConfig:
     record  how a selected token is stored: a value of `records`
     rows    query rows (heads of one token) that a workgroup holds: one of `rows_of(record)`
 
-    A subclass names the arch that it belongs to, its records as `archs.attention.RECORDS` has them, and the
+    A subclass names the arch that it belongs to, its records as `archs.sparse_attention.RECORDS` has them, and the
     rows of its instances, fewest first.
     """
 
@@ -96,10 +95,9 @@ class CdnaSparseConfig:
         if out.numel() == 0:
             return CallSpec()
         shape = sparse_shape(args, out)
-        copies, temporaries = sparse_copies(args), list[Temporary]()
-        if args.softmax_scale < 0 or not shape.q.in_whole_vectors:
-            shape = shape._replace(q=shape.q.copied())
-            copies.append(Copy(SPARSE_INPUTS["q"], args.softmax_scale < 0))
+        temporaries = list[Temporary]()
+        shape, query_copies, query_notes = sparse_queries(args, shape, shape.q.in_whole_vectors)
+        copies = sparse_copies(args) + query_copies
         if not shape.out.in_whole_vectors:
             shape = shape._replace(out=shape.out.copied())
             temporaries.append(Temporary(OUTPUTS["out"]))
@@ -131,5 +129,5 @@ class CdnaSparseConfig:
             )
             wanted = LseLayout.contiguous(shape.heads), False
             merge = combined(chosen, args, shape, shape.out, wanted, splits.partials)
-        note = splits.note(shape, "query token")
-        return call_of(launch, merge, shape, slots, args.head_dim_v, copies, temporaries, (note,))
+        notes = [splits.note(shape, "query token"), *query_notes]
+        return call_of(launch, merge, shape, slots, args.head_dim_v, copies, temporaries, notes)

@@ -7,44 +7,39 @@ from functools import lru_cache
 
 import torch
 
-from mla_suite.archs import ArchSpec, attention
+from mla_suite.archs import ArchSpec, sparse_attention
 from mla_suite.archs import combine as combine_kernels
-from mla_suite.archs.attention import (
-    SPARSE_INPUTS,
-    Shape,
-    Splits,
-    call_of,
-    combined,
+from mla_suite.archs.attention import SPARSE_INPUTS, Shape, Splits, call_of, combined
+from mla_suite.archs.combine import OUTPUTS
+from mla_suite.archs.sm_90 import combine, tensor_maps
+from mla_suite.archs.sm_90.costs import max_splits, splits_worth_trying
+from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N, REGISTER_STEPS, block_bytes, groups_of, sparse_swap_ab_bytes
+from mla_suite.archs.sparse_attention import (
+    DESCALED,
     fp4_pools,
     record_of,
     sparse_copies,
     sparse_numbers,
     sparse_pointers,
+    sparse_queries,
     sparse_shape,
     sparse_splits,
     sparse_supports,
 )
-from mla_suite.archs.combine import OUTPUTS
-from mla_suite.archs.sm_90 import combine, tensor_maps
-from mla_suite.archs.sm_90.costs import max_splits, splits_worth_trying
-from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N, REGISTER_STEPS, block_bytes, groups_of, sparse_swap_ab_bytes
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.kv_formats import get_kv_format
-from mla_suite.launch.spec import CallSpec, Copy, LaunchSpec, Output, Temporary, present
+from mla_suite.launch.spec import CallSpec, LaunchSpec, Output, Temporary
 from mla_suite.ops.combine.reference import LseLayout
-from mla_suite.ops.decode import Q_FP8
 from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs
 
-RECORDS = attention.RECORDS | {
+RECORDS = sparse_attention.RECORDS | {
     ("v41_interleaved", 512): "v41",
     ("v41_vllm", 512): "v41",
     ("v41_fp4_interleaved", 512): "v41any",
     ("fp8", 576): "fp8x576",
     ("fp8", 512): "fp8x512",
 }
-"""As `archs.attention.RECORDS`."""
-DESCALED = {"fp8x576": 576, "fp8x512": 512}
-"""Record of bare rows of e4m3, for which a kernel takes descales -> bytes of one."""
+"""As `archs.sparse_attention.RECORDS`."""
 WIDTHS = {
     "dsv4": 512,
     "v32": 576,
@@ -62,7 +57,6 @@ SLOTS = {"dsv4": (4, 2368), "v32": (4, 2624), "v32nope": (4, 2112), "v41": (4, 2
 SCALES_APART = ("dsv4", "v41", "v41any")
 STAGES = {record: 4 if record in SLOTS else 5 for record in WIDTHS}
 LOADER_WARPS = 4
-_DESCALES = {name: SPARSE_INPUTS[name] for name in ("q_descale", "kv_descale")}
 MAX_LOGITS_BYTES = 1024  # of shared memory, where gathered rows may return them
 SWAP_AB = {16: (3, 14), 32: (2, 12)}
 """Most heads of a kernel with keys as the first operand -> its warpgroups that multiply, and stages of 16 records."""
@@ -172,10 +166,7 @@ class Sm90SparseConfig:
 
 
 def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
-    """The instance for a problem; fp8 queries come to it as bf16 ones, which hold them exactly."""
-    record = record_of([pool.kv_format for pool in problem.pools], problem.head_dim, RECORDS)
-    if problem.dtype in Q_FP8 and record in DESCALED:
-        problem = problem._replace(dtype=torch.bfloat16)
+    """The instance for a problem."""
     return sparse_supports(problem, arch, config_for, RECORDS)
 
 
@@ -235,12 +226,10 @@ def _spec(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: Spa
     if out.numel() == 0:
         return CallSpec()
     shape = sparse_shape(args, out)
-    copies, temporaries = sparse_copies(args), list[Temporary]()
+    temporaries = list[Temporary]()
     reached = shape.q.in_whole_vectors and tensor_maps.pitch(shape.q.shape, shape.q.strides) is not None
-    fp8_queries = shape.q.dtype in Q_FP8
-    if args.softmax_scale < 0 or not reached or fp8_queries:
-        shape = shape._replace(q=shape.q.copied()._replace(dtype=torch.bfloat16))
-        copies.append(Copy(SPARSE_INPUTS["q"], args.softmax_scale < 0, torch.bfloat16 if fp8_queries else None))
+    shape, query_copies, query_notes = sparse_queries(args, shape, reached)
+    copies = sparse_copies(args) + query_copies
     if not shape.out.in_whole_vectors or not tensor_maps.within_span(1, shape.heads, shape.out.strides):
         shape = shape._replace(out=shape.out.copied())
         temporaries.append(Temporary(OUTPUTS["out"]))
@@ -251,7 +240,7 @@ def _spec(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: Spa
     numbers = sparse_numbers(args, shape, splits) | {"grid_stride": groups} | combine_kernels.lse_numbers(*wanted)
     kv_formats = tuple(args.kv_formats)
     numbers |= {"interleaved": _interleaved_pools(kv_formats), "fp4": fp4_pools(kv_formats)}
-    pointers = sparse_pointers(args, slots > 0) | present(args, _DESCALES)
+    pointers = sparse_pointers(args, slots > 0)
     pointers["max_logits"] = Output(2) if len(outputs) > 2 else None
     maps = {"q_map": tensor_maps.q_map(SPARSE_INPUTS["q"], shape.q.shape, shape.q.strides, shape.q.dtype, 1)}
     launch = LaunchSpec(
@@ -271,7 +260,7 @@ def _spec(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: Spa
             shape.plan_words > 0,
         )
         merge = combined(chosen, args, shape, shape.out, wanted, splits.partials)
-    notes = [splits.note(shape, "query token")] + ["queries are copied as bfloat16"] * fp8_queries
+    notes = [splits.note(shape, "query token"), *query_notes]
     if config.swaps:
         swapped = f"keys are the first operand: {config.instance}, whose blocks have {config.q_rows} query rows"
         notes.append(swapped)

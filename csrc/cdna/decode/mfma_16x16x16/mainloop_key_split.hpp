@@ -8,6 +8,7 @@
 #pragma once
 
 #include "cdna/common/lds.hpp"
+#include "cdna/common/score_scale.hpp"
 #include "cdna/decode/mfma_16x16x16/lds_tile.hpp"
 #include "cdna/decode/mfma_16x16x16/producer_registers.hpp"
 #include "cdna/decode/mfma_16x16x16/softmax.hpp"

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "cdna/common/lds_copy.hpp"
+#include "cdna/common/score_scale.hpp"
 #include "cdna/decode/mfma_16x16x16/kv_stage_tile.hpp"
 #include "cdna/decode/mfma_16x16x16/merge_key_groups.hpp"
 #include "cdna/decode/mfma_16x16x16/softmax.hpp"

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cdna/common/lds.hpp"
+#include "cdna/common/score_scale.hpp"
 #include "cdna/decode/mfma_16x16x32/producer_registers.hpp"
 #include "cdna/decode/mfma_16x16x32/products.hpp"
 #include "cdna/decode/mfma_16x16x32/softmax.hpp"

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "cdna/common/lds_copy.hpp"
+#include "cdna/common/score_scale.hpp"
 #include "cdna/decode/mfma_16x16x32/products.hpp"
 #include "cdna/decode/mfma_16x16x32/softmax.hpp"
 #include "cdna/decode/row_mask.hpp"
