@@ -91,7 +91,11 @@ def is_one_run(kind: KVFormat) -> bool:
 
 def supports(problem: Problem, arch: ArchSpec, bulk_bytes: int, has_runs: bool = False) -> Supported | Unsupported:
     """`has_runs`: the arch has kernels of one run."""
-    kind = get_kv_format(problem.kv_format).sized(problem.latent, problem.rope)
+    kind = get_kv_format(problem.kv_format)
+    if "e2m1" in kind.encodings and problem.latent % 2:
+        given = f"kv_format {problem.kv_format} holds two values to a byte"
+        return Unsupported(f"{given}; {arch.name}'s kernels divide its rows between bytes, not behind {problem.latent}")
+    kind = kind.sized(problem.latent, problem.rope)
     beyond = kind.scaled > kind.latent or "e2m1" in kind.encodings  # what kernels of any kv_format do not store
     one_run = has_runs and is_one_run(kind) and beyond
     if beyond and not one_run:

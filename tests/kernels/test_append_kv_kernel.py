@@ -241,6 +241,19 @@ def test_an_empty_batch_launches_nothing(arch):
     assert bool((raw(cache) == 0xAA).all())
 
 
+@pytest.mark.parametrize("latent", [1, 511])
+def test_a_row_divided_within_a_byte_goes_elsewhere(arch, latent):
+    row, slot = torch.randn(1, 512), torch.tensor([2])
+    divided, whole = filled(get_kv_format("v41_fp4"), 1, 4), filled(get_kv_format("v41_fp4"), 1, 4)
+    problem = APPEND_KV.problem(row[:, :latent], row[:, latent:], divided, slot, kv_format="v41_fp4")
+    answer = NATIVE.supports(problem, arch)
+    assert isinstance(answer, Unsupported)
+    assert "two values to a byte" in answer.reason
+    mla_suite.append_kv(row[:, :latent], row[:, latent:], divided, slot, kv_format="v41_fp4")
+    mla_suite.append_kv(row[:, :448], row[:, 448:], whole, slot, kv_format="v41_fp4")
+    assert torch.equal(raw(divided), raw(whole))
+
+
 def test_refusals_are_sentences(monkeypatch):
     kind = get_kv_format("v32")
     room = torch.empty(2 * 656 * 4 + 1, dtype=torch.uint8)
