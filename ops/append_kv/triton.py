@@ -111,7 +111,9 @@ def rotated(source, angle, column, wanted, ROPE: tl.constexpr, INTERLEAVED: tl.c
     partner = tl.load(source[:, None] + other[None, :], mask=wanted, other=0.0).to(tl.float32)
     cos = tl.load(angle[:, None] + pair[None, :], mask=wanted, other=0.0).to(tl.float32)
     sin = tl.load(angle[:, None] + HALF + pair[None, :], mask=wanted, other=0.0).to(tl.float32)
-    return mine * cos + tl.where(second[None, :], partner, -partner) * sin
+    turned, others = mine * cos, partner * sin
+    # Not by -partner: Triton negates as 0 - x, which is +0 where x is.
+    return tl.where(second[None, :], turned + others, turned - others)
 
 
 @functools.lru_cache(maxsize=256)

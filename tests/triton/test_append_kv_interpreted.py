@@ -1,5 +1,6 @@
 """append_kv in Triton writes the reference's bytes, run by Triton's interpreter on the CPU."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -111,6 +112,13 @@ def test_nan_and_infinity_stay_in_their_tile(name: str) -> None:
     read = [caches.gather(kind, cache, torch.arange(4)) for cache in (reference, mine)]
     torch.testing.assert_close(read[1], read[0], atol=0, rtol=0, equal_nan=True)
     assert torch.equal(raw(mine[1:].clone()), raw(reference[1:].clone()))
+
+
+def test_zeros_keep_the_sign_that_rotation_gives_them() -> None:
+    signs = torch.tensor(list(itertools.product((0.0, -0.0), repeat=2))).repeat(2, 1)
+    cos_sin = torch.tensor([[1.0, -1.0]] * 4 + [[-1.0, 1.0]] * 4)
+    slots = torch.arange(8)
+    assert_same_bytes(both("fp32", signs, signs, slots, None, cos_sin, slots))
 
 
 def test_other_widths_of_dense_rows() -> None:
