@@ -116,7 +116,7 @@ def decode_kernel(
                 tokens = q_len
                 if cu_seqlens_q is not None:
                     tokens = tl.load(cu_seqlens_q + b + 1) - tl.load(cu_seqlens_q + b)
-                first_seen = tl.maximum(kv_len - tokens - window_left, 0)
+                first_seen = tl.maximum(tl.maximum(kv_len - tokens, 0) - window_left, 0)  # no sum leaves 32 bits
                 origin = first_seen // ALIGNMENT * ALIGNMENT
             present = kv_len - origin
             if plan is None:
@@ -209,7 +209,7 @@ def attend_work_tile(
             scores = rope_scores(scores, q_low, q_high, kv_row, rope_cos_sin, key, inside, LATENT, ROPE, DOT)
         seen = inside[None, :] & (key[None, :] < visible[:, None])
         if WINDOWED:
-            seen &= key[None, :] >= (kv_len - tokens + token - window_left)[:, None]
+            seen &= key[None, :] >= (tl.maximum(kv_len - tokens + token, 0) - window_left)[:, None]
         if tree_mask is not None:
             draft = key - (kv_len - tokens)
             shift = tl.maximum(draft, 0).to(tl.int64)

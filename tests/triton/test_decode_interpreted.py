@@ -31,6 +31,7 @@ DECODE = [
     decode_sample([200, 0, 90], heads=2, latent=64, page=16, q_len=2, window_left=80, num_splits=2, **FP32),
     decode_sample([200, 3], heads=2, latent=64, q_len=3, varlen=True, window_left=70, planned=True, **FP32),
     decode_sample([130, 65], heads=2, latent=64, page=1, window_left=0, causal=False, split_size=64, **FP32),
+    decode_sample([3, 200], heads=2, latent=64, q_len=6, window_left=2**31 - 1, **FP32),
     decode_sample([130, 2, 70], heads=2, latent=64, q_len=6, tree=True, num_splits=2, ragged_pages=True, **FP32),
     decode_sample([100, 70], heads=2, latent=64, q_len=9, tree=True, varlen=True, planned=True, **FP32),
 ]
