@@ -65,10 +65,10 @@ def convert_kv(
     `(page_ids[:, None] * page + torch.arange(page)).flatten()`.
 
     Records that differ in the order of a block or in the writer's smallest scale alone (`v41` and `v41_vllm`) are
-    copied byte for byte, and so are equal formats without a descale. All others are read as fp32 and quantised by the
-    destination's scale rule, rounded once: without loss where the destination holds every value, as fp32 does, and
-    bf16 for all records but `v32` and `v32_nope`. Slots past a cache, a destination slot given twice and a descale
-    that is not finite or not above 0 are refused on the CPU and in debug mode.
+    copied byte for byte, and so are `v32_pow2` into `v32` and equal formats without a descale. All others are read as
+    fp32 and quantised by the destination's scale rule, rounded once: without loss where the destination holds every
+    value, as fp32 does, and bf16 for all records but `v32` and `v32_nope`. Slots past a cache, a destination slot given
+    twice and a descale that is not finite or not above 0 are refused on the CPU and in debug mode.
     """
     tensors = source, destination, source_slots, destination_slots, source_descale, destination_descale
     eager.call(CONVERT_KV, tensors, (source_format, destination_format))
