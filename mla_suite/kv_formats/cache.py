@@ -129,7 +129,7 @@ def pack(
     """A new cache that holds `rows` `[num_pages, page_size, head_dim]` (any float dtype), quantised by its rule.
 
     Bytes between blocks are zero. Raises ValueError for an unknown name, for rows of another width than the format's,
-    and for a descale that the format has no use for.
+    for a descale that the format has no use for, and on the CPU for one that is not finite or not above 0.
     """
     kv_format = get_kv_format(kv_format)
     if rows.dim() != 3 or not (kv_format.dense or rows.shape[-1] == kv_format.head_dim):
@@ -141,6 +141,8 @@ def pack(
             f"kv_format {kv_format.name!r} takes [num_pages, page_size, {width}]",
         )
     check_descale(kv_format, descale, rows, op="pack", argument="descale")
+    if descale is not None and descale.is_cpu and checks.readable(descale):
+        check_descale_value(descale, op="pack", argument="descale")
     sized = _sized_to(kv_format, rows.shape[-1])
     pages, page, _ = rows.shape
     cache = empty(sized, pages, page, padded=padded, device=rows.device)
@@ -158,12 +160,17 @@ def unpack(kv_format: str | KVFormat, cache: torch.Tensor, *, descale: torch.Ten
     that it has no use for.
     """
     kv_format = get_kv_format(kv_format)
-    checks.tensor("unpack", "cache", cache, rank=3, dtypes=dtypes(kv_format))
-    check(kv_format, cache, cache.shape[2] if kv_format.dense else kv_format.head_dim, op="unpack", argument="cache")
+    _check_any_width(kv_format, cache, "unpack")
     check_descale(kv_format, descale, cache, op="unpack", argument="descale")
     sized = _sized_to(kv_format, cache.shape[2])
     stored = {f.name: _words(sized, cache, f, torch.uint8).contiguous() for f in sized.fields if f.name != "pad"}
     return decode_rows(sized, stored, descale)
+
+
+def _check_any_width(kv_format: KVFormat, cache: torch.Tensor, op: str) -> None:
+    """`check` of a cache whose rows, where they are dense, have as many values as it is wide."""
+    checks.tensor(op, "cache", cache, rank=3, dtypes=dtypes(kv_format))
+    check(kv_format, cache, cache.shape[2] if kv_format.dense else kv_format.head_dim, op=op, argument="cache")
 
 
 def gather(
@@ -225,9 +232,12 @@ def validate(kv_format: str | KVFormat, cache: torch.Tensor) -> tuple[str, ...]:
     """Lists the faults among the values of a cache, one sentence each; empty when all is well.
 
     Looks at every token, so write or clear the whole cache first. Reports NaN and inf among the values, and scales that
-    are not positive and finite or, where the rule says so, not a power of two.
+    are not positive and finite or, where the rule says so, not a power of two. Raises ValueError or TypeError for an
+    unknown name and for a tensor that is no cache in that format.
     """
-    sized = _sized_to(get_kv_format(kv_format), cache.shape[2])
+    kv_format = get_kv_format(kv_format)
+    _check_any_width(kv_format, cache, "validate")
+    sized = _sized_to(kv_format, cache.shape[2])
     found: list[str] = []
     for field in sized.value_fields:
         _report(found, f"{field.name} is not finite", ~_decoded(sized, cache, field).isfinite().all(dim=-1))

@@ -335,9 +335,15 @@ def test_bad_caches_are_refused_in_a_sentence(case):
             r"takes \[num_pages, page_size, 656\]",
         ),
         (lambda: caches.unpack("bf16", torch.zeros(4, 576).bfloat16()), "unpack: cache has shape"),
+        (lambda: caches.pack("fp8", torch.ones(1, 2, 8), descale=torch.tensor(0.0)), "pack: descale is 0"),
+        (lambda: caches.pack("fp8", torch.ones(1, 2, 8), descale=torch.tensor(torch.nan)), "pack: descale is nan"),
+        (lambda: caches.validate("v41", torch.zeros(2, 4, 576).bfloat16()), "validate: cache is bfloat16"),
+        (lambda: caches.validate("bf16", torch.zeros(2, 4, 656, dtype=torch.uint8)), "validate: cache is uint8"),
+        (lambda: caches.validate("v41", torch.zeros(2, 528, dtype=torch.uint8)), "validate: cache has shape"),
+        (lambda: caches.validate("v41", torch.zeros(2, 4, 584, dtype=torch.uint8)), "validate: cache has shape"),
     ],
 )
-def test_what_is_no_cache_is_neither_packed_nor_unpacked(call, message):
+def test_what_is_no_cache_is_neither_packed_unpacked_nor_validated(call, message):
     with pytest.raises((ValueError, TypeError), match=message):
         call()
 
