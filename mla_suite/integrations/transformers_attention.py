@@ -110,6 +110,9 @@ def attend(
     if unknown or scaling is None:
         given = f"attention of a {type(module).__name__} is called with {', '.join(unknown) or 'no scaling'}"
         refuse("patch", given, f"nobody here knows what it means: {POSSIBLE}", TypeError)
+    if s_aux is not None and indices is None:
+        given = f"attention of a {type(module).__name__} is called with a sink and without an indexer's choice"
+        refuse("patch", given, f"nothing adds a sink to dense attention here: {POSSIBLE}", TypeError)
     layer, scale = cast(Any, module), scaling
     window = getattr(layer, "sliding_window", None)
     q, kv_c, k_pe = query.transpose(1, 2), key.squeeze(1), value.squeeze(1)

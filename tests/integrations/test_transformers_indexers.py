@@ -10,6 +10,8 @@ pytest.importorskip(
 from latent_models import INDEXED, PROMPT, SELECTING, STEPS, greedy, left_padded, make
 
 from mla_suite.integrations.transformers import LatentCache, patch
+from mla_suite.integrations.transformers_attention import attend
+from mla_suite.integrations.transformers_store import Call
 
 
 def close(got, expected):
@@ -52,6 +54,16 @@ def test_sinks_count_where_all_keys_are_selected(decodes):
     patch(model)
     close(greedy(model, LatentCache(model, 2, PROMPT + STEPS))[1], expected)
     assert set(decodes) == {"sparse_decode"}
+
+
+def test_a_sink_without_a_selection_is_refused():
+    layer = make("hy_v4").model.layers[0].self_attn
+    q = torch.zeros(1, layer.config.num_attention_heads, 2, layer.qk_head_dim)
+    kv_c, k_pe = torch.zeros(1, 1, 2, layer.kv_lora_rank), torch.zeros(1, 1, 2, layer.qk_rope_head_dim)
+    dense = Call(None, None, None, False)
+    attend(layer, q, kv_c, k_pe, dense, scaling=0.1)
+    with pytest.raises(TypeError, match="called with a sink and without an indexer's choice"):
+        attend(layer, q, kv_c, k_pe, dense, scaling=0.1, s_aux=layer.sinks)
 
 
 def test_bf16_logits_differ_from_the_models_own_by_its_rounding():
