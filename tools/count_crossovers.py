@@ -2,9 +2,10 @@
 
   python tools/count_crossovers.py COMMIT DATE
 
-Bound of a call in clocks: the larger of memory, at the chip's rate and with nothing shared between row tiles, and of
-what the busiest compute unit does, at the largest of its matrix, vector and LDS clocks per key. Splits are those that
-decode makes by itself. Neither latency nor caches nor the merge are in it, so it is a bound and not a time.
+Bound of a call in clocks: the larger of memory, at the rate that the chip sustains and with nothing shared between row
+tiles, and of what the busiest compute unit does: keys at the largest of its matrix, vector and LDS clocks and of what
+it draws from memory, then queries and results. Splits are those that decode makes by itself, and a combine behind them
+is a constant. Neither latency nor caches are in it, so it is a bound and not a time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 import mla_suite
 from mla_suite import archs, emulator
 from mla_suite.archs import ArchSpec
-from mla_suite.archs.cdna.decode import MIN_SPLIT
+from mla_suite.archs.cdna.splits import COSTS, default_splits
 from mla_suite.archs.decode_table import FORMAT
 from mla_suite.cli import bar
 from mla_suite.ops.decode.samples import decode_sample
@@ -32,7 +33,7 @@ KINDS: dict[tuple[str, str], dict[str, Any]] = {
 BLOCK_MS = (32, 64, 96, 128)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 TILES = (16, 32)
-STEP, LONGEST = MIN_SPLIT, 1 << 15  # keys: between its multiples splits are uneven
+STEP, LONGEST = 256, 1 << 15  # keys
 
 
 @cache
@@ -51,19 +52,23 @@ def unit_clocks(kind: tuple[str, str], rows: int) -> float:
 
 
 def bound(arch: ArchSpec, kind: tuple[str, str], rows: int, tile: int, batch: int, context: int) -> float:
-    tiles = -(-rows // tile)
-    splits = max(1, min(arch.compute_units // (batch * tiles), context // MIN_SPLIT))
+    tiles, cost = -(-rows // tile), COSTS[arch.name]
+    key_bytes = 576 * (1 if kind[1] == "fp8" else 2)
+    splits = default_splits(arch, kind, tile, tiles, batch, context)
+    own = tile * (576 * 2 + 512 * (4 if splits > 1 else 2))  # bytes of queries and results that a workgroup moves
+    per_key = max(unit_clocks(kind, tile), key_bytes / cost.unit_bytes)
     turns = -(-batch * tiles * splits // arch.compute_units)
-    nbytes = batch * tiles * context * 576 * (1 if kind[1] == "fp8" else 2)
-    memory = nbytes * arch.clock_mhz * 1e6 / arch.memory_bytes_per_s
-    return max(memory, turns * unit_clocks(kind, tile) * -(-context // splits))
+    memory = batch * tiles * (context * key_bytes + splits * own) / cost.chip_bytes
+    unit = turns * (per_key * -(-context // splits) + own / cost.unit_bytes)
+    return max(memory, unit) + (cost.combine if splits > 1 else 0)
 
 
 def limits(arch: ArchSpec, kind: tuple[str, str], rows: int, batch: int) -> Iterator[tuple[int, int]]:
-    """(context, tile): up to this context, the tile has the lowest bound; ends where one tile for all rows does."""
+    """(context, tile): up to this context, the tile has the lowest bound, none being smaller than one before it; ends
+    where one tile for all rows does."""
     best = 0
     for context in range(STEP, LONGEST + 1, STEP):
-        tiles = [tile for tile in (*TILES, rows) if tile <= rows]
+        tiles = [tile for tile in (*TILES, rows) if best <= tile <= rows]
         now = min(tiles, key=lambda tile: (bound(arch, kind, rows, tile, batch, context), -tile))
         if best and now != best:
             yield context - STEP, best

@@ -11,11 +11,14 @@ from bench_reduce import KEYS_PER_SPLIT
 
 from mla_suite import archs
 from mla_suite.archs.attention import decode_shape
-from mla_suite.archs.cdna.decode import CdnaConfig, default_splits
+from mla_suite.archs.cdna.decode import CdnaConfig
+from mla_suite.archs.cdna.splits import COSTS, MIN_SPLIT, default_splits
 from mla_suite.archs.sm_90.decode import Sm90Config, split_count
+from mla_suite.emulator import timing
 from mla_suite.ops.decode import DecodeArgs
 
 LONG = 1 << 20  # keys: enough for any count
+BF16 = ("16bit", "16bit")
 REDUCTIONS = Path(__file__).parents[2] / "benchmarks" / "results" / "reduce" / "h200.csv"
 
 
@@ -29,7 +32,7 @@ def count(name: str, batch: int, rows: int, bound: int = LONG) -> int:
     if name == "sm_90":
         return split_count(Sm90Config(record, "bf16", 576, "tma"), shape)
     config = CdnaConfig(record, "bf16", "bf16", min(128, -(-rows // 16) * 16), 576, False)
-    return default_splits(record, config.tiles(rows), shape)
+    return config.default_splits(shape.rows, shape.batch, shape.keys)
 
 
 @pytest.mark.parametrize("name", ["gfx942", "gfx950"])
@@ -38,6 +41,49 @@ def test_a_larger_batch_is_never_split_more(name: str, rows: int) -> None:
     counts = [count(name, batch, rows) for batch in (1, 2, 3, 8, 64, 128, 500)]
     assert counts == sorted(counts, reverse=True)
     assert counts[-1] >= 1
+
+
+@pytest.mark.parametrize("name", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+def test_splits_fill_the_device_once_with_64_keys_at_least(name: str, rows: int) -> None:
+    arch, found = archs.get(name), set[int]()
+    for batch in (1, 2, 3, 8, 50, 128, 400):
+        for keys in (1, 64, 100, 256, 1000, 4096, 100_000):
+            splits = default_splits(arch, BF16, rows, 1, batch, keys)
+            found.add(splits)
+            assert splits == 1 or (splits * batch <= arch.compute_units and keys // splits >= MIN_SPLIT)
+            # Twice the tiles of a sequence are as many workgroups as twice the sequences.
+            assert default_splits(arch, BF16, rows, 2, batch, keys) == default_splits(
+                arch, BF16, rows, 1, 2 * batch, keys
+            )
+    assert 1 in found
+    assert max(found) > 64
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "batch", "keys", "splits"),
+    [
+        ("gfx942", 128, 1, 1024, 16),  # of 64 keys: a loop of 205 clocks a key is shortened at once
+        ("gfx942", 128, 16, 1024, 6),  # partials of 128 rows cost more than keys
+        ("gfx942", 16, 1, 1024, 16),
+        ("gfx942", 16, 16, 1024, 4),  # 64 workgroups saturate memory
+        ("gfx942", 16, 1, 256, 1),  # a combine costs more than 192 keys of 16 rows
+        ("gfx942", 128, 1, 256, 4),
+        ("gfx950", 128, 1, 256, 4),
+        ("gfx942", 128, 8, 1 << 15, 38),  # the device is full
+        ("gfx950", 16, 64, 512, 1),
+    ],
+)
+def test_the_cheapest_splits_of_the_model(name: str, rows: int, batch: int, keys: int, splits: int) -> None:
+    assert default_splits(archs.get(name), BF16, rows, 1, batch, keys) == splits
+
+
+@pytest.mark.parametrize("name", ["gfx942", "gfx950"])
+def test_costs_are_those_of_the_model_of_time(name: str) -> None:
+    arch, cost = archs.get(name), COSTS[name]
+    assert cost.unit_bytes == timing.UNITS[name].memory_rate
+    sustained = arch.memory_bytes_per_clock * arch.compute_units * timing.CHIP.memory_share
+    assert cost.chip_bytes == pytest.approx(sustained, rel=1e-3)
 
 
 def test_shapes_that_the_planner_leaves_whole_are_not_split() -> None:

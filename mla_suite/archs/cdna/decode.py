@@ -23,6 +23,7 @@ from mla_suite.archs.attention import (
     decode_pointers,
     decode_shape,
 )
+from mla_suite.archs.cdna.splits import default_splits
 from mla_suite.archs.combine import OUTPUTS
 from mla_suite.core import dispatch
 from mla_suite.core.dispatch import Supported, Unsupported
@@ -34,7 +35,6 @@ from mla_suite.ops.plan.metadata import splits_of
 
 TILE = 16  # rows of a matrix instruction
 MAX_ROWS = 128
-MIN_SPLIT = 256  # keys: below this, combining costs more than another compute unit saves
 NARROW_ROWS = (16, 32, 64, 128)
 """Tiles of query rows that NARROW rows of bf16 have instances for."""
 STAGES = {512: 3, 256: 5, 128: 8}
@@ -128,6 +128,11 @@ class CdnaConfig:
     def tiles(self, rows: int) -> int:
         """Workgroups that share the keys of one work tile."""
         return -(-rows // self.rows)
+
+    def default_splits(self, rows: int, batch: int, keys: int) -> int:
+        """Splits of each of `batch` sequences of `rows` query rows and `keys` keys where arguments say nothing."""
+        kind = decode_table.width(self.query), decode_table.width(self.cache)
+        return default_splits(self.arch, kind, self.rows, self.tiles(rows), batch, keys, self.width, self.head_dim_v)
 
     def spec(self, outputs: tuple[torch.Tensor, ...], args: DecodeArgs) -> CallSpec:
         """The launch of decode, and of the combine behind it."""
@@ -231,16 +236,10 @@ def _unsupported(problem: Problem, arch: ArchSpec) -> str | None:
     return None
 
 
-def default_splits(arch: ArchSpec, tiles: int, shape: Shape) -> int:
-    """Splits per sequence, whose keys `tiles` workgroups share, where arguments say nothing: the device filled once,
-    MIN_SPLIT keys at least."""
-    return max(1, min(arch.compute_units // (shape.batch * tiles), shape.keys // MIN_SPLIT))
-
-
 def _splits(config: CdnaConfig, args: DecodeArgs, shape: Shape) -> Splits:
     if shape.plan_words:
         return Splits(1, 1, args.split_size)
     has_sink = args.attn_sink is not None
     by_size = int(splits_of(shape.keys, args.split_size, has_sink)) if args.split_size else 0
-    count = args.num_splits or by_size or default_splits(config.arch, config.tiles(shape.rows), shape)
+    count = args.num_splits or by_size or config.default_splits(shape.rows, shape.batch, shape.keys)
     return Splits(count, count, args.split_size)
