@@ -140,7 +140,7 @@ class ProducerTma : protected ProducerBase<Traits> {
   // has more partials than L2 holds, and what these take to store differs from CTA to CTA. Keys that are not the first
   // to leave L2 are then read from memory once, not twice (D69 in csrc/sm_90/combine/PERF.md).
   MLA_DEVICE bool drifts_apart(const WorkTile& tile) const {
-    if (params_.split_size == 0 || tile.partial_row < 0 || gridDim.x == 1) return false;
+    if (params_.split_size == 0 || tile.partial_row < 0 || params_.rows <= BLOCK_M) return false;
     return static_cast<int64_t>(params_.batch) * tile.length * (Traits::KEY_BYTES / BLOCK_N) > MOST_IN_L2;
   }
 
