@@ -85,7 +85,10 @@ WINDOW_FAULTS = {
 def test_a_broken_window_is_found(tmp_path, name):
     header, right, broken = WINDOW_FAULTS[name]
     own = with_a_fault(tmp_path / "csrc", f"{DECODE}/{header}", right, broken)
-    assert ran(compiled(tmp_path, "fp16", 16, own), "5 3 1 3 2 window100 270 1 0 161 500").returncode != 0
+    program = compiled(tmp_path, "fp16", 16, own)
+    # The second has a window that begins in a group of keys which the last query token sees to its end.
+    found = [ran(program, problem) for problem in ("5 3 1 3 2 window100 270 1 0 161 500", "5 3 1 1 2 window200 500")]
+    assert any(done.returncode for done in found), found
 
 
 @each_of(FAULTS, place=lambda right, *_: (MAINLOOP, right))
