@@ -55,6 +55,11 @@ _NO_POOLS = {f"{name}_{i}": 0 for i in range(MAX_POOLS) for name in _POOL_NUMBER
 _NO_POOL_POINTERS = {f"{name}_{i}": None for i in range(MAX_POOLS) for name in _POOL_POINTERS}
 
 
+def bare_rows(kv_format: str) -> dict[tuple[str, int], str]:
+    """Further RECORDS: bare rows of e4m3 in the flavour of `kv_format`."""
+    return {(kv_format, width): record for record, width in DESCALED.items()}
+
+
 def record_of(kv_formats: Sequence[str], width: int, records: Mapping[tuple[str, int], str] = RECORDS) -> str | None:
     """A kernel's name of the record of pools in these kv_formats; None when no kernel reads them together."""
     names = {records.get((kv_format, width)) for kv_format in kv_formats}

@@ -5,7 +5,7 @@ from typing import ClassVar
 from mla_suite.archs.cdna import CdnaKernels
 from mla_suite.archs.cdna.decode import ELEMENTS, FP8_KV_FORMATS, NARROW, CdnaConfig, tile_rows
 from mla_suite.archs.cdna.sparse_decode import CdnaSparseConfig
-from mla_suite.archs.sparse_attention import DESCALED, RECORDS
+from mla_suite.archs.sparse_attention import RECORDS, bare_rows
 from mla_suite.ops.decode import Problem as DecodeProblem
 
 
@@ -21,7 +21,7 @@ class SparseConfig(CdnaSparseConfig):
         **RECORDS,
         ("v32_pow2", 576): "v32",
         ("dsv4_fnuz", 512): "dsv4fnuz",
-        **{(FP8_KV_FORMATS["fnuz"], width): record for record, width in DESCALED.items()},
+        **bare_rows(FP8_KV_FORMATS["fnuz"]),
     }
     block_ms = (16, 32, 64)
 

@@ -10,7 +10,7 @@ from mla_suite.archs import ArchSpec
 from mla_suite.archs.cdna import CdnaKernels
 from mla_suite.archs.cdna.decode import ELEMENTS, FP8_KV_FORMATS, NARROW, TILE, CdnaConfig, tile_rows
 from mla_suite.archs.cdna.sparse_decode import CdnaSparseConfig
-from mla_suite.archs.sparse_attention import DESCALED, RECORDS
+from mla_suite.archs.sparse_attention import RECORDS, bare_rows
 from mla_suite.ops.decode import Problem as DecodeProblem
 
 WAVES = 4
@@ -74,7 +74,7 @@ class SparseConfig(CdnaSparseConfig):
     """One instance of csrc/gfx950/sparse_decode.hip."""
 
     arch_name = "gfx950"
-    records: ClassVar = RECORDS | {(FP8_KV_FORMATS["ocp"], width): record for record, width in DESCALED.items()}
+    records: ClassVar = RECORDS | bare_rows(FP8_KV_FORMATS["ocp"])
     block_ms = (16, 32, 48, 64, 96, 128)
 
 

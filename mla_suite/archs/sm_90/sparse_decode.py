@@ -36,8 +36,7 @@ RECORDS = sparse_attention.RECORDS | {
     ("v41_interleaved", 512): "v41",
     ("v41_vllm", 512): "v41",
     ("v41_fp4_interleaved", 512): "v41any",
-    ("fp8", 576): "fp8x576",
-    ("fp8", 512): "fp8x512",
+    **sparse_attention.bare_rows("fp8"),
 }
 """As `archs.sparse_attention.RECORDS`."""
 WIDTHS = {
