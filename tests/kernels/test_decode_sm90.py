@@ -30,6 +30,8 @@ NATIVE = BackendCalls(DECODE, "native")
 
 SOURCES = (*(("tma", mode) for mode in ("none", "reduce_o", "reduce_last", "exchange_p")), ("cp_async", "none"))
 POINTS = [(*point, *source) for *point, source in itertools.product(("bf16", "fp16"), (576, 512), SOURCES)]
+SHARED = [(dtype, 576, "tma", "share_kv") for dtype in ("bf16", "fp16")]
+POINTS += SHARED
 POINTS += [(dtype, 576, "fp8", mode) for dtype in ("bf16", "fp16", "fp8") for mode in ("none", "reduce_o")]
 POINTS += [(dtype, 512, "fp8", "none") for dtype in ("bf16", "fp16", "fp8")]
 ROTATED = [
@@ -44,7 +46,7 @@ NARROW = [
 ]
 POINTS += NARROW
 SWAP_AB = [(dtype, 576, "swap_ab", "none", rows) for dtype in ("bf16", "fp16", "fp8") for rows in (16, 32)]
-MASKED = [(*point, BLOCK_M, True) for point in POINTS if point[1] == 576 and point not in ROTATED]
+MASKED = [(*point, BLOCK_M, True) for point in POINTS if point[1] == 576 and point not in ROTATED + SHARED]
 MASKED += [(*point, True) for point in SWAP_AB]
 SCALED = [("bf16", 576, "fp8", mode, BLOCK_M, False, True) for mode in ("none", "reduce_o")]
 HALF = {"kv_format": "fp16", "dtype": torch.float16}
@@ -83,7 +85,9 @@ def test_every_point_is_declared():
         ({"kv_load": "swap_ab", "width": 512}, "width is one of 576"),
         ({"kv_load": "swap_ab", "q_rows": 48}, "q_rows is one of 16, 32"),
         ({"q_rows": 16}, "q_rows is one of 64"),
-        ({"cluster_mode": "keys"}, "cluster_mode is one of none, reduce_o, reduce_last, exchange_p"),
+        ({"cluster_mode": "keys"}, "cluster_mode is one of none, reduce_o, reduce_last, exchange_p, share_kv"),
+        ({"cluster_mode": "share_kv", "width": 512}, "cluster_mode is one of none, reduce_o, reduce_last, exchange_p"),
+        ({"cluster_mode": "share_kv", "masked": True}, "cluster_mode is one of none, reduce_o, reduce_last, exchange_p"),
         ({"kv_load": "cp_async", "cluster_mode": "reduce_o"}, "cluster_mode is one of none"),
         ({"width": 512, "masked": True}, "windows and trees are of rotated rows of 576"),
         ({"kv_load": "tma_rotated", "masked": True}, "windows and trees are of rotated rows of 576"),
@@ -104,7 +108,7 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
     """The Python sum against the compiler's view of shared_storage.hpp."""
     lines = []
     clusters = {"none": "ClusterNone", "reduce_o": "ClusterReduceO", "reduce_last": "ClusterReduceLast"}
-    clusters["exchange_p"] = "ClusterExchangeP"
+    clusters |= {"exchange_p": "ClusterExchangeP", "share_kv": "ClusterShareKv"}
     for point in POINTS:
         config = Sm90Config(H200, *point)
         source, rotates = config.kv_load.removesuffix("_rotated"), str(config.load.rotates).lower()
@@ -288,6 +292,31 @@ def test_cuts_by_size_are_whole_stages(monkeypatch, split_size, given):
         (_, _, _, _, fields, _, _), args, _ = launched(monkeypatch, sample)
         assert fields["split_size"] == given
         assert fields["num_splits"] * given >= args[3].shape[1] * page
+
+
+@pytest.mark.parametrize(
+    ("options", "shared"),
+    [
+        (dict(heads=128, num_splits=1), True),
+        (dict(heads=65, num_splits=3), True),
+        (dict(heads=32, q_len=4, split_size=64), True),
+        (dict(heads=32, q_len=4, split_size=64, planned=True), True),
+        (dict(heads=128, planned=True), False),  # balanced
+        (dict(heads=64, num_splits=1), False),  # one tile
+        (dict(heads=64, q_len=3, num_splits=1), False),  # three
+        (dict(heads=128, rope=0, num_splits=1), False),
+        (dict(heads=128, num_splits=1, window_left=70), False),
+        (dict(heads=128, num_splits=1, rotate=True), False),
+        (dict(heads=128, num_splits=1, page=48), False),
+    ],
+)
+def test_two_row_tiles_share_keys(monkeypatch, options, shared):
+    """A sequence's, of a long batch that leaves no SM free and has no splits that a cluster merges."""
+    args, kwargs = decode_sample((700, 90) * 70, **options).make(CPU)
+    kwargs["max_seqlen_kv"] = 50_000 if options.get("planned") else 0
+    (instance, grid, *_), _, _ = launched(monkeypatch, None, given=(args, kwargs))
+    assert ("clustermode-share_kv" in instance) == shared
+    assert not shared or grid[0] % 2 == 0
 
 
 def test_scales_are_positive_and_the_kernel_takes_that_of_the_queries(monkeypatch):

@@ -5,6 +5,7 @@
 #include "sm_90/decode/cluster/none.hpp"
 #include "sm_90/decode/cluster/reduce_last.hpp"
 #include "sm_90/decode/cluster/reduce_o.hpp"
+#include "sm_90/decode/cluster/share_kv.hpp"
 #include "sm_90/decode/kernel.hpp"
 #include "sm_90/decode/producer_cp_async.hpp"
 #include "sm_90/decode/producer_fp8.hpp"
@@ -29,10 +30,11 @@ using none = ClusterNone;
 using reduce_o = ClusterReduceO;
 using reduce_last = ClusterReduceLast;
 using exchange_p = ClusterExchangeP;
+using share_kv = ClusterShareKv;
 }  // namespace cluster_mode
 
 template <KvLoad, class Cluster, bool ROTATES, class Traits, class Scheduler>
-struct ProducerOf {  // ClusterReduceO and ClusterReduceLast, which no combine streams beside
+struct ProducerOf {  // the cluster modes that no combine streams beside
   using Type = ProducerTma<Traits, Scheduler>;
 };
 template <class Traits, class Scheduler>
@@ -66,11 +68,12 @@ using Kernel = DecodeKernel<Traits, TileSchedulerOf<Traits::Cluster::MERGES_LAST
 
 }  // namespace mla::sm_90
 
-// The grid attribute by CLUSTER_MODE.
+// The grid attribute by CLUSTER_MODE: a cluster is two splits, or SM parts, of one row tile, or two row tiles.
 #define MLA_CLUSTER_none
 #define MLA_CLUSTER_reduce_o __cluster_dims__(1, 2)
 #define MLA_CLUSTER_reduce_last __cluster_dims__(1, 2)
 #define MLA_CLUSTER_exchange_p __cluster_dims__(1, 2)
+#define MLA_CLUSTER_share_kv __cluster_dims__(2, 1)
 #define MLA_JOINED(a, b) a##b
 #define MLA_CLUSTER_OF(mode) MLA_JOINED(MLA_CLUSTER_, mode)
 

@@ -40,6 +40,13 @@ class ProducerBase {
     mbarrier_wait(barriers_.kv_empty(kv.stage), kv.parity ^ 1);
   }
 
+  // With ClusterShareKv, at the end of the list: the peer's readers arrive here as long as a stage is not empty, and
+  // until then this CTA must not end.
+  MLA_DEVICE void wait_for_peer_readers(KvState kv) const {
+#pragma unroll 1
+    for (int stage = 0; stage < Traits::STAGES; ++stage, kv.next()) wait_for_empty(kv);
+  }
+
   // For TMA into a stage that may have held results, written by ordinary stores. The warps that stored them do not
   // fence, because the fence would wait for results on their way to memory.
   MLA_DEVICE static void wait_for_tma_stage(const Stage& stage) {

@@ -1,10 +1,11 @@
 // The producer for pages that are multiples of 32 keys. Its four warps issue TMA loads of keys and of queries, publish
 // work tiles, and prefetch, so that none waits for another. Keys are loaded ahead of their use by up to the ring's
-// stages.
+// stages. With ClusterShareKv the two CTAs take turns at loading a stage of keys for both.
 #pragma once
 
 #include "sm_90/decode/plan_pair.hpp"
 #include "sm_90/decode/producer.hpp"
+#include "sm_90/ptx/dsmem.hpp"
 
 namespace mla::sm_90 {
 
@@ -66,11 +67,30 @@ class ProducerTma : protected ProducerBase<Traits> {
       if (tile.keys() == 0) after_first_keys();
       pages = this->pages_of(scheduler);
     }
+    if constexpr (Cluster::SHARES_KV) this->wait_for_peer_readers(kv);
   }
 
   // Loads a stage of keys from `first` on.
   MLA_DEVICE void load_stage(const int32_t* pages, int first, int, const KvState& kv) {
-    load_boxes<Traits::KEY_BYTES>(pages, first, 0, this->kv_stage(kv));
+    if constexpr (Cluster::SHARES_KV)
+      load_in_turn(pages, first, this->kv_stage(kv));
+    else
+      load_boxes<Traits::KEY_BYTES>(pages, first, 0, this->kv_stage(kv));
+  }
+
+  // The same for both CTAs of a cluster, if it is this one's turn; a stage is empty when both have read it. Each expects
+  // the bytes on its own mbarrier, which may come before.
+  MLA_DEVICE void load_in_turn(const int32_t* pages, int first, const Stage& to) {
+    static_assert(!Cluster::SHARES_KV || Traits::BOX_BLOCKS == Traits::COLUMN_BLOCKS, "a stage is one box");
+    const bool in_turn = stages_++ % 2 == cluster_rank();
+    const int in_table = this->page_of(first);
+    const int page = in_turn ? __ldg(pages + in_table) : 0;
+    this->wait_for_tma_stage(to);
+    if (warpgroup_thread() % 32 != 0) return;
+    mbarrier_expect_tx(to.full, Traits::KEY_BYTES);
+    if (in_turn)
+      tma_load_multicast(to.at, params_.kv_map, kv_map_column<Traits>(0), first - in_table * params_.page,
+                         kv_map_block<Traits>(0), page, to.full, hint_);
   }
 
   // The first tile's queries are loaded before the sequence's length is known, and so even for an empty tile.
@@ -136,11 +156,12 @@ class ProducerTma : protected ProducerBase<Traits> {
     return params_.partial_out != nullptr ? EVICT_FIRST : EVICT_NORMAL;
   }
 
-  // Whether the CTAs that share a tile's keys read them at different times. In the batch-invariant mode a large batch
+  // Whether CTAs that read the same keys, and are not of one cluster that shares them, do so at different times. In the batch-invariant mode a large batch
   // has more partials than L2 holds, and what these take to store differs from CTA to CTA. Keys that are not the first
   // to leave L2 are then read from memory once, not twice (D69 in csrc/sm_90/combine/PERF.md).
   MLA_DEVICE bool drifts_apart(const WorkTile& tile) const {
-    if (params_.split_size == 0 || tile.partial_row < 0 || params_.rows <= BLOCK_M) return false;
+    constexpr int TOGETHER = Cluster::SHARES_KV ? 2 * BLOCK_M : BLOCK_M;
+    if (params_.split_size == 0 || tile.partial_row < 0 || params_.rows <= TOGETHER) return false;
     return static_cast<int64_t>(params_.batch) * tile.length * (Traits::KEY_BYTES / BLOCK_N) > MOST_IN_L2;
   }
 
@@ -160,7 +181,8 @@ class ProducerTma : protected ProducerBase<Traits> {
                hint_);
   }
 
-  uint64_t hint_;  // for the keys that are loaded next
+  uint64_t hint_;         // for the keys that are loaded next
+  uint32_t stages_ = 0;  // of keys so far, with ClusterShareKv
 };
 
 }  // namespace mla::sm_90

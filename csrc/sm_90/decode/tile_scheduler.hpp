@@ -176,10 +176,12 @@ class TileSchedulerOf {
 
 using TileScheduler = TileSchedulerOf<false>;
 
-// The list of this block.
+// The list of this block. Two row tiles that share keys walk the list of the first of them: where a sequence has no rows
+// for the second, this one computes rows that nobody stores.
 template <class Traits, class Scheduler>
 MLA_DEVICE Scheduler make_scheduler(const DecodeTmaParams& params) {
-  return Scheduler(params, blockIdx.y, first_row(), Traits::SPLIT_ALIGNMENT, BLOCK_N);
+  constexpr int CLUSTER_ROWS = Traits::Cluster::SHARES_KV ? 2 * BLOCK_M : BLOCK_M;
+  return Scheduler(params, blockIdx.y, first_row() & -CLUSTER_ROWS, Traits::SPLIT_ALIGNMENT, BLOCK_N);
 }
 
 }  // namespace mla::sm_90

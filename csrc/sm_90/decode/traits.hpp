@@ -134,8 +134,8 @@ struct DecodeTraits {
   static constexpr bool ROTATES = Problem::ROTATES;
   static_assert(!ROTATES || LOAD == KvLoad::tma || LOAD == KvLoad::cp_async, "keys of 16 bits are rotated");
 
-  // A KV stage in swizzled blocks of 64 columns: [COLUMN_BLOCKS][BLOCK_N][128 B]; or, where eight keys must lie in one
-  // piece, [BLOCK_N / 8][COLUMN_BLOCKS][8][128 B]. Of rows that end within a block, no step reads the rest of it.
+  // A KV stage in swizzled blocks of 64 columns: [COLUMN_BLOCKS][BLOCK_N][128 B]; or, where a CTA sends eight keys to its
+  // peer in one piece, [BLOCK_N / 8][COLUMN_BLOCKS][8][128 B]. Of rows that end within a block, no step reads the rest of it.
   static constexpr bool WHOLE_BLOCKS = HEAD_DIM_QK % 64 == 0;
   static constexpr int COLUMN_BLOCKS = (HEAD_DIM_QK + 63) / 64;
   static constexpr int KEY_BYTES = COLUMN_BLOCKS * BLOCK_N * 128;
@@ -146,8 +146,9 @@ struct DecodeTraits {
   static constexpr int COS_SIN_AT = RESIDUAL_AT + BLOCK_N * 128;
   static constexpr int COS_SIN_BYTES = 64 * 4;  // 32 cosines, then 32 sines
   static constexpr int STAGE_BYTES = ROTATES ? COS_SIN_AT + BLOCK_N * COS_SIN_BYTES : KEY_BYTES;
-  static constexpr int BLOCK_BYTES = Cluster::SHARES_KV ? 1024 : BLOCK_N * 128;  // from a column block to the next
-  static constexpr int GROUP_BYTES = Cluster::SHARES_KV ? COLUMN_BLOCKS * 1024 : 1024;  // from 8 keys to the next 8
+  static constexpr bool SENDS_KEYS = Cluster::SHARES_KV && LOAD != KvLoad::tma;
+  static constexpr int BLOCK_BYTES = SENDS_KEYS ? 1024 : BLOCK_N * 128;          // from a column block to the next
+  static constexpr int GROUP_BYTES = SENDS_KEYS ? COLUMN_BLOCKS * 1024 : 1024;  // from 8 keys to the next 8
   // Ring of the peer's keys: only the columns of the output that this CTA has.
   static constexpr int PEER_STAGES = Cluster::PEER_STAGES;
   static constexpr int PEER_STAGE_BYTES = WARPGROUP_COLUMNS / 64 * BLOCK_BYTES;
@@ -204,9 +205,10 @@ struct DecodeTraits {
   static constexpr int RAW_STAGE_BYTES = BLOCK_N * HEAD_DIM_QK;
 
   // Whether combine can run beside this kernel; ClusterReduceO and ROTATES leave the producer no idle warp to fill
-  // partials, and a streaming combine has no instances of narrower results.
-  static constexpr bool STREAMABLE =
-      LOAD == KvLoad::tma && !Cluster::REDUCES_O && !ROTATES && HEAD_DIM_V == WIDEST_HEAD_DIM_V;
+  // partials, ClusterShareKv is for calls that leave combine no SM, and a streaming combine has no instances of narrower
+  // results.
+  static constexpr bool STREAMABLE = LOAD == KvLoad::tma && !Cluster::REDUCES_O && !Cluster::SHARES_KV && !ROTATES &&
+                                     HEAD_DIM_V == WIDEST_HEAD_DIM_V;
 
   MLA_DEVICE static bool combine_streams(const Params& params) { return Problem::combine_streams(params); }
   // The host makes boxes of no more rows than there are, in whole periods of the swizzle.

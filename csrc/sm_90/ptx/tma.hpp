@@ -41,6 +41,15 @@ MLA_DEVICE void tma_load_multicast(uint32_t to, const void* map, int x, int y, i
       : "memory");
 }
 
+MLA_DEVICE void tma_load_multicast(uint32_t to, const void* map, int x, int y, int z, int w, uint32_t barrier,
+                                   uint64_t cache_hint) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+      ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7, %8;" ::"r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier), "h"(static_cast<uint16_t>(3)), "l"(cache_hint)
+      : "memory");
+}
+
 // Copies contiguous bytes to shared memory, a multiple of 16 between addresses that are. They count on the mbarrier.
 MLA_DEVICE void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier, uint64_t cache_hint) {
   asm volatile(

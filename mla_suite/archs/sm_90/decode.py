@@ -70,8 +70,8 @@ class Sm90Config:
     kv_load   how keys come, one of KV_LOADS; but for 'fp8' and 'swap_ab' they have the queries' type
     cluster_mode  each CTA of a cluster of two processes one split of a sequence, and the two write one result or
               partial: they reduce O ('reduce_o') or exchange P ('exchange_p') over DSMEM; with a plan they reduce O
-              of their last work tiles where these are splits of one sequence ('reduce_last'); 'none' without a
-              cluster
+              of their last work tiles where these are splits of one sequence ('reduce_last'). Or they have two row
+              tiles of a sequence, whose keys each loads half of for both ('share_kv'); 'none' without a cluster
     q_rows    query rows of a CTA at most; fewer than 64 only with 'swap_ab'
     masked    it has windows and trees, whose code would make a short call of the others longer
     scaled    bf16 queries of e4m3 rows are multiplied as fp16, to which keys are converted in fewer instructions; each
@@ -93,7 +93,7 @@ class Sm90Config:
         self._check("kv_load", tuple(KV_LOADS))
         self._check("width", tuple(self.load.cluster_modes))
         self._check("dtype", self.load.narrow if self.narrow else self.load.dtypes)
-        self._check("cluster_mode", self.load.cluster_modes[self.width])
+        self._check("cluster_mode", self.load.modes(self.width, self.masked))
         self._check("q_rows", tuple([rows for width, rows in self.load.stages if width == self.width]))
         if self.masked and (self.width != MASKED_WIDTH or self.load.rotates):
             self._raise(f"windows and trees are of rotated rows of {MASKED_WIDTH}")
@@ -145,7 +145,8 @@ class Sm90Config:
             return rotated + (0 if self.cluster_mode == "none" else REDUCE_BYTES) + 8 * self.stages
         alone = block_bytes(self.width, self.stages, REGISTER_STEPS[self.kv_load])
         reduced = dict.fromkeys(("reduce_o", "reduce_last"), REDUCE_BYTES)
-        beside = {"none": SENTINEL_BYTES, "exchange_p": EXCHANGE_BYTES, **reduced}[self.cluster_mode]
+        others = {"none": SENTINEL_BYTES, "exchange_p": EXCHANGE_BYTES, "share_kv": 0}
+        beside = (others | reduced)[self.cluster_mode]
         if self.kv_load == "fp8":
             cluster = 0 if self.cluster_mode == "none" else beside
             raw = (NARROW_RAW_STAGES if self.narrow else RAW_STAGES) * (BLOCK_N * self.width + 2 * 8)
@@ -173,9 +174,9 @@ class Sm90Config:
     @cached_property
     def clustered(self) -> dict[str, Sm90Config]:
         """The instance with each cluster mode. One without clusters may give way to another."""
-        point, own = (self.arch, self.dtype, self.width), self.load.cluster_modes[self.width]
+        point, own = (self.arch, self.dtype, self.width), self.load.modes(self.width, self.masked)
         other = self.load.clusters_of or self.kv_load
-        modes = KV_LOADS[other].cluster_modes[self.width]
+        modes = KV_LOADS[other].modes(self.width, self.masked)
         return {
             mode: _config(*point, self.kv_load, mode, self.q_rows, self.masked)
             if mode in own
@@ -309,13 +310,14 @@ def _split(
     if shape.plan_words:
         splits = Splits(1, 1, args.split_size)
         groups = groups_of(config.arch, splits.tiles(shape), config.tiles(shape.rows))
-        merges = may_pair_parts(config, args, groups) and pairing_pays(shape.batch, shape.rows, groups, shape.keys)
-        return config.clustered["reduce_last" if merges else "none"], splits, None
+        if may_pair_parts(config, args, groups) and pairing_pays(shape.batch, shape.rows, groups, shape.keys):
+            return config.clustered["reduce_last"], splits, None
+        return unmerged(config, shape) if splits.size else config, splits, None
     size = whole_blocks(args.split_size)
     by_size = int(splits_of(shape.keys, size, args.attn_sink is not None)) if size else 0
     count = args.num_splits or by_size or split_count(config, shape)
     if size:
-        return config, Splits(count, count, size), None
+        return unmerged(config, shape), Splits(count, count, size), None
     estimate = Estimate(config.arch, config.costs_as, shape.batch, shape.rows, -(-shape.keys // BLOCK_N))
     mode = estimate.cluster_mode(count)
     partials, runs = (count, 2) if mode == "none" else (count // 2, 4)
@@ -324,7 +326,17 @@ def _split(
         streaming = combine.streaming(
             config.arch, args.head_dim_v, shape.rows, shape.batch, partials, estimate.busy(count), runs
         )
-    return config.clustered[mode], Splits(count, partials, size), streaming
+    alone = mode == "none" and streaming is None
+    return unmerged(config, shape) if alone else config.clustered[mode], Splits(count, partials, size), streaming
+
+
+def unmerged(config: Sm90Config, shape: Shape) -> Sm90Config:
+    """The instance for splits that no cluster merges: two row tiles of a sequence share keys, if all have a partner.
+
+    A balanced plan's work tiles gain nothing by it (S1 in csrc/sm_90/decode/PERF.md).
+    """
+    shares = "share_kv" in config.clustered and config.tiles(shape.rows) % 2 == 0
+    return config.clustered["share_kv"] if shares else config
 
 
 def may_pair_parts(config: Sm90Config, args: DecodeArgs, groups: int) -> bool:

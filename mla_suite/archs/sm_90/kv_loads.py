@@ -16,7 +16,7 @@ class KvLoad:
     """One way in which keys come, and the instances that have it.
 
     dtypes         types of queries
-    cluster_modes  width of a cached row -> its cluster modes
+    cluster_modes  width of a cached row -> its cluster modes (`modes`)
     stages         (width, most query rows of a CTA) -> stages of its ring of keys; with 'exchange_p' EXCHANGE_STAGES
     costs_as       width -> the kv_load whose times the cost model has (`Estimate`)
     by_box         the copy engine brings keys, 32 of one page at a time
@@ -39,6 +39,10 @@ class KvLoad:
     by_box: bool = False
     rotates: bool = False
 
+    def modes(self, width: int, masked: bool) -> tuple[str, ...]:
+        """The cluster modes of rows of `width` values; those with windows and trees never share keys."""
+        return tuple(mode for mode in self.cluster_modes[width] if not (masked and mode == "share_kv"))
+
 
 _ROTATED = "decode_rotated_dtype-{{dtype}}_dqk-{{width}}_kvsource-{}_clustermode-{{cluster_mode}}_rotate-1"
 _NARROW_STAGES = {(width, BLOCK_M): 9 if width > 192 else 15 for width in NARROW}
@@ -46,7 +50,7 @@ _NARROW_COSTS = dict.fromkeys(NARROW, "cp_async")  # the loads of the cost model
 KV_LOADS = {
     "tma": KvLoad(
         dtypes=("bf16", "fp16"),
-        cluster_modes={576: CLUSTER_MODES, 512: CLUSTER_MODES} | dict.fromkeys(NARROW, ("none",)),
+        cluster_modes={576: (*CLUSTER_MODES, "share_kv"), 512: CLUSTER_MODES} | dict.fromkeys(NARROW, ("none",)),
         stages={(576, BLOCK_M): 5, (512, BLOCK_M): 5} | _NARROW_STAGES,
         costs_as={576: "tma", 512: "tma"} | _NARROW_COSTS,
         narrow=("bf16",),

@@ -3,7 +3,7 @@
 //   ClusterReduceO     two KV splits of a sequence; each CTA keeps half of the columns of O and sends the other half
 //   ClusterReduceLast  two SM parts of a plan; they end with the same sequence, and reduce these two work tiles alone
 //   ClusterExchangeP   two KV splits of a sequence; each CTA sends its P and computes half of the columns of both
-//   ClusterShareKv     two row tiles of a query token; each CTA brings half of every KV stage for both (sparse decode)
+//   ClusterShareKv     two row tiles of a sequence; what one CTA brings of their keys comes to both
 #pragma once
 
 #include "sm_90/decode/shared_storage.hpp"

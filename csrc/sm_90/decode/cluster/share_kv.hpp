@@ -1,5 +1,6 @@
-// ClusterShareKv: the two CTAs of a cluster hold two row tiles of a query token, and each brings half of every KV stage
-// for both (sparse_decode/producer_dequant.hpp). Their rings advance in step.
+// ClusterShareKv: the two CTAs of a cluster hold two row tiles of a sequence, of which both read all keys. Either each
+// loads every other KV stage for both (producer_tma.hpp), or it dequantises half of each for both
+// (sparse_decode/producer_dequant.hpp). Their rings advance in step.
 #pragma once
 
 #include "sm_90/decode/cluster/none.hpp"

@@ -97,6 +97,7 @@ inline void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier
 // Called by roles of other kernels, or by clusters.
 inline uint32_t cluster_rank() { return 0; }
 inline void tma_load_multicast(uint32_t, const void*, int, int, int, uint32_t) { fail("no cluster", 0); }
+inline void tma_load_multicast(uint32_t, const void*, int, int, int, int, uint32_t, uint64_t) { fail("no cluster", 0); }
 inline void tma_prefetch(const void*, int, int, int, int) {}
 template <int PENDING>
 void bulk_store(void*, uint32_t, int) {

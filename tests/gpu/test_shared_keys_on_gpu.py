@@ -1,0 +1,144 @@
+"""Row tiles of a sequence that share keys on sm_90: each CTA of a cluster loads every other stage for both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from decode_calls import (
+    CACHE,
+    HALF,
+    LENS,
+    PLAN,
+    TABLE,
+    Q,
+    assert_a_graph_repeats,
+    assert_right,
+    assert_right_at_other_lengths,
+    assert_same_bits,
+    decode,
+    here,
+    hostile,
+    on_cpu,
+    require_kernels,
+)
+
+import mla_suite
+from mla_suite.archs.sm_90 import decode as sm90_decode
+from mla_suite.core import dispatch
+from mla_suite.ops.decode import DECODE
+from mla_suite.ops.decode.samples import decode_sample
+from mla_suite.testing import exact_decode
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    require_kernels("sm_90")
+
+
+@pytest.fixture
+def not_shared(monkeypatch):
+    """Calls of these tests without clusters from then on."""
+
+    def alone():
+        monkeypatch.setattr(sm90_decode, "unmerged", lambda config, shape: config)
+        dispatch.clear_caches()
+
+    yield alone
+    monkeypatch.undo()
+    dispatch.clear_caches()
+
+
+RAGGED = (700, 100, 0, 1063, 1, 33, 64)
+SHAPES = {
+    "one split": dict(lens=RAGGED * 20, heads=128, num_splits=1),
+    "one row in the second tile": dict(lens=RAGGED, heads=65, num_splits=1),
+    "four tokens, sink": dict(lens=RAGGED, heads=32, q_len=4, num_splits=1, sink=True),
+    "four tiles": dict(lens=RAGGED, heads=64, q_len=4, num_splits=1),
+    "three splits": dict(lens=RAGGED * 9, heads=128, num_splits=3, sink=True),
+    "by size": dict(lens=RAGGED, heads=128, split_size=64),
+    "by size, planned": dict(lens=RAGGED * 12, heads=100, split_size=256, planned=True),
+    "queries of one tile and of two": dict(lens=RAGGED, heads=24, q_len=4, varlen=True, num_splits=1, sink=True),
+    "large pages, in a list": dict(lens=RAGGED, heads=128, page=256, ragged_pages=True, num_splits=1),
+    "pages of 32": dict(lens=RAGGED, heads=96, page=32, num_splits=1, causal=False),
+    "fp16": dict(lens=RAGGED, heads=128, num_splits=1, **HALF),
+    "no keys": dict(lens=(0, 0), heads=128, num_splits=1),
+}
+
+
+def made(name):
+    """The problem, hostile where its data may be; a plan is of this GPU."""
+    options = dict(SHAPES[name])
+    planned = options.pop("planned", False)
+    args, kwargs = hostile(decode_sample(seed=len(name), **options))
+    if planned:
+        kwargs["max_seqlen_kv"] = longest = max(options["lens"])
+        sizes = dict(num_heads=options["heads"], max_seqlen_kv=longest, split_size=options["split_size"])
+        args[PLAN] = mla_suite.plan(args[LENS], **sizes)
+    return args, kwargs
+
+
+def instance(args, kwargs):
+    """The kernel that decodes."""
+    given = DECODE.Args(*args, **kwargs)
+    outputs = tuple(torch.empty(o.shape, dtype=o.dtype, device="meta") for o in DECODE.check(given))
+    return sm90_decode.config_for(DECODE.describe(given), here()).spec(outputs, given).launches[0].kernel
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shared_keys_give_the_bits_of_keys_that_are_not(not_shared, name):
+    """Sharing changes who loads a stage and nothing of what is computed."""
+    args, kwargs = made(name)
+    assert instance(args, kwargs).endswith("clustermode-share_kv")
+    found = decode(args, kwargs)
+    assert_right(*found, exact_decode(*on_cpu(args), **kwargs))
+    not_shared()
+    assert instance(args, kwargs).endswith("clustermode-none")
+    assert_same_bits([decode(args, kwargs)], [found])
+
+
+def test_a_graph_with_shared_keys_repeats_its_bits():
+    problems = [made(name) for name in SHAPES]
+    assert_a_graph_repeats(problems, [decode(*problem) for problem in problems])
+
+
+@pytest.mark.parametrize("splits", [{"num_splits": 1}, {"split_size": 128}])
+def test_a_captured_call_is_right_at_any_length(splits):
+    args, kwargs = decode_sample((2000, 1500, 1000, 64, 900), heads=128, **splits).make(torch.device("cuda"))
+    every_lengths = ((2, 0, 999, 33, 0), (0, 0, 0, 0, 0), (64, 1490, 990, 64, 890), (2000, 1500, 1000, 64, 900))
+    assert_right_at_other_lengths(lambda: decode(args, kwargs), list(args), kwargs, every_lengths)
+
+
+@pytest.mark.parametrize("bits", [0x7FC0, 0x7F80])
+def test_values_past_the_end_do_no_harm_in_either_tile(bits):
+    """NaN and infinity where a page goes on behind the last key, which the stage brings along."""
+    args, kwargs = decode_sample((333, 65), heads=128, num_splits=1).make(torch.device("cuda"))
+    right = decode(args, kwargs)
+    args[CACHE][args[TABLE][0, 333 // 64], 333 % 64 :] = torch.tensor(bits, dtype=torch.int16).view(torch.bfloat16).item()
+    assert_same_bits([decode(args, kwargs)], [right])
+
+
+def test_two_streams_at_once():
+    problems = [made("one split"), made("three splits")]
+    usual = [decode(*problem) for problem in problems]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in problems]
+    for _ in range(20):
+        results = []
+        for stream, problem in zip(streams, problems, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(decode(*problem))
+        torch.cuda.synchronize()
+        assert_same_bits(results, usual)
+
+
+def test_nan_in_a_query_stays_in_its_row():
+    args, kwargs = decode_sample((700, 300), heads=128, num_splits=1).make(torch.device("cuda"))
+    right, right_lse = decode(args, kwargs)
+    args[Q][0, 0, 70, 3] = torch.nan
+    out, lse = decode(args, kwargs)
+    others = [head for head in range(128) if head != 70]
+    assert out[0, 0, 70].isnan().all()
+    assert torch.equal(out[:, :, others], right[:, :, others])
+    assert torch.equal(lse[:, :, others], right_lse[:, :, others])
