@@ -42,7 +42,7 @@ def not_shared(monkeypatch):
     """Calls of these tests without clusters from then on."""
 
     def alone():
-        monkeypatch.setattr(sm90_decode, "unmerged", lambda config, shape: config)
+        monkeypatch.setattr(sm90_decode, "unmerged", lambda config, *sizes: config)
         dispatch.clear_caches()
 
     yield alone
@@ -50,20 +50,20 @@ def not_shared(monkeypatch):
     dispatch.clear_caches()
 
 
-RAGGED = (700, 100, 0, 1063, 1, 33, 64)
+RAGGED = (700, 100, 0, 1063, 1, 33, 64) * 9
 SHAPES = {
-    "one split": dict(lens=RAGGED * 20, heads=128, num_splits=1),
+    "one split": dict(lens=RAGGED, heads=128, num_splits=1),
     "one row in the second tile": dict(lens=RAGGED, heads=65, num_splits=1),
     "four tokens, sink": dict(lens=RAGGED, heads=32, q_len=4, num_splits=1, sink=True),
     "four tiles": dict(lens=RAGGED, heads=64, q_len=4, num_splits=1),
-    "three splits": dict(lens=RAGGED * 9, heads=128, num_splits=3, sink=True),
+    "three splits": dict(lens=RAGGED, heads=128, num_splits=3, sink=True),
     "by size": dict(lens=RAGGED, heads=128, split_size=64),
-    "by size, planned": dict(lens=RAGGED * 12, heads=100, split_size=256, planned=True),
+    "by size, planned": dict(lens=RAGGED, heads=100, split_size=256, planned=True),
     "queries of one tile and of two": dict(lens=RAGGED, heads=24, q_len=4, varlen=True, num_splits=1, sink=True),
     "large pages, in a list": dict(lens=RAGGED, heads=128, page=256, ragged_pages=True, num_splits=1),
     "pages of 32": dict(lens=RAGGED, heads=96, page=32, num_splits=1, causal=False),
     "fp16": dict(lens=RAGGED, heads=128, num_splits=1, **HALF),
-    "no keys": dict(lens=(0, 0), heads=128, num_splits=1),
+    "no keys": dict(lens=(0,) * 60, heads=128, num_splits=1),
 }
 
 
@@ -105,17 +105,20 @@ def test_a_graph_with_shared_keys_repeats_its_bits():
 
 @pytest.mark.parametrize("splits", [{"num_splits": 1}, {"split_size": 128}])
 def test_a_captured_call_is_right_at_any_length(splits):
-    args, kwargs = decode_sample((2000, 1500, 1000, 64, 900), heads=128, **splits).make(torch.device("cuda"))
-    every_lengths = ((2, 0, 999, 33, 0), (0, 0, 0, 0, 0), (64, 1490, 990, 64, 890), (2000, 1500, 1000, 64, 900))
+    args, kwargs = decode_sample((2000, 1500, 1000, 64, 900) * 12, heads=128, **splits).make(torch.device("cuda"))
+    assert instance(args, kwargs).endswith("clustermode-share_kv")
+    lengths = ((2, 0, 999, 33, 0), (0, 0, 0, 0, 0), (64, 1490, 990, 64, 890), (2000, 1500, 1000, 64, 900))
+    every_lengths = [of_five * 12 for of_five in lengths]
     assert_right_at_other_lengths(lambda: decode(args, kwargs), list(args), kwargs, every_lengths)
 
 
 @pytest.mark.parametrize("bits", [0x7FC0, 0x7F80])
 def test_values_past_the_end_do_no_harm_in_either_tile(bits):
     """NaN and infinity where a page goes on behind the last key, which the stage brings along."""
-    args, kwargs = decode_sample((333, 65), heads=128, num_splits=1).make(torch.device("cuda"))
+    args, kwargs = decode_sample((333, 65) * 30, heads=128, num_splits=1).make(torch.device("cuda"))
     right = decode(args, kwargs)
-    args[CACHE][args[TABLE][0, 333 // 64], 333 % 64 :] = torch.tensor(bits, dtype=torch.int16).view(torch.bfloat16).item()
+    value = torch.tensor(bits, dtype=torch.int16).view(torch.bfloat16)
+    args[CACHE][args[TABLE][0, 333 // 64], 333 % 64 :] = value.item()
     assert_same_bits([decode(args, kwargs)], [right])
 
 
@@ -134,7 +137,7 @@ def test_two_streams_at_once():
 
 
 def test_nan_in_a_query_stays_in_its_row():
-    args, kwargs = decode_sample((700, 300), heads=128, num_splits=1).make(torch.device("cuda"))
+    args, kwargs = decode_sample((700, 300) * 30, heads=128, num_splits=1).make(torch.device("cuda"))
     right, right_lse = decode(args, kwargs)
     args[Q][0, 0, 70, 3] = torch.nan
     out, lse = decode(args, kwargs)

@@ -86,8 +86,8 @@ def test_every_point_is_declared():
         ({"kv_load": "swap_ab", "q_rows": 48}, "q_rows is one of 16, 32"),
         ({"q_rows": 16}, "q_rows is one of 64"),
         ({"cluster_mode": "keys"}, "cluster_mode is one of none, reduce_o, reduce_last, exchange_p, share_kv"),
-        ({"cluster_mode": "share_kv", "width": 512}, "cluster_mode is one of none, reduce_o, reduce_last, exchange_p"),
-        ({"cluster_mode": "share_kv", "masked": True}, "cluster_mode is one of none, reduce_o, reduce_last, exchange_p"),
+        ({"cluster_mode": "share_kv", "width": 512}, "cluster_mode is one of none, reduce_o, reduce_last"),
+        ({"cluster_mode": "share_kv", "masked": True}, "cluster_mode is one of none, reduce_o, reduce_last"),
         ({"kv_load": "cp_async", "cluster_mode": "reduce_o"}, "cluster_mode is one of none"),
         ({"width": 512, "masked": True}, "windows and trees are of rotated rows of 576"),
         ({"kv_load": "tma_rotated", "masked": True}, "windows and trees are of rotated rows of 576"),
@@ -302,6 +302,7 @@ def test_cuts_by_size_are_whole_stages(monkeypatch, split_size, given):
         (dict(heads=32, q_len=4, split_size=64), True),
         (dict(heads=32, q_len=4, split_size=64, planned=True), True),
         (dict(heads=128, planned=True), False),  # balanced
+        (dict(heads=128, num_splits=1, lens=(700, 90) * 28), False),  # 56 of 66 pairs of SMs
         (dict(heads=64, num_splits=1), False),  # one tile
         (dict(heads=64, q_len=3, num_splits=1), False),  # three
         (dict(heads=128, rope=0, num_splits=1), False),
@@ -311,8 +312,8 @@ def test_cuts_by_size_are_whole_stages(monkeypatch, split_size, given):
     ],
 )
 def test_two_row_tiles_share_keys(monkeypatch, options, shared):
-    """A sequence's, of a long batch that leaves no SM free and has no splits that a cluster merges."""
-    args, kwargs = decode_sample((700, 90) * 70, **options).make(CPU)
+    """A sequence's, of a batch that leaves few SMs free and has no splits that a cluster merges."""
+    args, kwargs = decode_sample(**{"lens": (700, 90) * 70} | options).make(CPU)
     kwargs["max_seqlen_kv"] = 50_000 if options.get("planned") else 0
     (instance, grid, *_), _, _ = launched(monkeypatch, None, given=(args, kwargs))
     assert ("clustermode-share_kv" in instance) == shared

@@ -312,12 +312,13 @@ def _split(
         groups = groups_of(config.arch, splits.tiles(shape), config.tiles(shape.rows))
         if may_pair_parts(config, args, groups) and pairing_pays(shape.batch, shape.rows, groups, shape.keys):
             return config.clustered["reduce_last"], splits, None
-        return unmerged(config, shape) if splits.size else config, splits, None
+        return unmerged(config, shape, splits) if splits.size else config, splits, None
     size = whole_blocks(args.split_size)
     by_size = int(splits_of(shape.keys, size, args.attn_sink is not None)) if size else 0
     count = args.num_splits or by_size or split_count(config, shape)
     if size:
-        return unmerged(config, shape), Splits(count, count, size), None
+        splits = Splits(count, count, size)
+        return unmerged(config, shape, splits), splits, None
     estimate = Estimate(config.arch, config.costs_as, shape.batch, shape.rows, -(-shape.keys // BLOCK_N))
     mode = estimate.cluster_mode(count)
     partials, runs = (count, 2) if mode == "none" else (count // 2, 4)
@@ -326,16 +327,21 @@ def _split(
         streaming = combine.streaming(
             config.arch, args.head_dim_v, shape.rows, shape.batch, partials, estimate.busy(count), runs
         )
-    alone = mode == "none" and streaming is None
-    return unmerged(config, shape) if alone else config.clustered[mode], Splits(count, partials, size), streaming
+    splits = Splits(count, partials, size)
+    if mode == "none" and streaming is None:
+        return unmerged(config, shape, splits), splits, None
+    return config.clustered[mode], splits, streaming
 
 
-def unmerged(config: Sm90Config, shape: Shape) -> Sm90Config:
-    """The instance for splits that no cluster merges: two row tiles of a sequence share keys, if all have a partner.
+def unmerged(config: Sm90Config, shape: Shape, splits: Splits) -> Sm90Config:
+    """The instance for splits that no cluster merges.
 
-    A balanced plan's work tiles gain nothing by it (S1 in csrc/sm_90/decode/PERF.md).
+    Two row tiles of a sequence share keys if all have a partner and few SMs are left free: fewer CTAs take up to 1.6 %
+    longer so, and the work tiles of a balanced plan up to 0.4 % (D70 in csrc/sm_90/decode/PERF.md).
     """
-    shares = "share_kv" in config.clustered and config.tiles(shape.rows) % 2 == 0
+    tiles = config.tiles(shape.rows)
+    crowded = 8 * splits.tiles(shape) * tiles >= 7 * config.arch.compute_units
+    shares = "share_kv" in config.clustered and tiles % 2 == 0 and crowded
     return config.clustered["share_kv"] if shares else config
 
 
