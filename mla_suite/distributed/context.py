@@ -89,16 +89,18 @@ def cp_sparse_decode(
     """`mla_suite.sparse_decode` over keys that are spread over the ranks of `group`: each attends to those it owns.
 
     q            [batch, q_len, heads, head_dim], the same on every rank of the group
-    positions    [batch, q_len, topk] int32, selected keys as global positions in the sequence; -1 selects nothing
+    positions    [batch, q_len, topk] int32, selected keys as global positions in the sequence; -1 selects nothing, nor
+                 does a position past the table
     block_table  [batch, width] int32, this rank's pages
     options      the rest of sparse_decode's keyword arguments: softmax_scale, head_dim_v, split_size
 
     The other arguments and the result are those of `cp_decode`.
     """
     _check(q, shard, exchange)
-    own = (positions >= 0) & shard.owns(positions)
-    local = torch.where(own, shard.local_positions(positions), 0)
     page_size = kv_cache.shape[1]
+    local = shard.local_positions(positions)
+    own = (positions >= 0) & shard.owns(positions) & (local < block_table.shape[1] * page_size)
+    local = torch.where(own, local, 0)
     pages = block_table.gather(1, (local // page_size).flatten(1).long()).view_as(local)
     slots = torch.where(own, pages * page_size + local % page_size, -1).to(torch.int32)
     out, lse = mla_suite.sparse_decode(q, [kv_cache], [slots], kv_formats=[kv_format], **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mla_suite.distributed import ContextParallelCache, KeyShard
+from mla_suite.distributed import ContextParallelCache, KeyShard, cp_sparse_decode
 
 
 @pytest.mark.parametrize("interleave", [1, 4, 16])
@@ -45,6 +45,38 @@ def test_the_ranks_caches_hold_every_token_once(interleave):
     assert sum(cache._own.length(0) for cache in caches) == 24
     with pytest.raises(ValueError, match="length 25 of a sequence of 24"):
         caches[0].truncate(0, 25)
+
+
+@pytest.mark.parametrize("wrong", [KeyShard(2.0, 0), KeyShard(2, None), KeyShard(2, 0, "1")])
+def test_a_share_of_other_kinds_is_refused(wrong):
+    with pytest.raises(TypeError, match="KeyShard: (world|rank|interleave) is .*; it takes an int"):
+        wrong.check()
+
+
+def test_a_count_that_is_no_int_changes_nothing():
+    cache = ContextParallelCache(1, num_pages=4, page_size=4, shard=KeyShard(2, 1))
+    sequence = cache.allocate()
+    with pytest.raises(TypeError, match=r"append: counts\[0\] is 1.5; it takes an int"):
+        cache.append([sequence], [1.5])
+    with pytest.raises(TypeError, match="truncate: length is None; it takes an int"):
+        cache.truncate(sequence, None)
+    with pytest.raises(ValueError, match="allocate: -1 tokens; reserve 0 or more"):
+        cache.allocate(-1)
+    assert (cache.length(sequence), cache.free_pages) == (0, 4)
+
+
+def test_a_selected_position_past_the_table_selects_nothing():
+    q, cache = torch.ones(1, 1, 2, 576), torch.ones(2, 4, 576)
+    selected = torch.tensor([[[3, 8, -1]]], dtype=torch.int32)
+    out, lse = cp_sparse_decode(
+        *(q, cache, selected, torch.tensor([[1, 0]], dtype=torch.int32)),
+        shard=KeyShard(),
+        group="none",
+        kv_format="fp32",
+        softmax_scale=1.0,
+    )
+    assert torch.equal(out, torch.ones(1, 1, 2, 512))
+    assert torch.equal(lse, torch.full((1, 1, 2), 576.0))
 
 
 def test_running_out_of_pages_changes_nothing():
