@@ -62,8 +62,7 @@ def check_kinds(name: str, needed: dict[str, Any], optional: dict[str, Any], siz
             kind = "has no dimension" if value.dim() == 0 else f"is {str(value.layout).removeprefix('torch.')}"
             refuse(name, f"{argument} {kind}", "it takes a dense tensor of one dimension or more", TypeError)
     for argument, value in sizes.items():
-        if not hasattr(value, "__index__"):
-            refuse(name, f"{argument} is {value!r}", "it takes an int", TypeError)
+        checks.whole(name, argument, value)
 
 
 def absent(module: str, functions: Mapping[str, str]) -> Callable[[str], Callable[..., NoReturn]]:

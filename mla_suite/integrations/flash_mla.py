@@ -147,7 +147,7 @@ def flash_mla_with_kvcache(
         return flash_mla_kv_heads.join(*results, k_cache.shape[2])
     dense_rows = q.shape[-1] if indices is None else None
     stored = _kv_format(name, "k_cache", k_cache, is_fp8_kvcache, dense_rows, use_legacy, kv_format)
-    if kv_format is not None and stored not in FORMAT_NAMES.get(kv_format, ()):
+    if kv_format is not None and (not isinstance(kv_format, str) or stored not in FORMAT_NAMES.get(kv_format, ())):
         possible = (
             "it takes V32 for records of 656 bytes, V4 for those of 584, V41 or V32_NO_ROPE for those of 528, V41_FP4 "
             "for those of 288, or None"
