@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import mla_suite
+from mla_suite.core import checks
 from mla_suite.distributed import peer_memory
 from mla_suite.distributed.parallel import KeyShard, all_to_all, check_same_shape, gather
 
@@ -50,11 +51,13 @@ def cp_decode(
 
     -> out [batch, q_len, own heads, head_dim_v] in q's dtype, lse [batch, q_len, own heads] fp32, natural log.
     """
-    _check(q, shard, exchange)
+    _check("cp_decode", q, shard, exchange)
+    checks.is_tensor("cp_decode", "seq_lens", seq_lens)
     if options.get("rope_cos_sin") is not None:
         raise ValueError(
             "cp_decode: rope_cos_sin is not taken: local positions are not the sequence's; cache rotated keys"
         )
+    checks.whole("cp_decode", "max_seqlen_kv", options.get("max_seqlen_kv", 0))
     if options.get("max_seqlen_kv"):
         options["max_seqlen_kv"] = -(-options["max_seqlen_kv"] // shard.world) + shard.interleave
     out, lse = mla_suite.decode(
@@ -96,7 +99,14 @@ def cp_sparse_decode(
 
     The other arguments and the result are those of `cp_decode`.
     """
-    _check(q, shard, exchange)
+    _check("cp_sparse_decode", q, shard, exchange)
+    shapes = "[num_pages, page_size, width]", "[batch, q_len, topk]", "[batch, width]"
+    for argument, value, shape in zip(
+        ("kv_cache", "positions", "block_table"), (kv_cache, positions, block_table), shapes, strict=True
+    ):
+        checks.is_tensor("cp_sparse_decode", argument, value)
+        if value.dim() != shape.count(",") + 1:
+            checks.fail("cp_sparse_decode", argument, f"has shape {tuple(value.shape)}", f"it takes {shape}")
     page_size = kv_cache.shape[1]
     local = shard.local_positions(positions)
     own = (positions >= 0) & shard.owns(positions) & (local < block_table.shape[1] * page_size)
@@ -144,8 +154,11 @@ def merge_ranks(
     return merged.view(*shape, dim), merged_lse.view(shape)
 
 
-def _check(q: torch.Tensor, shard: KeyShard, chosen: str) -> None:
+def _check(name: str, q: torch.Tensor, shard: KeyShard, chosen: str) -> None:
+    if not isinstance(shard, KeyShard):
+        checks.fail(name, "shard", f"is a {type(shard).__name__}", "it takes a KeyShard", TypeError)
     shard.check()
+    checks.is_tensor(name, "q", q)
     if chosen not in EXCHANGES:
         raise ValueError(f"exchange is {chosen!r}; it takes {' or '.join(EXCHANGES)}")
     if q.dim() != 4:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mla_suite.distributed import ContextParallelCache, KeyShard, cp_sparse_decode
+from mla_suite.distributed import ContextParallelCache, KeyShard, cp_decode, cp_sparse_decode
 
 
 @pytest.mark.parametrize("interleave", [1, 4, 16])
@@ -86,3 +86,36 @@ def test_running_out_of_pages_changes_nothing():
         cache.append([sequence], [10])
     assert cache.length(sequence) == 0
     assert cache.append([sequence], [8]).slot_mapping.tolist() == [0, -1, 1, -1, 2, -1, 3, -1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"q": None}, "q is None; it takes a tensor"),
+        ({"positions": [1]}, "positions is a list of int; it takes a tensor"),
+        ({"positions": torch.zeros(2)}, r"positions has shape \(2,\); it takes \[batch, q_len, topk\]"),
+        ({"block_table": torch.zeros(2)}, r"block_table has shape \(2,\); it takes \[batch, width\]"),
+        ({"kv_cache": None}, "kv_cache is None; it takes a tensor"),
+        ({"shard": (2, 1)}, "shard is a tuple; it takes a KeyShard"),
+    ],
+)
+def test_selected_keys_of_other_kinds_are_refused(wrong, sentence):
+    given = dict(q=torch.ones(1, 1, 2, 576), kv_cache=torch.ones(2, 4, 576), block_table=torch.zeros(1, 2).int())
+    given |= dict(positions=torch.zeros(1, 1, 3).int(), shard=KeyShard()) | wrong
+    with pytest.raises((TypeError, ValueError), match=f"cp_sparse_decode: {sentence}"):
+        cp_sparse_decode(**given, group="none", kv_format="fp32", softmax_scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"seq_lens": [3]}, "seq_lens is a list of int; it takes a tensor"),
+        ({"max_seqlen_kv": "3"}, "max_seqlen_kv is '3'; it takes an int"),
+        ({"shard": None}, "shard is a NoneType; it takes a KeyShard"),
+    ],
+)
+def test_dealt_keys_of_other_kinds_are_refused(wrong, sentence):
+    given = dict(q=torch.ones(1, 1, 2, 576), kv_cache=torch.ones(2, 4, 576), block_table=torch.zeros(1, 2).int())
+    given |= dict(seq_lens=torch.ones(1).int(), shard=KeyShard()) | wrong
+    with pytest.raises(TypeError, match=f"cp_decode: {sentence}"):
+        cp_decode(**given, group="none", kv_format="fp32", softmax_scale=1.0)
