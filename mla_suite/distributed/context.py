@@ -58,8 +58,8 @@ def cp_decode(
             "cp_decode: rope_cos_sin is not taken: local positions are not the sequence's; cache rotated keys"
         )
     checks.whole("cp_decode", "max_seqlen_kv", options.get("max_seqlen_kv", 0))
-    if options.get("max_seqlen_kv"):
-        options["max_seqlen_kv"] = -(-options["max_seqlen_kv"] // shard.world) + shard.interleave
+    if longest := options.get("max_seqlen_kv"):
+        options["max_seqlen_kv"] = min(longest, -(-longest // shard.world) + shard.interleave)
     out, lse = mla_suite.decode(
         q,
         kv_cache,
@@ -138,9 +138,10 @@ def merge_ranks(
         merged, merged_lse = torch.ops.mla_suite_ranks.peer_merge(*flat, attn_sink, own_heads, str(group))
         return merged.view(*out.shape[:-2], own_heads, dim), merged_lse.view(*out.shape[:-2], own_heads)
     # One collective carries both: the fp32 lse lies behind each row as that row's last bytes.
-    rows = torch.cat((out, lse[..., None].view(out.dtype)), dim=-1).view(-1, heads, dim + 4 // out.element_size())
+    width = dim + 4 // out.element_size()
+    rows = torch.cat((out, lse[..., None].view(out.dtype)), dim=-1).view(-1, heads, width)
     if exchange == "all_to_all" and world > 1:
-        rows = all_to_all(rows.view(rows.shape[0], world, own_heads, -1).transpose(0, 1), group)
+        rows = all_to_all(rows.view(rows.shape[0], world, own_heads, width).transpose(0, 1), group)
         sink = None if attn_sink is None else attn_sink.narrow(0, shard.rank * own_heads, own_heads).contiguous()
     else:
         sink = attn_sink
