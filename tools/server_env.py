@@ -55,7 +55,7 @@ def install(server: str) -> str:
     if newer and _is_newer():
         steps.pop()
     for packages in steps:
-        if why := _pip(end, "install", *packages):
+        if why := _pip(end, "install", "--no-compile", *packages):
             return why
     if newer and not _is_newer():
         with TemporaryDirectory() as folder:

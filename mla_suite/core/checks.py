@@ -54,7 +54,13 @@ _MISMATCH = re.compile(
     r"but instead found type '(?P<found>\w+)"
 )
 _KINDS = {
-    **{"Tensor": "a tensor", "int": "an int of 64 bits", "float": "a number", "bool": "a bool", "str": "a string"},
+    **{
+        "Tensor": "a tensor",
+        "int": "an int of 64 bits",
+        "float": "a number that a float holds",
+        "bool": "a bool",
+        "str": "a string",
+    },
     **{"List[Tensor]": "a list of tensors", "List[Optional[Tensor]]": "a list of tensors or None"},
     **{"List[str]": "a list of strings", "Optional[Tensor]": "a tensor", "Optional[int]": "a torch.dtype"},
 }
@@ -91,6 +97,23 @@ def dtype_names(dtypes: Sequence[torch.dtype]) -> str:
     return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
+def is_tensor(op: str, argument: str, value: Any) -> None:
+    """TypeError for a value that is no dense tensor."""
+    if not isinstance(value, torch.Tensor):
+        fail(op, argument, f"is {_given(value)}", "it takes a tensor", TypeError)
+    if value.layout is not torch.strided:
+        given = f"is {str(value.layout).removeprefix('torch.')}"
+        fail(op, argument, given, "it takes dense tensors: call .to_dense()", TypeError)
+
+
+def whole(op: str, argument: str, value: Any) -> None:
+    """TypeError for a value that is no whole number of 64 bits."""
+    if not hasattr(value, "__index__") or bool(getattr(value, "shape", False)):
+        fail(op, argument, f"is {value!r}", "it takes an int", TypeError)
+    if isinstance(value, int) and value.bit_length() > 63:
+        fail(op, argument, f"is an int of {value.bit_length()} bits", "it takes an int of 64 bits", TypeError)
+
+
 def tensor(
     op: str,
     argument: str,
@@ -107,8 +130,7 @@ def tensor(
     taker  who takes these dtypes, in the message
     names  the shape in words, for the message about a rank, as in `[batch, heads]`
     """
-    if value is None:  # torch takes it for a tensor that has no value
-        fail(op, argument, "is None", "it takes a tensor", TypeError)
+    is_tensor(op, argument, value)
     ranks = (rank,) if isinstance(rank, int) else tuple(rank)
     if value.dim() not in ranks:
         possible = f"it takes {' or '.join(map(str, ranks))} dimension{'s' * (ranks[-1] > 1)}{names and ': '}{names}"
@@ -193,13 +215,10 @@ def readable(value: torch.Tensor) -> bool:
 
 def dense(op: str, arguments: Sequence[str], tensors: Sequence[Any]) -> None:
     """TypeError where the first tensor, whose device is the call's, is None, and where any is sparse."""
-    if tensors[0] is None:
-        fail(op, arguments[0], "is None", "it takes a tensor", TypeError)
-    for argument, value in zip(arguments, tensors, strict=False):
-        for tensor in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided:
-                given = f"is {str(tensor.layout).removeprefix('torch.')}"
-                fail(op, argument, given, "it takes dense tensors: call .to_dense()", TypeError)
+    for at, (argument, value) in enumerate(zip(arguments, tensors, strict=False)):
+        for leaf in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(leaf, torch.Tensor) or (leaf is None and at == 0):
+                is_tensor(op, argument, leaf)
 
 
 def mismatch(op: str, error: RuntimeError, arguments: Mapping[str, Any] | None = None) -> CallTypeError | None:
@@ -215,5 +234,9 @@ def mismatch(op: str, error: RuntimeError, arguments: Mapping[str, Any] | None =
 def _given(value: Any) -> str:
     """The value as a sentence names it."""
     if isinstance(value, (list, tuple)):
+        if not value:
+            return f"an empty {type(value).__name__}"
         return f"a {type(value).__name__} of {' and '.join(sorted({type(item).__name__ for item in value}))}"
+    if isinstance(value, int) and value.bit_length() > 1024:  # which no float holds, and no sentence
+        return f"an int of {value.bit_length()} bits"
     return repr(value) if value is None or isinstance(value, (int, float, str)) else f"a {type(value).__name__}"

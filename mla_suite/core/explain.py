@@ -12,6 +12,7 @@ import torch
 from mla_suite.archs import ArchSpec
 from mla_suite.core import allocation, dispatch, register
 from mla_suite.core.op import Op
+from mla_suite.errors import CallError
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,8 @@ def _checked(record: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
         if record.defaults is not None:
             kwargs = record.defaults(*args, **kwargs)
         signature(record.Args).bind(*args, **kwargs)
+    except CallError:
+        raise
     except TypeError as error:
         raise TypeError(f"explain: {record.name}: {error}; give the arguments of mla_suite.{record.name}") from None
     given = record.Args(*args, **kwargs)

@@ -259,8 +259,13 @@ def converted(kinds: Sequence[type | None], options: tuple[Any, ...]) -> tuple[A
 
 
 def _as_float(value: Any) -> Any:
-    """An int or a NumPy number as a float; anything else as it is, for torch to refuse."""
-    return float(value) if isinstance(value, int) or (hasattr(value, "__array__") and not value.shape) else value
+    """An int or a NumPy number as a float; anything else, and an int that no float holds, as it is, to be refused."""
+    if not isinstance(value, int) and (not hasattr(value, "__array__") or value.shape):
+        return value
+    try:
+        return float(value)
+    except OverflowError:
+        return value
 
 
 def _as_int(value: Any) -> Any:

@@ -135,7 +135,7 @@ class KnownCalls:
             if self.sized and tensors[self.sized[0]] is not None:
                 options = self.rounded(tensors, options)
                 kinds += map(type, options[len(kinds) - len(tensors) :])
-            elif guards[0].unrounded == options:  # `rounded` takes 0.4 us more
+            elif guards[0].kinds == kinds and guards[0].unrounded == options:  # `rounded` takes 0.4 us more
                 unrounded, options = options, guards[0].options
             else:
                 unrounded, options = options, self.rounded(tensors, options)
@@ -234,7 +234,7 @@ class KnownCalls:
                 key.append((value.shape, value.stride(), value.dtype, value.device, value.data_ptr() & 15))
         for position in self.sized:
             tensor = tensors[position]
-            if tensor is not None and tensor.is_contiguous():  # any stride, where n is 1
+            if tensor.__class__ in CLASSES and tensor.is_contiguous():  # any stride, where n is 1
                 at = len(key) - len(tensors) + position
                 key[at] = tensor.dim(), tensor.dtype, tensor.device, tensor.data_ptr() & 15
         return tuple(key)

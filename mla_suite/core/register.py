@@ -33,7 +33,7 @@ def registry() -> dict[str, Op]:
 
 def get(name: str) -> Op:
     """The operator of a name, or the overload that `register_overload` added to one."""
-    found = _registry.get(name) or _overloads.get(name)
+    found = (_registry.get(name) or _overloads.get(name)) if isinstance(name, str) else None
     if found is None:
         raise UsageError(f"no operator {name!r}; registered are {', '.join(_registry)}")
     return found

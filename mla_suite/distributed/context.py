@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import mla_suite
+from mla_suite.core import checks
 from mla_suite.distributed import peer_memory
 from mla_suite.distributed.parallel import KeyShard, all_to_all, check_same_shape, gather
 
@@ -50,13 +51,15 @@ def cp_decode(
 
     -> out [batch, q_len, own heads, head_dim_v] in q's dtype, lse [batch, q_len, own heads] fp32, natural log.
     """
-    _check(q, shard, exchange)
+    _check("cp_decode", q, shard, exchange)
+    checks.is_tensor("cp_decode", "seq_lens", seq_lens)
     if options.get("rope_cos_sin") is not None:
         raise ValueError(
             "cp_decode: rope_cos_sin is not taken: local positions are not the sequence's; cache rotated keys"
         )
-    if options.get("max_seqlen_kv"):
-        options["max_seqlen_kv"] = -(-options["max_seqlen_kv"] // shard.world) + shard.interleave
+    checks.whole("cp_decode", "max_seqlen_kv", options.get("max_seqlen_kv", 0))
+    if longest := options.get("max_seqlen_kv"):
+        options["max_seqlen_kv"] = min(longest, -(-longest // shard.world) + shard.interleave)
     out, lse = mla_suite.decode(
         q,
         kv_cache,
@@ -89,16 +92,25 @@ def cp_sparse_decode(
     """`mla_suite.sparse_decode` over keys that are spread over the ranks of `group`: each attends to those it owns.
 
     q            [batch, q_len, heads, head_dim], the same on every rank of the group
-    positions    [batch, q_len, topk] int32, selected keys as global positions in the sequence; -1 selects nothing
+    positions    [batch, q_len, topk] int32, selected keys as global positions in the sequence; -1 selects nothing, nor
+                 does a position past the table
     block_table  [batch, width] int32, this rank's pages
     options      the rest of sparse_decode's keyword arguments: softmax_scale, head_dim_v, split_size
 
     The other arguments and the result are those of `cp_decode`.
     """
-    _check(q, shard, exchange)
-    own = (positions >= 0) & shard.owns(positions)
-    local = torch.where(own, shard.local_positions(positions), 0)
+    _check("cp_sparse_decode", q, shard, exchange)
+    shapes = "[num_pages, page_size, width]", "[batch, q_len, topk]", "[batch, width]"
+    for argument, value, shape in zip(
+        ("kv_cache", "positions", "block_table"), (kv_cache, positions, block_table), shapes, strict=True
+    ):
+        checks.is_tensor("cp_sparse_decode", argument, value)
+        if value.dim() != shape.count(",") + 1:
+            checks.fail("cp_sparse_decode", argument, f"has shape {tuple(value.shape)}", f"it takes {shape}")
     page_size = kv_cache.shape[1]
+    local = shard.local_positions(positions)
+    own = (positions >= 0) & shard.owns(positions) & (local < block_table.shape[1] * page_size)
+    local = torch.where(own, local, 0)
     pages = block_table.gather(1, (local // page_size).flatten(1).long()).view_as(local)
     slots = torch.where(own, pages * page_size + local % page_size, -1).to(torch.int32)
     out, lse = mla_suite.sparse_decode(q, [kv_cache], [slots], kv_formats=[kv_format], **options)
@@ -126,9 +138,10 @@ def merge_ranks(
         merged, merged_lse = torch.ops.mla_suite_ranks.peer_merge(*flat, attn_sink, own_heads, str(group))
         return merged.view(*out.shape[:-2], own_heads, dim), merged_lse.view(*out.shape[:-2], own_heads)
     # One collective carries both: the fp32 lse lies behind each row as that row's last bytes.
-    rows = torch.cat((out, lse[..., None].view(out.dtype)), dim=-1).view(-1, heads, dim + 4 // out.element_size())
+    width = dim + 4 // out.element_size()
+    rows = torch.cat((out, lse[..., None].view(out.dtype)), dim=-1).view(-1, heads, width)
     if exchange == "all_to_all" and world > 1:
-        rows = all_to_all(rows.view(rows.shape[0], world, own_heads, -1).transpose(0, 1), group)
+        rows = all_to_all(rows.view(rows.shape[0], world, own_heads, width).transpose(0, 1), group)
         sink = None if attn_sink is None else attn_sink.narrow(0, shard.rank * own_heads, own_heads).contiguous()
     else:
         sink = attn_sink
@@ -142,8 +155,11 @@ def merge_ranks(
     return merged.view(*shape, dim), merged_lse.view(shape)
 
 
-def _check(q: torch.Tensor, shard: KeyShard, chosen: str) -> None:
+def _check(name: str, q: torch.Tensor, shard: KeyShard, chosen: str) -> None:
+    if not isinstance(shard, KeyShard):
+        checks.fail(name, "shard", f"is a {type(shard).__name__}", "it takes a KeyShard", TypeError)
     shard.check()
+    checks.is_tensor(name, "q", q)
     if chosen not in EXCHANGES:
         raise ValueError(f"exchange is {chosen!r}; it takes {' or '.join(EXCHANGES)}")
     if q.dim() != 4:

@@ -31,7 +31,9 @@ class KeyShard(NamedTuple):
     interleave: int = 1
 
     def check(self) -> None:
-        """Raise ValueError, in one sentence, for a share that cannot exist."""
+        """Raise ValueError or TypeError, in one sentence, for a share that cannot exist."""
+        for name, value in self._asdict().items():
+            checks.whole("KeyShard", name, value)
         if self.world < 1 or not 0 <= self.rank < self.world or self.interleave < 1:
             raise ValueError(
                 f"KeyShard: rank {self.rank} of {self.world} with interleave {self.interleave}; ranks are 0 to "

@@ -53,8 +53,15 @@ def restate(name: str, words: Mapping[str, str], error: Exception) -> NoReturn:
     raise error
 
 
-def check_kinds(name: str, needed: dict[str, Any], optional: dict[str, Any], sizes: dict[str, Any]) -> None:
-    """TypeError for an argument that is no dense tensor of one dimension or more, or, of `sizes`, no int."""
+def check_kinds(
+    name: str,
+    needed: dict[str, Any],
+    optional: dict[str, Any],
+    sizes: dict[str, Any],
+    flags: dict[str, Any] | None = None,
+) -> None:
+    """TypeError for an argument that is no dense tensor of one dimension or more, or, of `sizes`, no int, or, of
+    `flags`, neither True nor False."""
     for argument, value in (needed | {key: value for key, value in optional.items() if value is not None}).items():
         if not isinstance(value, torch.Tensor):
             refuse(name, f"{argument} is a {type(value).__name__}", "it takes a tensor", TypeError)
@@ -62,8 +69,10 @@ def check_kinds(name: str, needed: dict[str, Any], optional: dict[str, Any], siz
             kind = "has no dimension" if value.dim() == 0 else f"is {str(value.layout).removeprefix('torch.')}"
             refuse(name, f"{argument} {kind}", "it takes a dense tensor of one dimension or more", TypeError)
     for argument, value in sizes.items():
-        if not hasattr(value, "__index__"):
-            refuse(name, f"{argument} is {value!r}", "it takes an int", TypeError)
+        checks.whole(name, argument, value)
+    for argument, value in (flags or {}).items():
+        if not isinstance(value, int) or value not in (0, 1):
+            refuse(name, f"{argument} is {value!r}", "it takes True or False", TypeError)
 
 
 def absent(module: str, functions: Mapping[str, str]) -> Callable[[str], Callable[..., NoReturn]]:

@@ -123,7 +123,10 @@ def flash_mla_with_kvcache(
     optional = dict(block_table=block_table, cache_seqlens=cache_seqlens, indices=indices, attn_sink=attn_sink)
     optional |= dict(extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache)
     optional |= dict(num_splits=num_splits, topk_length=topk_length, extra_topk_length=extra_topk_length, out=out)
-    check_kinds(name, dict(q=q, k_cache=k_cache), optional, dict(head_dim_v=head_dim_v))
+    optional |= dict(descale_q=descale_q, descale_k=descale_k)
+    flags = dict(causal=causal, enable_batch_invariant=enable_batch_invariant, use_legacy=use_legacy)
+    flags |= {} if is_fp8_kvcache is None else dict(is_fp8_kvcache=is_fp8_kvcache)
+    check_kinds(name, dict(q=q, k_cache=k_cache), optional, dict(head_dim_v=head_dim_v), flags)
     if q.dim() != 4:
         _refuse(name, f"q has shape {tuple(q.shape)}", "it takes [batch, q_len, heads, head_dim]")
     if k_cache.dim() == 4 and k_cache.shape[2] > 1:
@@ -147,7 +150,7 @@ def flash_mla_with_kvcache(
         return flash_mla_kv_heads.join(*results, k_cache.shape[2])
     dense_rows = q.shape[-1] if indices is None else None
     stored = _kv_format(name, "k_cache", k_cache, is_fp8_kvcache, dense_rows, use_legacy, kv_format)
-    if kv_format is not None and stored not in FORMAT_NAMES.get(kv_format, ()):
+    if kv_format is not None and (not isinstance(kv_format, str) or stored not in FORMAT_NAMES.get(kv_format, ())):
         possible = (
             "it takes V32 for records of 656 bytes, V4 for those of 584, V41 or V32_NO_ROPE for those of 528, V41_FP4 "
             "for those of 288, or None"

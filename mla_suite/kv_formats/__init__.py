@@ -112,7 +112,7 @@ KV_FORMATS: MappingProxyType[str, KVFormat] = MappingProxyType({declared.name: d
 
 def get_kv_format(name: str | KVFormat) -> KVFormat:
     """The declared kv_format called `name`, or the record itself; ValueError lists the names where there is none."""
-    found = name if isinstance(name, KVFormat) else KV_FORMATS.get(name)
+    found = name if isinstance(name, KVFormat) else KV_FORMATS.get(name) if isinstance(name, str) else None
     if found is None:
         raise UsageError(f"kv_format {name!r} is unknown; the kv_formats are {', '.join(KV_FORMATS)}")
     return found

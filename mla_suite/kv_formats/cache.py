@@ -32,9 +32,13 @@ def empty(
 ) -> torch.Tensor:
     """An uninitialised cache `[num_pages, page_size, width]`, its blocks `block_bytes(page_size, padded)` apart.
 
-    Raises ValueError for an unknown name.
+    Raises ValueError for an unknown name and for a negative size.
     """
     fmt = get_kv_format(kv_format)
+    for argument, count in (("num_pages", num_pages), ("page_size", page_size)):
+        checks.whole("empty", argument, count)
+        if count < 0:
+            checks.fail("empty", argument, f"is {count}", "it takes 0 or more")
     stride = fmt.block_bytes(page_size, padded) // fmt.element_bytes
     blocks = torch.empty((num_pages, stride), dtype=dtypes(fmt)[0], device=device)
     return blocks.as_strided((num_pages, page_size, fmt.width), (stride, fmt.width, 1))
@@ -128,10 +132,14 @@ def pack(
 ) -> torch.Tensor:
     """A new cache that holds `rows` `[num_pages, page_size, head_dim]` (any float dtype), quantised by its rule.
 
-    Bytes between blocks are zero. Raises ValueError for an unknown name, for rows of another width than the format's,
-    for a descale that the format has no use for, and on the CPU for one that is not finite or not above 0.
+    Bytes between blocks are zero. Raises TypeError for rows of no float dtype, and ValueError for an unknown name, for
+    rows of another width than the format's, for a descale that the format has no use for, and on the CPU for one that
+    is not finite or not above 0.
     """
     kv_format = get_kv_format(kv_format)
+    checks.is_tensor("pack", "rows", rows)
+    if not rows.is_floating_point():
+        checks.fail("pack", "rows", f"is {str(rows.dtype).removeprefix('torch.')}", "it takes a float dtype", TypeError)
     if rows.dim() != 3 or not (kv_format.dense or rows.shape[-1] == kv_format.head_dim):
         width = "head_dim" if kv_format.dense else kv_format.head_dim
         checks.fail(

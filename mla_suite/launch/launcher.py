@@ -16,7 +16,7 @@ from mla_suite import archs
 from mla_suite.archs import ArchSpec
 from mla_suite.build import instances, manifest
 from mla_suite.build.locations import ObjectError
-from mla_suite.core import dispatch
+from mla_suite.core import checks, dispatch
 from mla_suite.launch.driver import Driver, DriverError, Kernel, LaunchError
 
 EMULATED_BY_ENVIRONMENT = os.environ.get("MLA_SUITE_EMULATE") or None
@@ -35,6 +35,8 @@ def emulate(arch: str) -> Iterator[ArchSpec]:
 
     ValueError for an arch that is unknown or that the emulator cannot execute.
     """
+    if not isinstance(arch, str):
+        checks.fail("emulate", "arch", f"is {arch!r}", f"it takes a name: {', '.join(archs.names())}", TypeError)
     record = _emulable(arch)
     token = dispatch.emulated.set(record)
     try:

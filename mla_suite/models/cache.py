@@ -9,7 +9,7 @@ import torch
 
 from mla_suite import kv_formats
 from mla_suite.models.config import LATENT, ROPE
-from mla_suite.models.pages import PagePool
+from mla_suite.models.pages import PagePool, whole
 
 NO_SLOT = 2**62
 
@@ -32,12 +32,12 @@ class Step(NamedTuple):
 def slots(block_table: torch.Tensor, positions: torch.Tensor, page_size: int) -> torch.Tensor:
     """int64 slots [batch, n] of the tokens at `positions` [batch, n] of each sequence.
 
-    Traceable, so a compiled decode step finds its slots without the host. A position past the table gets a slot that
-    no cache has, which `append_kv` refuses; an index error here would end the process, since it would be thrown by one
-    of the threads that Inductor's code runs on.
+    Traceable, so a compiled decode step finds its slots without the host. A position outside of the table gets a slot
+    that no cache has, which `append_kv` refuses; an index error here would end the process, since it would be thrown by
+    one of the threads that Inductor's code runs on.
     """
     columns = positions // page_size
-    inside = columns < block_table.shape[1]
+    inside = (columns >= 0) & (columns < block_table.shape[1])
     pages = block_table.gather(1, torch.where(inside, columns, 0)).long()
     return torch.where(inside, pages * page_size + positions % page_size, NO_SLOT)
 
@@ -99,6 +99,7 @@ class PagedLatentCache(PagePool):
 
     def grow(self, num_pages: int) -> None:
         """Add pages. `layers` are new tensors with the old contents: graphs of the old ones must be captured again."""
+        num_pages = whole("grow", "num_pages", num_pages)
         if num_pages < 0:
             raise ValueError(f"grow: {num_pages} pages; a cache grows by 0 or more")
         with torch.inference_mode(False):
@@ -111,6 +112,7 @@ class PagedLatentCache(PagePool):
 
         `width` fixes the block table's width (0 entries beyond a sequence's pages); None takes the longest sequence.
         """
+        counts = [whole("append", f"counts[{at}]", count) for at, count in enumerate(counts)]
         self._check_width(sequences, counts, width)
         starts = [self.length(sequence) for sequence in sequences]
         copies = self._extend(sequences, counts)
@@ -136,6 +138,7 @@ class PagedLatentCache(PagePool):
     def _check_width(self, sequences: Sequence[int], counts: Sequence[int], width: int | None) -> None:
         if width is None or len(sequences) != len(counts):  # the pool refuses the latter
             return
+        whole("block table", "width", width)
         for sequence, count in zip(sequences, counts, strict=True):
             needed = -(-(self.length(sequence) + count) // self.page_size)
             if needed > width:

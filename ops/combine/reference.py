@@ -53,8 +53,8 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     bounds = (
         args.split_indptr.tolist() if args.split_indptr is not None else [b * args.num_splits for b in range(batch + 1)]
     )
-    # A row is a query token x head.
-    sink = None if args.attn_sink is None else args.attn_sink.repeat(rows // args.attn_sink.shape[0])
+    # A row is a query token x head; queries of no heads have no rows.
+    sink = None if args.attn_sink is None else args.attn_sink.repeat(rows // max(args.attn_sink.shape[0], 1))
     for b, (first, end) in enumerate(pairwise(bounds)):
         if args.skip_single and end - first == 1:
             continue

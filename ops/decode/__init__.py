@@ -342,7 +342,7 @@ def rounded(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ..
     """max_seqlen_kv rounded up, and behind the options the entries of kv_indices: as many whole pages for each
     sequence, rounded up, or 0 where max_seqlen_kv stands for them."""
     longest, split_size, seq_lens, pages = options[_LONGEST], options[_SPLIT_SIZE], tensors[2], tensors[5]
-    if pages is None and not longest:
+    if pages is None and longest.__class__ is int and not longest:
         return options
     listed = 0
     if longest.__class__ is int and longest and split_size.__class__ is int:

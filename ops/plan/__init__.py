@@ -100,6 +100,8 @@ def batch_invariant_split_size(num_heads: int, max_seqlen_q: int = 1) -> int:
     the `PERF.md` of its combine. Nothing but heads and query tokens decides, so results stay batch-invariant; they
     change with the split size, though, so keep the one that you began with.
     """
+    for name, value in (("num_heads", num_heads), ("max_seqlen_q", max_seqlen_q)):
+        checks.whole("batch_invariant_split_size", name, value)
     if num_heads < 1 or max_seqlen_q < 1:
         given = f"are {num_heads} and {max_seqlen_q}"
         checks.fail("batch_invariant_split_size", "num_heads and max_seqlen_q", given, "both must be 1 or more")
@@ -109,11 +111,9 @@ def batch_invariant_split_size(num_heads: int, max_seqlen_q: int = 1) -> int:
 
 def _check_kinds(seq_lens: Any, num_heads: Any, max_seqlen_q: Any) -> None:
     """Refuse arguments that no number of parts follows from, which the operator would refuse too."""
-    if not isinstance(seq_lens, torch.Tensor):
-        checks.fail("plan", "seq_lens", f"is a {type(seq_lens).__name__}", "it takes a tensor", TypeError)
+    checks.is_tensor("plan", "seq_lens", seq_lens)
     for name, value in (("num_heads", num_heads), ("max_seqlen_q", max_seqlen_q)):
-        if not hasattr(value, "__index__") or bool(getattr(value, "shape", False)):
-            checks.fail("plan", name, f"is {value!r}", "it takes an int", TypeError)
+        checks.whole("plan", name, value)
 
 
 def sm_parts(tensor: torch.Tensor, num_q_rows: int) -> int:
@@ -266,7 +266,8 @@ def check_plan(op: str, plan: torch.Tensor, batch: int, counted: str, num_splits
 def _defaults(seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor | None = None, **kwargs: Any) -> dict[str, Any]:
     """The keyword arguments of the operator from those of `plan`."""
     kwargs = {"max_seqlen_q": 1, "max_seqlen_kv": 0, **kwargs}
-    if kwargs.get("num_sm_parts") is None:
+    if kwargs.get("num_sm_parts") is None and "num_heads" in kwargs:
+        _check_kinds(seq_lens, kwargs["num_heads"], kwargs["max_seqlen_q"])
         kwargs["num_sm_parts"] = sm_parts(seq_lens, kwargs["num_heads"] * kwargs["max_seqlen_q"])
     return kwargs
 

@@ -2,11 +2,15 @@
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 
 import mla_suite
 from mla_suite.core import register
+from mla_suite.errors import CallError
+from mla_suite.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+from mla_suite.kv_formats import empty, get_kv_format, pack, unpack, validate
 
 combine = functools.partial(mla_suite.combine, num_splits=3, out_dtype=torch.float32)
 
@@ -14,19 +18,48 @@ combine = functools.partial(mla_suite.combine, num_splits=3, out_dtype=torch.flo
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
+        (
+            {"softmax_scale": 10**400},
+            "decode: softmax_scale is an int of 1329 bits; it takes a number that a float holds",
+        ),
         ({"causal": None}, "decode: causal is None; it takes a value"),
         ({"softmax_scale": None}, "decode: softmax_scale is None; it takes a value"),
         ({"max_seqlen_q": 1.0}, "decode: max_seqlen_q is 1.0; it takes an int of 64 bits"),
         ({"kv_format": ["bf16"]}, "decode: kv_format is a list of str; it takes a string"),
+        (
+            {"block_table": None, "kv_indptr": torch.zeros(4, dtype=torch.int32), "kv_indices": []},
+            "decode: kv_indices is an empty list; it takes a tensor",
+        ),
         ({"seq_lens": [3, 5]}, "decode: seq_lens is a list of int; it takes a tensor"),
     ],
 )
 def test_an_argument_of_another_kind_is_refused_in_a_sentence(wrong, sentence):
     args, kwargs = register.get("decode").samples()[0].make(torch.device("cpu"))
     given = dict(zip(register.get("decode").arguments, args, strict=False), **kwargs)
-    with pytest.raises(TypeError) as refused:
+    with pytest.raises(CallError) as refused:
         mla_suite.decode(**{**given, **wrong})
     assert str(refused.value) == sentence
+
+
+@pytest.mark.parametrize(
+    "option", ["softmax_scale", "max_seqlen_q", "max_seqlen_kv", "causal", "num_splits", "split_size", "window_left"]
+)
+@pytest.mark.parametrize("value", [torch.ones(2), np.ones(2)], ids=["tensor", "array"])
+def test_several_values_for_one_are_refused_behind_a_call_like_it(option, value):
+    args, kwargs = register.get("decode").samples()[0].make(torch.device("cpu"))
+    for _ in range(2):  # the second is recognised by the metadata of the first
+        mla_suite.decode(*args, **kwargs)
+    with pytest.raises(TypeError, match=f"decode: {option} is a (Tensor|ndarray); it takes"):
+        mla_suite.decode(*args, **{**kwargs, option: value})
+
+
+@pytest.mark.parametrize("option", ["max_seqlen_kv", "num_sm_parts", "num_splits", "split_size", "window_left"])
+def test_several_values_for_one_of_a_plan_are_refused_behind_a_call_like_it(option):
+    lens = torch.ones(2, dtype=torch.int32)
+    for _ in range(2):
+        mla_suite.plan(lens, num_heads=16)
+    with pytest.raises(TypeError, match=f"plan: {option} is a Tensor; it takes an int"):
+        mla_suite.plan(lens, num_heads=16, **{option: torch.ones(2)})
 
 
 @pytest.mark.parametrize(
@@ -49,7 +82,7 @@ def test_an_argument_of_another_kind_is_refused_in_a_sentence(wrong, sentence):
             lambda out, lse: combine(out, lse, num_splits=torch.tensor(3.5)),
             "combine: num_splits is a Tensor; it takes an int of 64 bits",
         ),
-        (lambda out, lse: mla_suite.plan(None, num_heads=16), "plan: seq_lens is a NoneType; it takes a tensor"),
+        (lambda out, lse: mla_suite.plan(None, num_heads=16), "plan: seq_lens is None; it takes a tensor"),
         (lambda out, lse: mla_suite.plan(lse, num_heads="16"), "plan: num_heads is '16'; it takes an int"),
         (
             lambda out, lse: mla_suite.sparse_decode(out, [], [], kv_formats=None, softmax_scale=1.0),
@@ -61,3 +94,74 @@ def test_no_tensor_or_no_number_is_refused_in_a_sentence(refused, sentence):
     with pytest.raises(TypeError) as error:
         refused(torch.randn(6, 4, 128), torch.randn(6, 4))
     assert str(error.value) == sentence
+
+
+ROWS = torch.ones(1, 1, 576)
+
+
+@pytest.mark.parametrize(
+    ("refused", "sentence"),
+    [
+        (lambda: pack("bf16", [1.0]), "pack: rows is a list of float; it takes a tensor"),
+        (lambda: pack("bf16", []), "pack: rows is an empty list; it takes a tensor"),
+        (lambda: pack("bf16", ROWS.to_sparse()), "pack: rows is sparse_coo; it takes dense tensors: call .to_dense()"),
+        (lambda: pack("bf16", ROWS.int()), "pack: rows is int32; it takes a float dtype"),
+        (lambda: pack("fp8", ROWS, descale=2.0), "pack: descale is 2.0; it takes a tensor"),
+        (lambda: unpack("bf16", [1.0]), "unpack: cache is a list of float; it takes a tensor"),
+        (lambda: validate("bf16", None), "validate: cache is None; it takes a tensor"),
+        (lambda: empty("bf16", 1.5, 64), "empty: num_pages is 1.5; it takes an int"),
+        (lambda: empty("bf16", 10**30, 64), "empty: num_pages is an int of 100 bits; it takes an int of 64 bits"),
+        (lambda: empty("bf16", 4, None), "empty: page_size is None; it takes an int"),
+        (
+            lambda: mla_suite.batch_invariant_split_size("16"),
+            "batch_invariant_split_size: num_heads is '16'; it takes an int",
+        ),
+        (lambda: mla_suite.explain("plan", None, num_heads=16), "plan: seq_lens is None; it takes a tensor"),
+        (
+            lambda: mla_suite.explain("combine", [1.0], ROWS),
+            "combine: partial_out is a list of float; it takes a tensor",
+        ),
+        (lambda: mla_suite.emulate(None).__enter__(), "emulate: arch is None; it takes a name: gfx942, gfx950, sm_90"),
+    ],
+)
+def test_a_function_beside_the_operators_refuses_other_kinds_in_a_sentence(refused, sentence):
+    with pytest.raises(TypeError) as error:
+        refused()
+    assert str(error.value) == sentence
+
+
+def test_explain_of_a_plan_names_the_missing_heads():
+    with pytest.raises(TypeError, match="explain: plan: missing a required .*'num_heads'; give the arguments of"):
+        mla_suite.explain("plan", torch.ones(1, dtype=torch.int32))
+
+
+def test_a_negative_size_of_a_cache_is_refused():
+    with pytest.raises(ValueError, match="empty: page_size is -1; it takes 0 or more"):
+        empty("dsv4", 1, -1)
+
+
+def test_no_name_is_refused_like_an_unknown_one():
+    with pytest.raises(ValueError, match=r"kv_format \['bf16'\] is unknown; the kv_formats are bf16, fp16"):
+        get_kv_format(["bf16"])
+    with pytest.raises(ValueError, match=r"no operator \['decode'\]; registered are"):
+        mla_suite.explain(["decode"])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"kv_format": ["V32"]}, r"kv_format is \['V32'\] and k_cache holds bf16; it takes V32 for"),
+        ({"use_legacy": None}, "use_legacy is None; it takes True or False"),
+        ({"causal": []}, r"causal is \[\]; it takes True or False"),
+        ({"enable_batch_invariant": "no"}, "enable_batch_invariant is 'no'; it takes True or False"),
+        ({"is_fp8_kvcache": 2}, "is_fp8_kvcache is 2; it takes True or False"),
+        ({"head_dim_v": 10**30}, "head_dim_v is an int of 100 bits; it takes an int of 64 bits"),
+        ({"descale_q": 1.0}, "descale_q is a float; it takes a tensor"),
+    ],
+)
+def test_flash_mla_with_kvcache_refuses_other_kinds(wrong, sentence):
+    q, cache = torch.ones(1, 1, 16, 576).bfloat16(), torch.ones(1, 1, 1, 576).bfloat16()
+    one = torch.ones(1, dtype=torch.int32)
+    given = dict(block_table=one[None] - 1, cache_seqlens=one, head_dim_v=512) | wrong
+    with pytest.raises(CallError, match=f"flash_mla_with_kvcache: {sentence}"):
+        flash_mla_with_kvcache(q, cache, tile_scheduler_metadata=get_mla_metadata()[0], **given)

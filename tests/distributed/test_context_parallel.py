@@ -91,13 +91,23 @@ def random_cases(rank: int, seed: int, world: int) -> None:
     parallel = Parallel.create(cp_size=world, device_type="cpu")
     for _ in range(CASES[world]):
         one_case(draw, parallel)
-    if world == 2:
-        errors(parallel)  # here, since starting ranks takes longer
+    if world == 2:  # here, since starting ranks takes longer
+        no_sequences(parallel)
+        errors(parallel)
 
 
 @pytest.mark.parametrize("world", CASES)
 def test_random_cases_equal_one_process(world):
     on_ranks(world, random_cases, 20 + world, world)
+
+
+def no_sequences(parallel: Parallel) -> None:
+    """A step of no sequences, as a rank without requests takes it, has empty results."""
+    q, cache, table = torch.zeros(0, 1, 4, 576), torch.zeros(2, 4, 576), torch.zeros(0, 1, dtype=torch.int32)
+    common = {"shard": parallel.shard(), "group": parallel.cp_group, "softmax_scale": 1.0, "kv_format": "fp32"}
+    for exchange, heads in (("all_to_all", 2), ("all_gather", 4)):
+        out, lse = cp_decode(q, cache, table[:, 0], table, exchange=exchange, **common)
+        assert (out.shape, lse.shape) == ((0, 1, heads, 512), (0, 1, heads))
 
 
 def errors(parallel: Parallel) -> None:
@@ -122,3 +132,11 @@ def test_one_rank_needs_no_group():
     exact, exact_lse = mla_suite.decode(q, cache, lens, table, softmax_scale=0.1, kv_format="fp32")
     assert torch.equal(out, exact)
     assert torch.equal(lse, exact_lse)
+
+
+def test_the_longest_bound_is_one_for_a_rank_too():
+    q, cache = torch.randn(1, 1, 2, 576), torch.randn(2, 4, 576)
+    lens, table = torch.tensor([5], dtype=torch.int32), torch.tensor([[1, 0]], dtype=torch.int32)
+    common = {"shard": KeyShard(), "group": "", "softmax_scale": 0.1, "kv_format": "fp32"}
+    out, _ = cp_decode(q, cache, lens, table, max_seqlen_kv=2**31 - 1, **common)
+    assert torch.equal(out, cp_decode(q, cache, lens, table, **common)[0])

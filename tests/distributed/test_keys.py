@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mla_suite.distributed import ContextParallelCache, KeyShard
+from mla_suite.distributed import ContextParallelCache, KeyShard, cp_decode, cp_sparse_decode
 
 
 @pytest.mark.parametrize("interleave", [1, 4, 16])
@@ -47,6 +47,38 @@ def test_the_ranks_caches_hold_every_token_once(interleave):
         caches[0].truncate(0, 25)
 
 
+@pytest.mark.parametrize("wrong", [KeyShard(2.0, 0), KeyShard(2, None), KeyShard(2, 0, "1")])
+def test_a_share_of_other_kinds_is_refused(wrong):
+    with pytest.raises(TypeError, match="KeyShard: (world|rank|interleave) is .*; it takes an int"):
+        wrong.check()
+
+
+def test_a_count_that_is_no_int_changes_nothing():
+    cache = ContextParallelCache(1, num_pages=4, page_size=4, shard=KeyShard(2, 1))
+    sequence = cache.allocate()
+    with pytest.raises(TypeError, match=r"append: counts\[0\] is 1.5; it takes an int"):
+        cache.append([sequence], [1.5])
+    with pytest.raises(TypeError, match="truncate: length is None; it takes an int"):
+        cache.truncate(sequence, None)
+    with pytest.raises(ValueError, match="allocate: -1 tokens; reserve 0 or more"):
+        cache.allocate(-1)
+    assert (cache.length(sequence), cache.free_pages) == (0, 4)
+
+
+def test_a_selected_position_past_the_table_selects_nothing():
+    q, cache = torch.ones(1, 1, 2, 576), torch.ones(2, 4, 576)
+    selected = torch.tensor([[[3, 8, -1]]], dtype=torch.int32)
+    out, lse = cp_sparse_decode(
+        *(q, cache, selected, torch.tensor([[1, 0]], dtype=torch.int32)),
+        shard=KeyShard(),
+        group="none",
+        kv_format="fp32",
+        softmax_scale=1.0,
+    )
+    assert torch.equal(out, torch.ones(1, 1, 2, 512))
+    assert torch.equal(lse, torch.full((1, 1, 2), 576.0))
+
+
 def test_running_out_of_pages_changes_nothing():
     cache = ContextParallelCache(1, num_pages=1, page_size=4, shard=KeyShard(2, 0))
     sequence = cache.allocate()
@@ -54,3 +86,36 @@ def test_running_out_of_pages_changes_nothing():
         cache.append([sequence], [10])
     assert cache.length(sequence) == 0
     assert cache.append([sequence], [8]).slot_mapping.tolist() == [0, -1, 1, -1, 2, -1, 3, -1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"q": None}, "q is None; it takes a tensor"),
+        ({"positions": [1]}, "positions is a list of int; it takes a tensor"),
+        ({"positions": torch.zeros(2)}, r"positions has shape \(2,\); it takes \[batch, q_len, topk\]"),
+        ({"block_table": torch.zeros(2)}, r"block_table has shape \(2,\); it takes \[batch, width\]"),
+        ({"kv_cache": None}, "kv_cache is None; it takes a tensor"),
+        ({"shard": (2, 1)}, "shard is a tuple; it takes a KeyShard"),
+    ],
+)
+def test_selected_keys_of_other_kinds_are_refused(wrong, sentence):
+    given = dict(q=torch.ones(1, 1, 2, 576), kv_cache=torch.ones(2, 4, 576), block_table=torch.zeros(1, 2).int())
+    given |= dict(positions=torch.zeros(1, 1, 3).int(), shard=KeyShard()) | wrong
+    with pytest.raises((TypeError, ValueError), match=f"cp_sparse_decode: {sentence}"):
+        cp_sparse_decode(**given, group="none", kv_format="fp32", softmax_scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"seq_lens": [3]}, "seq_lens is a list of int; it takes a tensor"),
+        ({"max_seqlen_kv": "3"}, "max_seqlen_kv is '3'; it takes an int"),
+        ({"shard": None}, "shard is a NoneType; it takes a KeyShard"),
+    ],
+)
+def test_dealt_keys_of_other_kinds_are_refused(wrong, sentence):
+    given = dict(q=torch.ones(1, 1, 2, 576), kv_cache=torch.ones(2, 4, 576), block_table=torch.zeros(1, 2).int())
+    given |= dict(seq_lens=torch.ones(1).int(), shard=KeyShard()) | wrong
+    with pytest.raises(TypeError, match=f"cp_decode: {sentence}"):
+        cp_decode(**given, group="none", kv_format="fp32", softmax_scale=1.0)

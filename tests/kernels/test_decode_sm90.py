@@ -345,6 +345,16 @@ def test_an_e4m3_cache(monkeypatch, dtype):
     assert (fields["q_map_0"] == 0) == (name == "fp8")
 
 
+def long_call(batch, keys, **options):
+    """A call over an e4m3 cache whose block table names one page of each sequence again and again.
+
+    A cache that holds all keys takes seconds to draw, and a launch does not depend on its values.
+    """
+    args, kwargs = decode_sample((1,) * batch, kv_format="fp8", **options).make(CPU)
+    table = args[3].expand(-1, -(-keys // args[1].shape[1])).contiguous()
+    return [*args[:2], torch.full_like(args[2], keys), table, *args[4:]], kwargs
+
+
 @pytest.mark.parametrize(
     ("keys", "options", "scaled"),
     [
@@ -363,14 +373,13 @@ def test_an_e4m3_cache(monkeypatch, dtype):
 )
 def test_long_work_tiles_of_an_e4m3_cache_scale_queries(monkeypatch, keys, options, scaled):
     """24 stages of 32 keys."""
-    (instance, *_), *_ = launched(monkeypatch, decode_sample((keys,) * 132, kv_format="fp8", **options))
+    (instance, *_), *_ = launched(monkeypatch, None, given=long_call(132, keys, **options))
     assert instance.startswith("scaled_") == scaled, instance
 
 
 @pytest.mark.parametrize("parts", [132, 600])
 def test_long_work_tiles_of_a_plan_scale_queries(monkeypatch, parts):
-    sample = decode_sample((4096,) * 66, kv_format="fp8", heads=64)
-    args, kwargs = sample.make(CPU)
+    args, kwargs = long_call(66, 4096, heads=64)
     args = [*args[:11], mla_suite.plan(args[2], num_heads=64, num_sm_parts=parts, max_seqlen_kv=4096)]
     (instance, *_), *_ = launched(monkeypatch, None, given=(args, kwargs))
     assert instance.startswith("scaled_")

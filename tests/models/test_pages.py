@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_suite.models import PagedLatentCache
+from mla_suite.models.cache import NO_SLOT, slots
 from mla_suite.models.pages import PagePool
 
 
@@ -236,3 +237,39 @@ def test_any_history_reads_back_what_was_written(actions, page_size):
 def test_pools_refuse_no_pages():
     with pytest.raises(ValueError, match="0 pages of 4 tokens; both must be 1 or more"):
         PagePool(0, 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda cache, own: cache.append([own], [1.5]), r"append: counts\[0\] is 1.5; it takes an int"),
+        (lambda cache, own: cache.append([own], [1], width=1.5), "block table: width is 1.5; it takes an int"),
+        (lambda cache, own: cache.truncate(own, 0.5), "truncate: length is 0.5; it takes an int"),
+        (lambda cache, own: cache.reserve(own, 9.5), "reserve: tokens is 9.5; it takes an int"),
+        (lambda cache, own: cache.allocate("9"), "allocate: tokens is '9'; it takes an int"),
+        (lambda cache, own: cache.grow(1.5), "grow: num_pages is 1.5; it takes an int"),
+    ],
+)
+def test_a_number_that_is_no_int_changes_nothing(call, sentence):
+    cache = small_cache()
+    own = cache.allocate()
+    cache.append([own], [3])
+    with pytest.raises(TypeError, match=sentence):
+        call(cache, own)
+    assert (cache.length(own), cache.pages(own), cache.free_pages) == (3, (0,), 7)
+
+
+def test_counts_may_be_a_tensor():
+    cache = small_cache()
+    own = cache.allocate()
+    counts = torch.tensor([3])
+    cache.append([own], counts)
+    counts += 1
+    assert cache.append([own], counts).seq_lens.tolist() == [7]
+    assert type(cache.length(own)) is int
+
+
+@pytest.mark.parametrize("position", [-1, 8, 2**31])
+def test_a_position_outside_of_the_table_has_no_slot(position):
+    positions = torch.tensor([[position, 5]])
+    assert slots(torch.tensor([[3, 2]]), positions, 4).tolist() == [[NO_SLOT, 9]]

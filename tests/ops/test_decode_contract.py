@@ -307,6 +307,14 @@ def test_no_sequences_and_no_keys(batch):
         assert torch.equal(lse, torch.full((batch, 1, 4), -torch.inf))
 
 
+@pytest.mark.parametrize("sink", [None, torch.zeros(0)], ids=["plain", "sink"])
+def test_no_heads(sink):
+    args, kwargs = decode_sample((30, 7)).make(CPU)
+    q = args[0][:, :, :0]
+    out, lse = mla_suite.decode(q, *args[1:4], attn_sink=sink, **kwargs)
+    assert (out.shape, lse.shape) == ((*q.shape[:-1], 512), q.shape[:-1])
+
+
 def test_the_example_in_the_docstring_runs():
     import mla_suite.ops.decode as module
 

@@ -2,4 +2,10 @@
 
 import os
 
-collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*_interpreted.py"]
+INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
+collect_ignore_glob = [] if INTERPRETS else ["test_*_interpreted.py"]
+
+if INTERPRETS:
+    import faster_interpreter
+
+    faster_interpreter.install()
