@@ -67,13 +67,13 @@ def test_a_limit_that_is_none_is_refused(monkeypatch, given):
         (dict(heads=33, num_splits=3), "none"),
         (dict(heads=33, page=24), "none"),  # gathered
         (dict(heads=33, split_size=256), "none"),  # the order of the merge may not depend on the batch
-        (dict(heads=128, q_len=12), "none"),  # 24 tiles: two items for some blocks
+        (dict(heads=128, q_len=12), "share_kv"),  # 24 tiles: two items for some blocks
         (dict(lens=(700,), heads=16, num_splits=20), "none"),  # combine merges so few rows beside decode
     ],
 )
 def test_which_cuts_a_cluster_merges(monkeypatch, options, exchange):
     """Two take no scratch, and nothing is launched behind them."""
-    merged = exchange != "none"
+    merged = exchange in ("reduce_o", "exchange_p")
     launches = []
     split = {} if "split_size" in options else dict(num_splits=2)
     sample = decode_sample(**dict(lens=(700, 90, 5)) | split | options)
@@ -108,26 +108,33 @@ def with_plan(options, batch, parts, bound):
 
 
 @pytest.mark.parametrize(
-    ("batch", "options", "parts", "bound", "pairs"),
+    ("batch", "options", "parts", "bound", "mode"),
     [
-        (33, dict(heads=128), 66, 8000, True),  # two SM parts for each sequence
-        (34, dict(heads=128), 66, 8000, False),  # most sequences have one
-        (16, dict(heads=128), 66, 8000, False),  # half as many partials are not worth two row tiles apart
-        (16, dict(heads=64), 132, 8000, True),
-        (16, dict(heads=16), 132, 8000, False),  # few rows: partials are small
-        (66, dict(heads=16), 132, 8000, True),
-        (66, dict(heads=16), 132, 250, False),  # too short to be split
-        (33, dict(heads=128, page=24), 66, 8000, False),  # gathered
-        (33, dict(heads=128, split_size=64), 66, 8000, False),  # the order of the merge may not depend on the batch
+        (33, dict(heads=128), 66, 8000, "reduce_last"),  # two SM parts for each sequence
+        (34, dict(heads=128), 66, 8000, "none"),  # most sequences have one
+        (16, dict(heads=128), 66, 8000, "none"),  # half as many partials are not worth two row tiles apart
+        (16, dict(heads=64), 132, 8000, "reduce_last"),
+        (16, dict(heads=16), 132, 8000, "none"),  # few rows: partials are small
+        (66, dict(heads=16), 132, 8000, "reduce_last"),
+        (66, dict(heads=16), 132, 250, "none"),  # too short to be split
+        (33, dict(heads=128, page=24), 66, 8000, "none"),  # gathered
+        (
+            33,
+            dict(heads=128, split_size=64),
+            66,
+            8000,
+            "share_kv",
+        ),  # the order of the merge may not depend on the batch
     ],
 )
-def test_which_plans_are_walked_in_pairs(monkeypatch, batch, options, parts, bound, pairs):
+def test_which_plans_are_walked_in_pairs(monkeypatch, batch, options, parts, bound, mode):
     """By sizes alone, since the plan is on the device; combine then looks for rows that were merged."""
     monkeypatch.setattr(Estimate, "plan_saves_little", lambda self, splits: False)
     merges = []
     given = with_plan(options, batch, parts, bound)
     (instance, grid, _, shared, _, _, _), _, _ = launched(monkeypatch, None, given=given, merges=merges)
-    assert instance.endswith(f"_clustermode-{'reduce_last' if pairs else 'none'}")
+    assert instance.endswith(f"_clustermode-{mode}")
+    pairs = mode == "reduce_last"
     skipped = [(merge["skip_none"], merge["skip_single"]) for merge in merges]
     assert skipped == [(combine.MAY_BE_MERGED if pairs else 1, 0)]
     assert grid[:2] == (-(-options["heads"] // 64), parts)
