@@ -6,7 +6,8 @@ import torch
 from mla_suite import archs
 from mla_suite.__main__ import main
 from mla_suite.archs.attention import decode_shape
-from mla_suite.archs.sm_90.decode import Sm90Config, split_count
+from mla_suite.archs.sm_90.decode import Sm90Config
+from mla_suite.archs.sm_90.decode_splits import split_count
 from mla_suite.cli import problem
 from mla_suite.core import register
 from mla_suite.core.explain import Explanation, explain_on

@@ -20,7 +20,7 @@ from decode_calls import (
 )
 
 import mla_suite
-from mla_suite.archs.sm_90 import decode as sm90_decode
+from mla_suite.archs.sm_90 import decode_splits
 from mla_suite.archs.sm_90.costs import Estimate
 from mla_suite.core import dispatch
 from mla_suite.ops.decode.samples import decode_sample
@@ -47,7 +47,7 @@ PROBLEMS = {
 def every_plan_is_used(request, monkeypatch):
     """However little it saves; and clusters walk its SM parts in pairs, or none does."""
     require_kernels("sm_90")
-    monkeypatch.setattr(sm90_decode, "pairing_pays", lambda *sizes: request.param)
+    monkeypatch.setattr(decode_splits, "pairing_pays", lambda *sizes: request.param)
     monkeypatch.setattr(Estimate, "plan_saves_little", lambda self, splits: False)
     dispatch.clear_caches()
     yield

@@ -26,7 +26,7 @@ from decode_calls import (
 )
 
 import mla_suite
-from mla_suite.archs.sm_90 import decode as sm90_decode
+from mla_suite.archs.sm_90 import decode_splits
 from mla_suite.archs.sm_90.costs import Estimate
 from mla_suite.core import dispatch
 from mla_suite.ops.decode.samples import decode_sample
@@ -177,7 +177,7 @@ def plans_in_pairs(monkeypatch):
     """Uses every plan, however little it saves; says whether clusters walk its SM parts in pairs."""
 
     def pair(wanted):
-        monkeypatch.setattr(sm90_decode, "pairing_pays", lambda *sizes: wanted)
+        monkeypatch.setattr(decode_splits, "pairing_pays", lambda *sizes: wanted)
         monkeypatch.setattr(Estimate, "plan_saves_little", lambda self, splits: False)
         dispatch.clear_caches()
 

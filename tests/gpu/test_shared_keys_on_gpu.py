@@ -24,6 +24,7 @@ from decode_calls import (
 
 import mla_suite
 from mla_suite.archs.sm_90 import decode as sm90_decode
+from mla_suite.archs.sm_90 import decode_splits
 from mla_suite.core import dispatch
 from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
@@ -42,7 +43,7 @@ def not_shared(monkeypatch):
     """Calls of these tests without clusters from then on."""
 
     def alone():
-        monkeypatch.setattr(sm90_decode, "unmerged", lambda config, *sizes: config)
+        monkeypatch.setattr(decode_splits, "unmerged", lambda config, *sizes: config)
         dispatch.clear_caches()
 
     yield alone

@@ -13,7 +13,8 @@ from mla_suite import archs
 from mla_suite.archs.attention import decode_shape
 from mla_suite.archs.cdna.decode import CdnaConfig
 from mla_suite.archs.cdna.splits import COSTS, MIN_SPLIT, default_splits
-from mla_suite.archs.sm_90.decode import Sm90Config, split_count
+from mla_suite.archs.sm_90.decode import Sm90Config
+from mla_suite.archs.sm_90.decode_splits import split_count
 from mla_suite.emulator import timing
 from mla_suite.ops.decode import DecodeArgs
 

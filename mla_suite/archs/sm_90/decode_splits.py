@@ -1,0 +1,104 @@
+"""How decode on sm_90 splits keys, and the instance that fits: what clusters do, and whether queries are scaled."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from mla_suite.archs.attention import Shape, Splits, decode_shape
+from mla_suite.archs.sm_90 import combine
+from mla_suite.archs.sm_90.costs import Estimate, best_splits, pairing_pays, scaling_pays
+from mla_suite.archs.sm_90.tile import BLOCK_N, groups_of
+from mla_suite.ops.decode import DecodeArgs
+from mla_suite.ops.plan.metadata import splits_of
+
+if TYPE_CHECKING:
+    from mla_suite.archs.sm_90.decode import Sm90Config
+
+
+def whole_blocks(split_size: int) -> int:
+    """A split of the batch-invariant mode in whole stages: a copy may not reach into the next page."""
+    return -(-split_size // BLOCK_N) * BLOCK_N
+
+
+def split_count(config: Sm90Config, shape: Shape) -> int:
+    """Splits per sequence where arguments say nothing: those of the least estimated time."""
+    return best_splits(config.arch, config.costs_as, shape.batch, shape.rows, -(-shape.keys // BLOCK_N))
+
+
+def scaled_for(config: Sm90Config, shape: Shape, splits: Splits) -> Sm90Config:
+    """The instance that scales queries where work tiles are long; in batch-invariant mode by split_size alone."""
+    stages = -(-shape.keys // BLOCK_N)
+    if splits.size:
+        of_tile = splits.size / BLOCK_N
+    elif shape.plan_words:  # SM parts split as many sequences at most as there are parts
+        groups = groups_of(config.arch, splits.tiles(shape), config.tiles(shape.rows))
+        of_tile = shape.batch * stages / (shape.batch + groups)
+    else:
+        of_tile = stages / splits.number
+    return config.scaling if scaling_pays(of_tile) else config
+
+
+def split(
+    config: Sm90Config, args: DecodeArgs, shape: Shape
+) -> tuple[Sm90Config, Splits, combine.StreamingCombineConfig | None]:
+    """The instance with its cluster mode, the splits, and the streaming combine if one may run beside decode."""
+    if shape.plan_words:
+        splits = Splits(1, 1, args.split_size)
+        groups = groups_of(config.arch, splits.tiles(shape), config.tiles(shape.rows))
+        if may_pair_parts(config, args, groups) and pairing_pays(shape.batch, shape.rows, groups, shape.keys):
+            return config.clustered["reduce_last"], splits, None
+        return unmerged(config, shape, splits) if splits.size else config, splits, None
+    size = whole_blocks(args.split_size)
+    by_size = int(splits_of(shape.keys, size, args.attn_sink is not None)) if size else 0
+    count = args.num_splits or by_size or split_count(config, shape)
+    if size:
+        splits = Splits(count, count, size)
+        return unmerged(config, shape, splits), splits, None
+    estimate = Estimate(config.arch, config.costs_as, shape.batch, shape.rows, -(-shape.keys // BLOCK_N))
+    mode = estimate.cluster_mode(count)
+    partials, runs = (count, 2) if mode == "none" else (count // 2, 4)
+    streaming = None
+    if estimate.streams(count, mode):
+        streaming = combine.streaming(
+            config.arch, args.head_dim_v, shape.rows, shape.batch, partials, estimate.busy(count), runs
+        )
+    splits = Splits(count, partials, size)
+    if mode == "none" and streaming is None:
+        return unmerged(config, shape, splits), splits, None
+    return config.clustered[mode], splits, streaming
+
+
+def unmerged(config: Sm90Config, shape: Shape, splits: Splits) -> Sm90Config:
+    """The instance for splits that no cluster merges.
+
+    Two row tiles of a sequence share keys if all have a partner and few SMs are left free: fewer CTAs take up to 1.6 %
+    longer so, and the work tiles of a balanced plan up to 0.4 % (D70 in csrc/sm_90/decode/PERF.md).
+    """
+    tiles = config.tiles(shape.rows)
+    crowded = 8 * splits.tiles(shape) * tiles >= 7 * config.arch.compute_units
+    shares = "share_kv" in config.clustered and tiles % 2 == 0 and crowded
+    return config.clustered["share_kv"] if shares else config
+
+
+def may_pair_parts(config: Sm90Config, args: DecodeArgs, groups: int) -> bool:
+    """Whether clusters may walk a plan's SM parts in pairs. Batch-invariant splits are all combined by one kernel."""
+    return "reduce_last" in config.clustered and groups % 2 == 0 and not args.split_size
+
+
+def needs_no_plan(config: Sm90Config, args: DecodeArgs, out: torch.Tensor) -> bool:
+    """Whether a call has a balanced plan that could save less than it costs.
+
+    A plan shares sequences out. One sequence leaves nothing to share, and short ones little: equal splits of the
+    longest that there may be are then done before a plan is read and its partials are combined. Without a plan the CTAs
+    of a cluster combine their splits among themselves, and the rest is combined while decode runs. A plan's split_size
+    or num_splits stays.
+    """
+    if args.plan is None or args.split_size or args.num_splits:
+        return False
+    if args.seq_lens.shape[0] == 1:
+        return True
+    shape = decode_shape(args, out)
+    estimate = Estimate(config.arch, config.costs_as, shape.batch, shape.rows, -(-shape.keys // BLOCK_N))
+    return estimate.plan_saves_little(split_count(config, shape))
