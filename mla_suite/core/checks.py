@@ -107,11 +107,12 @@ def is_tensor(op: str, argument: str, value: Any) -> None:
 
 
 def whole(op: str, argument: str, value: Any) -> None:
-    """TypeError for a value that is no whole number of 64 bits."""
-    if not hasattr(value, "__index__") or bool(getattr(value, "shape", False)):
+    """TypeError for a value that is no whole number of 64 bits. An int that a trace does not know passes."""
+    if isinstance(value, int):
+        if not torch.compiler.is_compiling() and value.bit_length() > 63:
+            fail(op, argument, f"is an int of {value.bit_length()} bits", "it takes an int of 64 bits", TypeError)
+    elif not hasattr(value, "__index__") or bool(getattr(value, "shape", False)):
         fail(op, argument, f"is {value!r}", "it takes an int", TypeError)
-    if isinstance(value, int) and value.bit_length() > 63:
-        fail(op, argument, f"is an int of {value.bit_length()} bits", "it takes an int of 64 bits", TypeError)
 
 
 def tensor(

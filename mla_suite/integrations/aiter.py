@@ -97,8 +97,13 @@ def mla_decode_fwd(
     """
     name = "mla_decode_fwd"
     tensors = q, kv_buffer, o, qo_indptr, kv_indptr, kv_indices
-    if not all(map(torch.is_tensor, tensors)) or kv_indptr.dim() != 1 or not isinstance(max_seqlen_q, int):
-        _refuse_kinds(name, tensors, max_seqlen_q)
+    sizes = max_seqlen_q, page_size, nhead_kv, cp_world_size
+    counted = isinstance(max_seqlen_q, int) and isinstance(page_size, int)
+    counted = counted and isinstance(nhead_kv, int) and isinstance(cp_world_size, int)
+    if not (counted and all(map(torch.is_tensor, tensors)) and q.dim() and kv_indptr.dim() == 1):
+        _refuse_kinds(name, tensors, sizes)
+    if not isinstance(logit_cap, (int, float)):
+        _refuse(name, f"logit_cap is {logit_cap!r}", "scores are not capped: pass 0", TypeError)
     if kv_indptr.dtype != torch.int32:  # lengths, of which the operator would speak, are made from it
         checks.tensor(name, "kv_indptr", kv_indptr, rank=1, dtypes=checks.INDEX)
     if logit_cap > 0:
@@ -167,10 +172,11 @@ def mla_decode_fwd(
     return o, lse if return_lse else None
 
 
-def _refuse_kinds(name: str, tensors: tuple[Any, ...], max_seqlen_q: Any) -> None:
+def _refuse_kinds(name: str, tensors: tuple[Any, ...], sizes: tuple[Any, ...]) -> None:
     """TypeError for what is no tensor, has no dimension or is no int; apart, since every call would pay for it."""
     names = ("q", "kv_buffer", "o", "qo_indptr", "kv_indptr", "kv_indices")
-    check_kinds(name, dict(zip(names, tensors, strict=True)), {}, dict(max_seqlen_q=max_seqlen_q))
+    counts = ("max_seqlen_q", "page_size", "nhead_kv", "cp_world_size")
+    check_kinds(name, dict(zip(names, tensors, strict=True)), {}, dict(zip(counts, sizes, strict=True)))
     checks.tensor(name, "kv_indptr", tensors[4], rank=1, dtypes=checks.INDEX)
 
 

@@ -46,6 +46,8 @@ def get_mla_metadata_info_v1(
     dimension is a number. Sized for the current GPU, or 8 SM parts without one. Only batch_size, and with is_sparse
     max_seqlen_qo, are read: one plan serves any heads, query length and dtype, and a selection is planned per token.
     """
+    checks.whole("get_mla_metadata_info_v1", "batch_size", batch_size)
+    checks.whole("get_mla_metadata_info_v1", "max_seqlen_qo", max_seqlen_qo)
     tiles = batch_size * max_seqlen_qo if is_sparse else batch_size
     device = "cuda" if torch.cuda.is_available() else "cpu"
     num_sm_parts = sm_parts(torch.empty(0, device=device), 1)
@@ -113,7 +115,8 @@ def get_mla_metadata_v1(
     buffers |= dict(reduce_indptr=reduce_indptr, reduce_final_map=reduce_final_map)
     buffers |= dict(reduce_partial_map=reduce_partial_map)
     indptrs = dict(seqlens_qo_indptr=seqlens_qo_indptr, seqlens_kv_indptr=seqlens_kv_indptr)
-    sizes = dict(num_heads_per_head_k=num_heads_per_head_k, page_size=page_size, max_seqlen_qo=max_seqlen_qo, topk=topk)
+    sizes = dict(num_heads_per_head_k=num_heads_per_head_k, num_heads_k=num_heads_k, page_size=page_size)
+    sizes |= dict(max_seqlen_qo=max_seqlen_qo, uni_seqlen_qo=uni_seqlen_qo, topk=topk)
     check_kinds(name, buffers | indptrs, {}, sizes)
     for argument, value in indptrs.items():
         checks.tensor(name, argument, value, rank=1, dtypes=checks.INDEX)
@@ -129,6 +132,10 @@ def get_mla_metadata_v1(
     for argument, (buffer, width) in wide.items():
         if buffer.dim() != 2 or buffer.shape[1] != width:
             refuse(name, f"{argument} has shape {tuple(buffer.shape)}", f"it takes rows of {width}: see *_info_v1")
+    for argument in ("work_indptr", "reduce_indptr", "reduce_partial_map"):
+        if buffers[argument].dim() != 1:
+            given = f"{argument} has shape {tuple(buffers[argument].shape)}"
+            refuse(name, given, "it takes one dimension: see *_info_v1")
     if work_metadata_ptrs.nbytes != 16 or work_metadata_ptrs.dim() != 1:
         given = f"work_metadata_ptrs is {work_metadata_ptrs.dtype} {tuple(work_metadata_ptrs.shape)}"
         refuse(name, given, "it takes two addresses, uint64 [2]")

@@ -140,3 +140,15 @@ def test_the_longest_bound_is_one_for_a_rank_too():
     common = {"shard": KeyShard(), "group": "", "softmax_scale": 0.1, "kv_format": "fp32"}
     out, _ = cp_decode(q, cache, lens, table, max_seqlen_kv=2**31 - 1, **common)
     assert torch.equal(out, cp_decode(q, cache, lens, table, **common)[0])
+
+
+def test_a_bound_that_a_trace_does_not_know():
+    def layer(longest, *given):
+        options = dict(shard=KeyShard(), group="", softmax_scale=0.1, kv_format="fp32", max_seqlen_kv=longest)
+        return cp_decode(*given, **options)[0]
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    lens, table = torch.tensor([5], dtype=torch.int32), torch.tensor([[1, 0]], dtype=torch.int32)
+    for longest in (6, 8):
+        given = longest, torch.randn(1, 1, 2, 576), torch.randn(2, 4, 576), lens, table
+        assert torch.equal(compiled(*given), layer(*given))

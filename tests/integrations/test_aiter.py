@@ -270,6 +270,10 @@ def test_what_is_absent_says_so():
         (dict(kv_buffer=torch.zeros(9, 64, 1, 656, dtype=torch.uint8), page_size=64), "three-buffer and packed"),
         (dict(o=torch.zeros(2, 16, 512, dtype=torch.float16)), "mla_decode_fwd: o is torch.float16"),
         (dict(kv_indptr=torch.tensor(3)), "kv_indptr has no dimension"),
+        (dict(q=torch.tensor(3)), "q has no dimension"),
+        (dict(logit_cap=None), "logit_cap is None; scores are not capped: pass 0"),
+        (dict(cp_world_size=None), "cp_world_size is None; it takes an int"),
+        (dict(page_size=torch.ones(2)), r"page_size is tensor\(\[1., 1.\]\); it takes an int"),
     ],
 )
 def test_refusals(changes, message):
@@ -280,12 +284,15 @@ def test_refusals(changes, message):
     assert bool(step.o.isnan().all()), "written although refused"
 
 
-def test_compiled_in_one_graph():
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_in_one_graph(dynamic):
     """`mla_decode_fwd` is plain tensor code over one operator, so torch.compile takes it whole."""
-    step = Step([300, 21], [2, 2], page_size=4)
 
     def layer(q, kv_buffer, o, *rest):
-        return aiter.mla_decode_fwd(q, kv_buffer, o, *rest, page_size=4, return_lse=True)[1]
+        *rest, page_size = rest
+        return aiter.mla_decode_fwd(q, kv_buffer, o, *rest, page_size=page_size, return_lse=True)[1]
 
-    lse = torch.compile(layer, fullgraph=True, backend="aot_eager")(*step.args)
-    step.check(lse, step.expected())
+    compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for q_len, page_size in ((2, 4), (3, 8)):
+        step = Step([300, 21], [q_len] * 2, page_size=page_size)
+        step.check(compiled(*step.args, page_size), step.expected())

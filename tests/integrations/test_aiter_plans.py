@@ -49,6 +49,7 @@ def test_metadata_for_the_next_step_goes_into_the_same_plan():
     [
         ("work_info_set", (40, 7), r"work_info_set has shape \(40, 7\); it takes rows of 8"),
         ("reduce_final_map", (3, 1), r"reduce_final_map has shape \(3, 1\); it takes rows of 2"),
+        ("work_indptr", (3, 3), r"work_indptr has shape \(3, 3\); it takes one dimension"),
         ("work_meta_data", (2,), r"work_metadata_ptrs is torch.int32 \(2,\); it takes two addresses"),
     ],
 )
@@ -167,6 +168,8 @@ def test_refused_plans_and_reductions():
             aiter.get_mla_metadata_v1(*lengths, 16, 1, True, *buffers, **changes)
     with pytest.raises(ValueError, match=r"kv_last_page_lens is 16; it is the third argument, a tensor \[batch\]"):
         aiter.get_mla_metadata_v1(*lengths[:2], 16, 1, True, *buffers, 1)
+    with pytest.raises(TypeError, match="get_mla_metadata_info_v1: batch_size is None; it takes an int"):
+        aiter.get_mla_metadata_info_v1(None, 1, 16, torch.bfloat16, torch.bfloat16, is_sparse=False)
     with pytest.raises(ValueError, match="2 sequences and 8 SM parts need 10"):
         aiter.get_mla_metadata_v1(*lengths, 16, 1, True, buffers[0], buffers[1][:9], *buffers[2:])
     outs, reduced = torch.zeros(2, 3, 4, 512), torch.zeros(2, 4, 512, dtype=torch.bfloat16)
