@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 from hazards.table import passes_of
 
@@ -79,8 +79,9 @@ class UnknownFlow(ValueError):
     """Where a branch goes cannot be read from the text."""
 
 
-def registers(operand: str) -> list[Register]:
-    """The registers named in an operand, `-v1`, `|a[0:3]|` and `s[0:1]` among them; [] for a number."""
+@cache
+def registers(operand: str) -> tuple[Register, ...]:
+    """The registers named in an operand, `-v1`, `|a[0:3]|` and `s[0:1]` among them; none for a number."""
     found = []
     for match in _REGISTER.finditer(operand):
         file, number, wide, first, last, name = match.groups()
@@ -91,22 +92,20 @@ def registers(operand: str) -> list[Register]:
         file = (file or wide)[0]
         low = int(number if number is not None else first)
         found.append((file, low, int(last) if last is not None else low))
-    return found
+    return tuple(found)
+
+
+_OPERAND = re.compile(r"(?:[^,\[(]|\[[^\]]*\]|\([^)]*\))+")
 
 
 def split_operands(rest: str) -> list[str]:
     """Operands between commas outside brackets, each without the modifiers that follow the last."""
-    parts, depth, begin = [], 0, 0
-    for at, letter in enumerate(rest + ","):
-        depth += (letter in "[(") - (letter in "])")
-        if letter == "," and depth == 0:
-            parts.append(rest[begin:at].strip())
-            begin = at + 1
+    parts = (part.strip() for part in _OPERAND.findall(rest))
     # A modifier after the last operand is separated by a space only: `v1 offset:16`, `off sc0`.
     return [part.split()[0] for part in parts if part and not re.match(r"\w+:", part)]
 
 
-@lru_cache(maxsize=65536)
+@cache
 def operation(text: str) -> Operation:
     """The operation in one line of assembly without its comment."""
     spelled, _, rest = text.partition(" ")
@@ -165,7 +164,7 @@ def _vector(
         written += sources[0]
         sources.append(registers(operands[0]))
     if keeps:
-        sources.append([r for r in written if r[0] in "va"])
+        sources.append(tuple(r for r in written if r[0] in "va"))
     if opcode.startswith("v_cmpx"):
         written.append(EXEC)
     dot, trans = opcode.startswith("v_dot"), bool(_TRANS.fullmatch(opcode))
