@@ -15,6 +15,7 @@ AMD = {
     "cdna/common/types.hpp",
     "cdna/decode/mfma_16x16x32/mainloop_row_split.hpp",  # which of its register files holds a wave's number
     "cdna/decode/mfma_16x16x32/producer_lds_ring.hpp",
+    "cdna/decode/tile_copy.hpp",  # a wait state at the end of a turn
     "cdna/sparse_decode/kv_format.hpp",
 }
 

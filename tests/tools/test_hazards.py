@@ -226,6 +226,34 @@ def test_a_chain_across_the_back_edge():
     assert [(item.found, item.required) for item in hazards.check(text.format(6), "gfx942")] == [(8, 9)]
 
 
+MOVED = """
+	v_mfma_f32_16x16x16_bf16 v[2:5], v[60:61], v[62:63], v[2:5]
+	v_mov_b32_e32 v90, 0
+	{second}
+	v_mov_b32_e32 v91, 0
+	v_mfma_f32_16x16x16_bf16 v[16:19], v[60:61], v[62:63], {last}
+	s_endpgm
+"""
+
+
+@pytest.mark.parametrize(
+    ("second", "last", "found"),
+    [
+        ("v_mfma_f32_16x16x16_bf16 v[0:3], v[60:61], v[62:63], v[2:5]", "v[0:3]", []),
+        # v4 and v5 are the first product's still, and another opcode's C is not forwarded.
+        ("v_mfma_f32_16x16x16_bf16 v[0:3], v[60:61], v[62:63], v[2:5]", "v[4:7]", [3]),
+        ("v_mfma_f32_16x16x16_f16 v[0:3], v[60:61], v[62:63], v[2:5]", "v[0:3]", [1, 3, 1]),
+        ("v_mfma_f32_16x16x16_bf16 v[0:3], v[60:61], v[62:63], v[4:7]", "v[0:3]", [1, 3]),  # its C is not v[2:5]
+        # A product that overwrites another's result without taking it does not wait for it.
+        ("v_mfma_f32_16x16x16_bf16 v[0:3], v[60:61], v[62:63], v[8:11]", "v[0:3]", [3]),
+    ],
+)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_chain_that_moves_its_accumulator(arch, second, last, found):
+    text = MOVED.format(second=second, last=last)
+    assert sorted(item.found for item in hazards.check(text, arch)) == sorted(found)
+
+
 def test_the_shortest_of_two_paths():
     text = f"""
 \t{MFMA4}

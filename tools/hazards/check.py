@@ -3,6 +3,10 @@
 An instruction is one wait state, `s_nop n` is n + 1, as LLVM counts them. The clocks that a matrix instruction keeps
 its pipe busy are not counted, since the manuals do not promise them. The distance to each producer is carried forward
 over branches and back-edges of loops, of several paths the shortest, until nothing changes.
+
+A chain of products may move its accumulator, v[2:5] to v[0:3]. What then reads v[2:3] reads the later product's result:
+the earlier one, which the hardware has forwarded to the later as its whole C, is no producer of these registers any
+more. This is seen within a run of instructions without a branch, and counts for products of one opcode only.
 """
 
 from __future__ import annotations
@@ -46,6 +50,7 @@ class _Producer:
 
 
 _State = dict[_Producer, int]
+_CHAINED = BY_CLASSES["xdl", "xdl_c_same"]
 _PRODUCERS = {producer for producer, _ in BY_CLASSES}
 _PAIRS = {(producer, consumer.removesuffix("_same")) for producer, consumer in BY_CLASSES} | {("dot", "dot_c")}
 
@@ -138,6 +143,7 @@ def _walk(
         remember(producer, -distance)
     for index in body:
         item = program[index]
+        forwarded = set[_Producer]()
         for need in item.operation.needs:
             file, first, last = need.register
             for number in range(first, last + 1):
@@ -148,6 +154,8 @@ def _walk(
                     rule = _rule(producer, need, item.operation)
                     if rule is None:
                         continue
+                    if rule is _CHAINED:
+                        forwarded.add(producer)
                     required = rule.required(arch, producer.operation.passes)
                     key = (producer.index, index, rule.producer + rule.consumer, producer.effect.register)
                     if found < required and (key not in worst or found < worst[key].found):
@@ -155,6 +163,11 @@ def _walk(
                         worst[key] = Finding(arch, rule, program[producer.index], item, name, required, found)
         now += item.operation.waits
         for producer in producers[index]:
+            if forwarded and producer.effect.kind == _CHAINED.producer:
+                file, first, last = producer.effect.register
+                for number in range(first, last + 1):
+                    kept = recent.get((file, number), [])
+                    kept[:] = [one for one in kept if one[1] not in forwarded]
             remember(producer, now)
 
 

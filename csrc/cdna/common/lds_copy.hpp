@@ -5,8 +5,8 @@
 // stages of one array apart), which would undo the pipeline. In return, the compiler's own wait and hazard bookkeeping
 // knows nothing of them, so
 //   - a reader of the data calls wait_vmcnt first, and a barrier if another wave copied it;
-//   - each block begins with the wait states that a scalar register written by v_readlane (5) or M0 (1) needs before a
-//     memory instruction reads it;
+//   - each block, and the first of FourRows' copies, follows the wait states that a scalar register written by
+//     v_readlane (5) or M0 (1) needs before a memory instruction reads it;
 //   - a count of outstanding copies is only right with no other vector memory instruction in between.
 #pragma once
 
@@ -29,102 +29,33 @@ MLA_DEVICE void copy_words_to_lds(const void* from, uint32_t lds) {
   asm volatile("s_nop 0\n\tglobal_load_lds_dword %0, off" : : "v"(from), "{m0}"(lds) : "memory");
 }
 
-// Copies four rows of 1,024, 512 or 256 bytes to LDS rows that lie `pitch` apart, 16 bytes more than their length. Row j
-// begins at row[j] + pitch * j: the caller subtracts that, so that one M0 serves all instructions (the offset in an
+// Copies four rows of whole 256 bytes to LDS rows that lie `pitch` apart, one of `instructions` at a time. Row j begins
+// at row[j] + pitch * j: the caller subtracts that, so that one M0 serves all instructions (the offset in an
 // instruction counts on both sides).
-template <int row_bytes>
-struct FourRows;
-template <>
-struct FourRows<512> {
-  static constexpr int instructions = 8;
-  static constexpr int pitch = 528;
+template <int row_bytes, int padding = 16>
+struct FourRows {
+  static constexpr int of_row = row_bytes / 256;
+  static constexpr int instructions = 4 * of_row;
+  static constexpr int pitch = row_bytes + padding;
 
-  MLA_DEVICE static void copy(const char* const (&row)[4], uint32_t lane_offset, uint32_t lds) {
-    asm volatile(
-        "s_nop 4\n\t"
-        "global_load_lds_dword %0, %1\n\t"
-        "global_load_lds_dword %0, %1 offset:256\n\t"
-        "global_load_lds_dword %0, %2 offset:528\n\t"
-        "global_load_lds_dword %0, %2 offset:784\n\t"
-        "global_load_lds_dword %0, %3 offset:1056\n\t"
-        "global_load_lds_dword %0, %3 offset:1312\n\t"
-        "global_load_lds_dword %0, %4 offset:1584\n\t"
-        "global_load_lds_dword %0, %4 offset:1840"
-        :
-        : "v"(lane_offset), "s"(row[0]), "s"(row[1]), "s"(row[2]), "s"(row[3]), "{m0}"(lds)
-        : "memory");
+  // Separates what wrote the rows to scalar registers from the copies.
+  MLA_DEVICE static void settle(const char* (&row)[4]) {
+    asm volatile("s_nop 4" : "+s"(row[0]), "+s"(row[1]), "+s"(row[2]), "+s"(row[3]));
   }
-};
-template <>
-struct FourRows<256> {
-  static constexpr int instructions = 4;
-  static constexpr int pitch = 272;
-
-  MLA_DEVICE static void copy(const char* const (&row)[4], uint32_t lane_offset, uint32_t lds) {
-    asm volatile(
-        "s_nop 4\n\t"
-        "global_load_lds_dword %0, %1\n\t"
-        "global_load_lds_dword %0, %2 offset:272\n\t"
-        "global_load_lds_dword %0, %3 offset:544\n\t"
-        "global_load_lds_dword %0, %4 offset:816"
-        :
-        : "v"(lane_offset), "s"(row[0]), "s"(row[1]), "s"(row[2]), "s"(row[3]), "{m0}"(lds)
-        : "memory");
-  }
-};
-template <>
-struct FourRows<1024> {
-  static constexpr int instructions = 16;
-  static constexpr int pitch = 1040;
-
-  MLA_DEVICE static void copy(const char* const (&row)[4], uint32_t lane_offset, uint32_t lds) {
-    asm volatile(
-        "s_nop 4\n\t"
-        "global_load_lds_dword %0, %1\n\t"
-        "global_load_lds_dword %0, %1 offset:256\n\t"
-        "global_load_lds_dword %0, %1 offset:512\n\t"
-        "global_load_lds_dword %0, %1 offset:768\n\t"
-        "global_load_lds_dword %0, %2 offset:1040\n\t"
-        "global_load_lds_dword %0, %2 offset:1296\n\t"
-        "global_load_lds_dword %0, %2 offset:1552\n\t"
-        "global_load_lds_dword %0, %2 offset:1808\n\t"
-        "global_load_lds_dword %0, %3 offset:2080\n\t"
-        "global_load_lds_dword %0, %3 offset:2336\n\t"
-        "global_load_lds_dword %0, %3 offset:2592\n\t"
-        "global_load_lds_dword %0, %3 offset:2848\n\t"
-        "global_load_lds_dword %0, %4 offset:3120\n\t"
-        "global_load_lds_dword %0, %4 offset:3376\n\t"
-        "global_load_lds_dword %0, %4 offset:3632\n\t"
-        "global_load_lds_dword %0, %4 offset:3888"
-        :
-        : "v"(lane_offset), "s"(row[0]), "s"(row[1]), "s"(row[2]), "s"(row[3]), "{m0}"(lds)
-        : "memory");
+  MLA_DEVICE static void copy(int n, const char* const (&row)[4], uint32_t lane_offset, uint32_t lds) {
+    if (n == 0) asm volatile("s_nop 0" : : "{m0}"(lds));
+    asm volatile("global_load_lds_dword %0, %1 offset:%2"
+                 :
+                 : "v"(lane_offset), "s"(row[n / of_row]), "i"(n / of_row * pitch + n % of_row * 256), "{m0}"(lds)
+                 : "memory");
   }
 };
 
-// Copies four rows of 512 bytes, end to end in LDS, and behind them one word per lane. Row j begins at row[j] + 512 j,
-// the word at word + 2048: see FourRows.
-struct FourShortRows {
-  static constexpr int instructions = 9;
-  static constexpr int pitch = 512;
+// Four rows of 512 bytes, end to end in LDS, and behind them one word per lane.
+struct FourShortRows : FourRows<512, 0> {
   static constexpr int bytes = 4 * pitch + WAVE * 4;
 
-  MLA_DEVICE static void copy(const char* const (&row)[4], uint32_t lane_offset, const char* word, uint32_t lds) {
-    asm volatile(
-        "s_nop 4\n\t"
-        "global_load_lds_dword %0, %1\n\t"
-        "global_load_lds_dword %0, %1 offset:256\n\t"
-        "global_load_lds_dword %0, %2 offset:512\n\t"
-        "global_load_lds_dword %0, %2 offset:768\n\t"
-        "global_load_lds_dword %0, %3 offset:1024\n\t"
-        "global_load_lds_dword %0, %3 offset:1280\n\t"
-        "global_load_lds_dword %0, %4 offset:1536\n\t"
-        "global_load_lds_dword %0, %4 offset:1792\n\t"
-        "global_load_lds_dword %5, off offset:2048"
-        :
-        : "v"(lane_offset), "s"(row[0]), "s"(row[1]), "s"(row[2]), "s"(row[3]), "v"(word), "{m0}"(lds)
-        : "memory");
-  }
+  MLA_DEVICE static void copy_word(const char* word, uint32_t lds) { copy_words_to_lds(word, lds + 4 * pitch); }
 };
 
 // Copies two words per lane: `first` to lds + 4 * lane, `second` to lds + 256 + 4 * lane.

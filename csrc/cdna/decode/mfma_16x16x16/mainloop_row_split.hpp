@@ -14,6 +14,7 @@
 #include "cdna/decode/mfma_16x16x16/softmax.hpp"
 #include "cdna/decode/query.hpp"
 #include "cdna/decode/row_mask.hpp"
+#include "cdna/decode/tile_copy.hpp"
 #include "common/paged_kv.hpp"
 
 namespace cdna::mfma_16x16x16 {
@@ -156,12 +157,20 @@ class RowSplitWave {
       filled = Producer::next_stage(filled);
     }
     int position = tile_.first_key - whole_.first;
-    for (int n = 0; n < count; ++n) {
+    int n = 0;
+    for (; n + Producer::prefetch < count; ++n) {
       producer.wait(n, used);
       mla::block_sync();
-      if (n + Producer::prefetch < count) producer.copy(n + Producer::prefetch, filled);
+      accumulate(lds_ + used, position, TileCopy{producer, n + Producer::prefetch, filled});
       filled = Producer::next_stage(filled);
-      accumulate(lds_ + used, position);
+      used = Producer::next_stage(used);
+      position += tile_keys;
+      end_turn();
+    }
+    for (; n < count; ++n) {
+      producer.wait(n, used);
+      mla::block_sync();
+      accumulate(lds_ + used, position, NoCopy());
       used = Producer::next_stage(used);
       position += tile_keys;
     }
@@ -173,24 +182,38 @@ class RowSplitWave {
   MLA_DEVICE void process_stage_pairs(Producer& producer, int count) {
     for (int n = 0; n < min(2, count); ++n) producer.copy(n, 0);
     int position = tile_.first_key + key_group_ * tile_keys - whole_.first;
-    for (int n = 0; n < count; n += 2) {
+    int n = 0;
+    const auto convert = [&] {
       wait_vmcnt<0>();
       mla::block_sync();
       producer.convert(n, 0);
       if (n + 1 < count) producer.convert(n + 1, Producer::stage_bytes);
       mla::block_sync();
+      return lds_ + key_group_ * Producer::stage_bytes;
+    };
+    for (; n + 3 < count; n += 2) {
+      accumulate(convert(), position, TileCopy<Producer, int, 2>{producer, n + 2, 0});
+      position += 2 * tile_keys;
+      end_turn();
+    }
+    for (; n < count; n += 2) {
+      const LdsBytes stage = convert();
       if (n + 2 < count) producer.copy(n + 2, 0);
-      if (n + 3 < count) producer.copy(n + 3, 0);
-      if (n + key_group_ < count) accumulate(lds_ + key_group_ * Producer::stage_bytes, position);
+      if (n + key_group_ < count) accumulate(stage, position, NoCopy());
       position += 2 * tile_keys;
     }
   }
 
   // QK^T, softmax and PV of the tile at `stage` in LDS whose first key has `position`, counted from whole_.first.
-  MLA_DEVICE void accumulate(LdsBytes stage, int position) {
-    if (tiles == 0) return;
+  // Another tile is copied meanwhile.
+  template <class Copy>
+  MLA_DEVICE void accumulate(LdsBytes stage, int position, const Copy& copy) {
+    if (tiles == 0) {
+      copy.whole();
+      return;
+    }
     f32x4 s[array];
-    scores(stage, s);
+    scores(stage, s, copy);
     u32x4 values[4];
     read_values(stage, 0, values);
     if (__builtin_expect(!whole_.begins_one(position), false)) {
@@ -206,7 +229,8 @@ class RowSplitWave {
   }
 
   // S^T = K Q^T. Keys are read a group ahead of the products that use them.
-  MLA_DEVICE void scores(LdsBytes stage, f32x4 (&s)[array]) {
+  template <class Copy>
+  MLA_DEVICE void scores(LdsBytes stage, f32x4 (&s)[array], const Copy& copy) {
     constexpr int rope_chunks = Problem::rope / 32;
     constexpr int products = chunks + (Problem::rotate ? rope_chunks : 0);  // with the residuals of rotated rope parts
     constexpr int group = products % 3 == 0 ? 3 : products % 4 == 0 ? 4 : 5;
@@ -216,6 +240,7 @@ class RowSplitWave {
     for (int r = 0; r < tiles; ++r) s[r] = f32x4{0.0f, 0.0f, 0.0f, 0.0f};
     u32x4 keys[2][group];
     read_keys<group>(stage, 0, keys[0]);
+    copy.begin();
 #pragma unroll
     for (int g = 0; g < groups; ++g) {
       if (g + 1 < groups) {
@@ -231,6 +256,7 @@ class RowSplitWave {
           const int n = g * group + c;
           s[r] = multiply_chunk<Element>(keys[g % 2][c], query_[r].chunk[n < chunks ? n : n - rope_chunks], s[r]);
         }
+        copy.part(g * group + c);
       }
     }
   }

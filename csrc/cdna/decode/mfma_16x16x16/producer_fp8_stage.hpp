@@ -29,7 +29,8 @@ class Fp8StageProducer {
   static constexpr int raw = stages * stage_bytes;
   static constexpr int pages = raw + waves * raw_buffers * FourShortRows::bytes;
   static constexpr int lds_bytes = pages + waves * Addresses::bytes;
-  static constexpr int copies = FourShortRows::instructions;  // of a wave per tile
+  static constexpr int copies = FourShortRows::instructions + 1;  // of a wave per tile
+  static constexpr int parts = copies;                            // see copy_part
 
   MLA_DEVICE Fp8StageProducer(const mla::PagedKv& paged_kv, const mla::WorkTile& tile, const float*, int tiles,
                               LdsBytes lds, const Lane& lane, int wave)
@@ -44,12 +45,28 @@ class Fp8StageProducer {
   // Begins to copy the wave's four rows of a tile into a raw buffer; tiles come in order. Every load of the wave must
   // have arrived before the first call.
   MLA_DEVICE void copy(int tile, int) {
+    begin_copy(tile, 0);
+#pragma unroll
+    for (int n = 0; n < parts; ++n) copy_part(n);
+  }
+
+  // The same in parts, which the mainloop places between its products.
+  MLA_DEVICE void begin_copy(int tile, int) {
     addresses_.advance(tile, tiles_);
-    const char* const rows[4] = {addresses_.uniform(tile, 0), addresses_.uniform(tile, 1), addresses_.uniform(tile, 2),
-                                 addresses_.uniform(tile, 3)};
-    const int rope = lane_.group * FourShortRows::pitch + mla::LATENT + lane_.column * 4 - 4 * FourShortRows::pitch;
-    FourShortRows::copy(rows, static_cast<uint32_t>(lane_.index * 4), addresses_.of_group(tile, lane_) + rope,
-                        static_cast<uint32_t>(reinterpret_cast<uintptr_t>(raw_buffer(tile))));
+#pragma unroll
+    for (int j = 0; j < 4; ++j) row_[j] = addresses_.uniform(tile, j);
+    FourShortRows::settle(row_);
+    tile_ = tile;
+  }
+  MLA_DEVICE void copy_part(int n) {
+    const auto lds = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(raw_buffer(tile_)));
+    if (n == 0) rope_ = addresses_.of_group(tile_, lane_);  // needed by the last part
+    if (n < FourShortRows::instructions) {
+      FourShortRows::copy(n, row_, static_cast<uint32_t>(lane_.index * 4), lds);
+    } else {
+      const int offset = lane_.group * FourShortRows::pitch + mla::LATENT + lane_.column * 4;
+      FourShortRows::copy_word(rope_ + offset, lds);
+    }
   }
 
   // Returns when this wave's part of `tile` lies converted in its stage.
@@ -94,6 +111,10 @@ class Fp8StageProducer {
   LdsBytes lds_;
   int wave_;
   int tiles_;
+  // The tile that is being copied:
+  const char* row_[4];
+  const char* rope_;
+  int tile_;
 };
 
 }  // namespace cdna::mfma_16x16x16

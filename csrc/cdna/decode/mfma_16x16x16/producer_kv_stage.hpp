@@ -23,13 +23,14 @@ class KvStageProducer {
  public:
   // A third with cosines and sines would not fit; of narrow rows more keep as many bytes on their way.
   static constexpr int stages = Problem::rotate ? 2 : Problem::latent == 512 ? 3 : Problem::latent == 256 ? 5 : 8;
-  static constexpr int prefetch = stages - 1;             // tiles in flight while one is multiplied
+  static constexpr int prefetch = stages - 1;  // tiles in flight while one is multiplied
   static constexpr int waves = Policy::waves;
   static constexpr int stage_bytes =
       Stage::rope + Stage::rope_bytes + (Problem::rotate ? Stage::rope_bytes + Stage::cos_sin_bytes : 0);
   static constexpr int lds_bytes = stages * stage_bytes + waves * Addresses::bytes;
   static constexpr int copies =
       Rows::instructions + Stage::rope_halves + (Problem::rotate ? FourWords::instructions : 0);  // of a wave per tile
+  static constexpr int parts = Rows::instructions + (has_rope ? 1 : 0) + (Problem::rotate ? 1 : 0);  // see copy_part
   static_assert(copies * prefetch < 63, "stages: more copies in flight than can be counted");
 
   MLA_DEVICE KvStageProducer(const mla::PagedKv& paged_kv, const mla::WorkTile& tile, const float* rope_cos_sin,
@@ -51,19 +52,35 @@ class KvStageProducer {
   // Begins to copy the wave's four rows of a tile into its stage; tiles come in order. Every load of the wave must have
   // arrived before the first call.
   MLA_DEVICE void copy(int tile, int stage_offset) {
+    begin_copy(tile, stage_offset);
+#pragma unroll
+    for (int n = 0; n < parts; ++n) copy_part(n);
+  }
+
+  // The same in parts, which the mainloop places between its products.
+  MLA_DEVICE void begin_copy(int tile, int stage_offset) {
     addresses_.advance(tile, tiles_);
-    const char* const rows[4] = {addresses_.uniform(tile, 0), addresses_.uniform(tile, 1), addresses_.uniform(tile, 2),
-                                 addresses_.uniform(tile, 3)};
-    const char* rope = addresses_.of_group(tile, lane_) + rope_offset_;
-    Rows::copy(rows, static_cast<uint32_t>(lane_.index * 4), latent_at_ + static_cast<uint32_t>(stage_offset));
-    if constexpr (Stage::rope_halves == 2)
-      TwoWords::copy(rope, rope + 64, rope_at_ + static_cast<uint32_t>(stage_offset));
-    else if constexpr (has_rope)
-      copy_words_to_lds(rope, rope_at_ + static_cast<uint32_t>(stage_offset));
-    if constexpr (Problem::rotate) {
-      const float* cos =
-          rope_cos_sin_ + static_cast<int64_t>(addresses_.key_of_group(tile, lane_)) * COS_SIN_FLOATS + rope_word() * 2;
-      FourWords::copy(cos, cos + 1, cos + FIRST_SINE, cos + FIRST_SINE + 1, cos_sin_at(stage_offset));
+#pragma unroll
+    for (int j = 0; j < 4; ++j) row_[j] = addresses_.uniform(tile, j);
+    Rows::settle(row_);
+    tile_ = tile;
+    stage_offset_ = stage_offset;
+  }
+  MLA_DEVICE void copy_part(int n) {
+    const auto offset = static_cast<uint32_t>(stage_offset_);
+    if (has_rope && n == 0) rope_ = addresses_.of_group(tile_, lane_);  // needed by a later part
+    if (n < Rows::instructions) {
+      Rows::copy(n, row_, static_cast<uint32_t>(lane_.index * 4), latent_at_ + offset);
+    } else if (has_rope && n == Rows::instructions) {
+      const char* rope = rope_ + rope_offset_;
+      if constexpr (Stage::rope_halves == 2)
+        TwoWords::copy(rope, rope + 64, rope_at_ + offset);
+      else
+        copy_words_to_lds(rope, rope_at_ + offset);
+    } else if constexpr (Problem::rotate) {
+      const float* cos = rope_cos_sin_ + static_cast<int64_t>(addresses_.key_of_group(tile_, lane_)) * COS_SIN_FLOATS +
+                         rope_word() * 2;
+      FourWords::copy(cos, cos + 1, cos + FIRST_SINE, cos + FIRST_SINE + 1, cos_sin_at(stage_offset_));
     }
   }
 
@@ -113,6 +130,11 @@ class KvStageProducer {
   uint32_t latent_at_;
   uint32_t rope_at_;
   int rope_offset_;
+  // The tile that is being copied:
+  const char* row_[4];
+  const char* rope_;
+  int tile_;
+  int stage_offset_;
 };
 
 }  // namespace cdna::mfma_16x16x16

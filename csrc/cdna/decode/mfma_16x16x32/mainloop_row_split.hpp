@@ -12,6 +12,7 @@
 #include "cdna/decode/mfma_16x16x32/products.hpp"
 #include "cdna/decode/mfma_16x16x32/softmax.hpp"
 #include "cdna/decode/row_mask.hpp"
+#include "cdna/decode/tile_copy.hpp"
 #include "common/paged_kv.hpp"
 
 namespace cdna::mfma_16x16x32 {
@@ -120,14 +121,25 @@ class RowSplitWave {
       filled = Producer::next_stage(filled);
     }
     int position = tile_.first_key + key_group_ * tile_keys - whole_.first;
-    for (int n = 0; n < count; ++n) {
+    int n = 0;
+    for (; Producer::in_parts && n + Producer::prefetch < count; ++n) {
       producer.wait(n, used);
       mla::block_sync();
-      if (n + Producer::prefetch < count) producer.copy(n + Producer::prefetch, filled);
+      accumulate(lds_ + used, position, TileCopy{producer, n + Producer::prefetch, filled});
       filled = Producer::next_stage(filled);
-      accumulate(lds_ + used, position);
       used = Producer::next_stage(used);
       position += shared_keys;
+      end_turn();
+    }
+    for (; n < count; ++n) {
+      producer.wait(n, used);
+      mla::block_sync();
+      if (!Producer::in_parts && n + Producer::prefetch < count) producer.copy(n + Producer::prefetch, filled);
+      filled = Producer::next_stage(filled);
+      accumulate(lds_ + used, position, NoCopy());
+      used = Producer::next_stage(used);
+      position += shared_keys;
+      end_turn();
     }
   }
 
@@ -212,10 +224,14 @@ class RowSplitWave {
   }
 
   // QK^T, softmax and PV of the tile at `stage` in LDS whose first key has `position`, counted from whole_.first.
-  MLA_DEVICE void accumulate(uint32_t stage, int position) {
-    if (tiles == 0) return;
+  template <class Copy>
+  MLA_DEVICE void accumulate(uint32_t stage, int position, const Copy& copy) {
+    if (tiles == 0) {
+      copy.whole();
+      return;
+    }
     f32x4 s[array][score_tiles];
-    scores(stage, s);
+    scores(stage, s, copy);
     u32x2 values[column_group][reads];
     read_values(stage, 0, values);
     if (__builtin_expect(!whole_.begins_one(position), false)) {
@@ -237,18 +253,21 @@ class RowSplitWave {
   MLA_DEVICE static constexpr int reads_of(int step) { return is_tail(step) ? 2 : 4; }
 
   // S^T = K Q^T.
-  MLA_DEVICE void scores(uint32_t stage, f32x4 (&s)[array][score_tiles]) {
+  template <class Copy>
+  MLA_DEVICE void scores(uint32_t stage, f32x4 (&s)[array][score_tiles], const Copy& copy) {
 #pragma unroll
     for (int r = 0; r < tiles; ++r)
 #pragma unroll
       for (int T = 0; T < score_tiles; ++T) s[r][T] = f32x4{0.0f, 0.0f, 0.0f, 0.0f};
     u32x4 keys[2][2][2];  // [step][key tile][piece]
     read_keys(stage, 0, keys[0]);
-    multiply_steps<0>(stage, keys, s);
+    copy.begin();
+    multiply_steps<0>(stage, keys, s, copy);
   }
 
-  template <int step>
-  MLA_DEVICE void multiply_steps(uint32_t stage, u32x4 (&keys)[2][2][2], f32x4 (&s)[array][score_tiles]) {
+  template <int step, class Copy>
+  MLA_DEVICE void multiply_steps(uint32_t stage, u32x4 (&keys)[2][2][2], f32x4 (&s)[array][score_tiles],
+                                 const Copy& copy) {
     if constexpr (step < steps) {
       if constexpr (step + 1 < steps) {
         read_keys(stage, step + 1, keys[(step + 1) % 2]);
@@ -273,8 +292,11 @@ class RowSplitWave {
 #pragma unroll
           for (int r = 0; r < tiles; ++r) s[r][T] = Qk::multiply(left, query_[r], block, s[r][T]);
         }
+        const int place = 2 * step + half;
+#pragma unroll
+        for (int n = place * Copy::parts / (2 * steps); n < (place + 1) * Copy::parts / (2 * steps); ++n) copy.part(n);
       }
-      multiply_steps<step + 1>(stage, keys, s);
+      multiply_steps<step + 1>(stage, keys, s, copy);
     }
   }
 
@@ -367,8 +389,8 @@ class RowSplitWave {
     }
   }
 
-  // Returns the wave as a new value: with key groups, and with P in fp8, LLVM 22 would keep what follows from it for the
-  // next work tiles, in more scalar registers than there are.
+  // Returns the wave as a new value: with key groups, and with P in fp8, LLVM 22 would keep what follows from it for
+  // the next work tiles, in more scalar registers than there are.
   MLA_DEVICE static int of_this_tile(int wave) {
     if constexpr (key_groups > 1 || Pv::normalizes_by_rounded_sum) asm volatile("" : "+s"(wave));
     return wave;

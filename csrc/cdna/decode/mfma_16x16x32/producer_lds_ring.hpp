@@ -13,20 +13,13 @@
 namespace cdna::mfma_16x16x32 {
 
 // Copies 16 bytes per lane from `from` + offset to LDS address `lds` + 16 * lane. The offset in the instruction counts
-// on both sides. It is assembly for the reasons that lds_copy.hpp gives; the wait state is for M0.
-template <int offset>
-MLA_DEVICE void copy_16_bytes_to_lds(const char* from, uint32_t lds) {
+// on both sides, and is a constant once the loop around the call is unrolled. It is assembly for the reasons that
+// lds_copy.hpp gives; the wait state is for M0.
+MLA_DEVICE void copy_16_bytes_to_lds(const char* from, uint32_t lds, int offset) {
   asm volatile("s_nop 0\n\tglobal_load_lds_dwordx4 %0, off offset:%2"
                :
-               : "v"(from), "{m0}"(lds - offset), "n"(offset)
+               : "v"(from), "{m0}"(lds - offset), "i"(offset)
                : "memory");
-}
-template <int n, int blocks>
-MLA_DEVICE void copy_blocks_to_lds(const char* from, uint32_t lds) {
-  if constexpr (n < blocks) {
-    copy_16_bytes_to_lds<n * 128>(from, lds + n * 1024);
-    copy_blocks_to_lds<n + 1, blocks>(from, lds);
-  }
 }
 
 template <class Problem, class Policy, int keys>
@@ -51,6 +44,8 @@ class LdsRingProducer {
   static constexpr int prefetch = stages - 1;  // tiles in flight while one is multiplied
   static constexpr int lds_bytes = stages * stage_bytes + Policy::waves * page_bytes;
   static constexpr int copies = groups * Tile::blocks + tails + (Problem::rotate ? 2 : 0);  // of a wave per tile
+  static constexpr int parts = copies;                                                      // see copy_part
+  static constexpr bool in_parts = keys < 128;  // with P in fp8, whose tiles are the largest, LLVM 22 then spills
   static_assert(!Problem::rotate || wave_keys == 8, "LDS ring: rope parts are rotated eight keys to a wave");
   static_assert(prefetch >= 1 && prefetch <= block_tiles, "LDS ring: page numbers arrive a block of tiles ahead");
   static_assert(copies * prefetch < 63, "LDS ring: more copies in flight than can be counted");
@@ -72,33 +67,20 @@ class LdsRingProducer {
   // Begins to copy the wave's keys of a tile into its stage; tiles come in order. Every load of the wave must have
   // arrived before the first call.
   MLA_DEVICE void copy(int tile, uint32_t stage_offset) {
-    const uint32_t lane = lane_index();
+    begin_copy(tile, stage_offset);
+    const uint32_t lane = lane_index();  // kept for all parts it spares 1.5 % of the clocks, but others spill
+#pragma unroll
+    for (int n = 0; n < parts; ++n) copy_part(n, in_parts ? lane_index() : lane);
+  }
+
+  // The same in parts, which the mainloop places between its products.
+  MLA_DEVICE void begin_copy(int tile, uint32_t stage_offset) {
     if (__builtin_expect(tile % block_tiles == 0 && tile + block_tiles < tiles_, false))
       fetch_pages(tile / block_tiles + 1);
-    const uint32_t stage = lds_ + stage_offset;
-    const uint32_t page_numbers = pages_ + tile / block_tiles % 2 * (WAVE * 4) + tile % block_tiles * wave_keys * 4;
-#pragma unroll
-    for (int j = 0; j < groups; ++j) {
-      const uint32_t in_wave = 8 * j + lane / 8;
-      const char* row = row_of(tile, in_wave, page_numbers);
-      const uint32_t slot = lane % 8 ^ Tile::swizzle(wave_ * wave_keys + in_wave);
-      copy_blocks_to_lds<0, Tile::blocks>(row + slot * 16, stage + (wave_ * groups + j) * Tile::group_bytes);
-    }
-#pragma unroll
-    for (int j = 0; j < tails; ++j) {
-      const uint32_t in_wave = 16 * j + lane / 4;
-      const uint32_t slot = lane % 4 ^ Tile::tail_swizzle(in_wave);
-      copy_16_bytes_to_lds<Tile::blocks * 128>(row_of(tile, in_wave, page_numbers) + slot * 16,
-                                               stage + Tile::tail + (wave_ * tails + j) * 1024);
-    }
-    if constexpr (Problem::rotate) {
-      const int key = first_key_ + tile * keys + static_cast<int>(lane / 8);
-      const float* from = rope_cos_sin_ + static_cast<int64_t>(key < last_key_ ? key : last_key_) * COS_SIN_FLOATS +
-                          first_rotated(lane);
-      copy_16_bytes_to_lds<0>(reinterpret_cast<const char*>(from), cos_sin_at(stage_offset));
-      copy_16_bytes_to_lds<FIRST_SINE * 4>(reinterpret_cast<const char*>(from), cos_sin_at(stage_offset) + 1024);
-    }
+    tile_ = tile;
+    stage_offset_ = stage_offset;
   }
+  MLA_DEVICE void copy_part(int n) { copy_part(n, lane_index()); }
 
   // Returns when this wave's part of `tile` has landed in its stage and is rotated.
   MLA_DEVICE void wait(int tile, uint32_t stage_offset) const {
@@ -116,6 +98,31 @@ class LdsRingProducer {
   }
 
  private:
+  MLA_DEVICE void copy_part(int n, uint32_t lane) {
+    const uint32_t stage = lds_ + stage_offset_;
+    constexpr int blocks = groups * Tile::blocks;
+    if (n < blocks) {
+      const int j = n / Tile::blocks, block = n % Tile::blocks;
+      if (block == 0) {
+        const uint32_t in_wave = 8 * j + lane / 8;
+        row_ = row_of(tile_, in_wave) + (lane % 8 ^ Tile::swizzle(wave_ * wave_keys + in_wave)) * 16;
+      }
+      copy_16_bytes_to_lds(row_, stage + (wave_ * groups + j) * Tile::group_bytes + block * 1024, block * 128);
+    } else if (n < blocks + tails) {
+      const int j = n - blocks;
+      const uint32_t in_wave = 16 * j + lane / 4;
+      copy_16_bytes_to_lds(row_of(tile_, in_wave) + (lane % 4 ^ Tile::tail_swizzle(in_wave)) * 16,
+                           stage + Tile::tail + (wave_ * tails + j) * 1024, Tile::blocks * 128);
+    } else if constexpr (Problem::rotate) {
+      const int key = first_key_ + tile_ * keys + static_cast<int>(lane / 8);
+      const float* from = rope_cos_sin_ + static_cast<int64_t>(key < last_key_ ? key : last_key_) * COS_SIN_FLOATS +
+                          first_rotated(lane);
+      const int sine = n - blocks - tails;
+      copy_16_bytes_to_lds(reinterpret_cast<const char*>(from), cos_sin_at(stage_offset_) + sine * 1024,
+                           sine * FIRST_SINE * 4);
+    }
+  }
+
   // Begins to read the page numbers of a block of tiles: lane l for the wave's key l of the block.
   MLA_DEVICE void fetch_pages(int block) const {
     const uint32_t lane = static_cast<uint32_t>(rematerialized(lane_));
@@ -130,7 +137,8 @@ class LdsRingProducer {
     const int key = first_key_ + tile * keys + static_cast<int>(in_wave);
     return static_cast<uint32_t>(key < last_key_ ? key : last_key_);
   }
-  MLA_DEVICE const char* row_of(int tile, uint32_t in_wave, uint32_t page_numbers) const {
+  MLA_DEVICE const char* row_of(int tile, uint32_t in_wave) const {
+    const uint32_t page_numbers = pages_ + tile / block_tiles % 2 * (WAVE * 4) + tile % block_tiles * wave_keys * 4;
     return paged_kv_.row(lds_read_word(lds_pointer(page_numbers + in_wave * 4)), key_of(tile, in_wave));
   }
 
@@ -173,6 +181,10 @@ class LdsRingProducer {
   const float* rope_cos_sin_;
   uint32_t lds_;
   uint32_t pages_;
+  // The tile that is being copied:
+  int tile_;
+  uint32_t stage_offset_;
+  const char* row_;
 };
 
 }  // namespace cdna::mfma_16x16x32
