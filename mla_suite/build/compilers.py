@@ -32,12 +32,13 @@ PINNED_ZIGLANG = "0.17.0"
 _SDK = Path("/opt/rocm")
 
 # -mcode-object-version=5: ROCm 6 and 7 both load it; the compiler's default is 6.
+# -gline-directives-only: an assembly text names the source of each instruction, without DWARF, a third of its size.
 # -fuse-cuid=none, -fdebug-compilation-dir: the same bytes from any directory.
 # -mno-amdgpu-ieee with -fno-honor-nans: without them every fmax costs a canonicalising v_max per operand. With them the
 #   compiler assumes that no operand is NaN.
 _HIP_FLAGS = [
     *("-x", "hip", "--cuda-device-only", "-nogpulib", "-nogpuinc", "-nostdinc", "-std=c++17", "-O3"),
-    *("-mcode-object-version=5", "-fuse-cuid=none", "-gline-tables-only", "-fdebug-compilation-dir=."),
+    *("-mcode-object-version=5", "-fuse-cuid=none", "-gline-directives-only", "-fdebug-compilation-dir=."),
     *("-fno-exceptions", "-fno-rtti", "-Wall", "-Werror=return-type", "-fno-honor-nans", "-mno-amdgpu-ieee"),
 ]
 
