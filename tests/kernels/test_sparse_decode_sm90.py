@@ -155,6 +155,23 @@ def test_split_counts_are_the_best_that_were_measured(record, tokens, heads, key
     assert sm_90.best_splits(Sm90SparseConfig(H200, record, 2 if heads == 128 else 1), tokens, heads, keys) == splits
 
 
+@pytest.mark.parametrize(
+    ("record", "tokens", "heads", "keys", "splits"),
+    [
+        ("v32", 8, 128, 2048, 6),  # 8 leave combine too few SMs, as in the next two
+        ("v32", 16, 64, 2048, 6),
+        ("dsv4", 24, 64, 640, 3),
+        ("dsv4", 32, 64, 640, 2),  # on an H200 partials cost less, and 4 are faster
+        ("dsv4", 16, 128, 1152, 4),
+        ("v32", 1, 64, 2048, 32),
+    ],
+)
+def test_split_counts_are_the_best_that_an_h100_measured(record, tokens, heads, keys, splits):
+    """Among 8 to 16 counts (S32 in csrc/sm_90/sparse_decode/PERF.md)."""
+    h100 = H200.on_device(132, memory_bytes_per_s=3_100_000_000_000)
+    assert sm_90.best_splits(Sm90SparseConfig(h100, record, 2 if heads == 128 else 1), tokens, heads, keys) == splits
+
+
 def test_split_counts():
     """One where the batch fills the device; many for one token; never more than there are stages."""
     for config in CONFIGS:

@@ -200,8 +200,7 @@ class Estimate:
         It is placed while decode runs, on the SMs that decode leaves free, and reads with those.
         """
         size = self.batch * self.rows * partials * 2048
-        resident, grid = self.resident[(partials > 31) + (partials > 96)]
-        early = min(1.0, free * resident / grid)
+        early = early_share(self.arch, self.batch * self.rows, partials, free)
         time = early * size / (max(free, 1) * FITTED.combined_bytes)
         beyond = max(size - FITTED.kept_partials, 0.0) / FITTED.partial_bytes
         if early < 1:
@@ -282,6 +281,12 @@ def _resident(arch: ArchSpec, rows: int) -> tuple[tuple[int, int], ...]:
     """(CTAs of combine that an SM has room for, CTAs of the grid) for up to 31, up to 96 and more partials."""
     configs = (combine_config.rule(arch, 512, rows, partials) for partials in (2, 32, 97))
     return tuple((config.resident, config.grid(rows)) for config in configs)
+
+
+def early_share(arch: ArchSpec, rows: int, partials: int, free: int) -> float:
+    """The share of combine's CTAs for so many rows that find room on `free` SMs, before decode has ended."""
+    resident, grid = _resident(arch, rows)[(partials > 31) + (partials > 96)]
+    return min(1.0, free * resident / grid)
 
 
 def splits_worth_trying(most: int, stages: int, full: int = 0) -> Any:

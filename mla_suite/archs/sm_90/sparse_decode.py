@@ -12,7 +12,7 @@ from mla_suite.archs import combine as combine_kernels
 from mla_suite.archs.attention import SPARSE_INPUTS, Shape, Splits, call_of, combined
 from mla_suite.archs.combine import OUTPUTS
 from mla_suite.archs.sm_90 import combine, tensor_maps
-from mla_suite.archs.sm_90.costs import max_splits, splits_worth_trying
+from mla_suite.archs.sm_90.costs import early_share, max_splits, splits_worth_trying
 from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N, REGISTER_STEPS, block_bytes, groups_of, sparse_swap_ab_bytes
 from mla_suite.archs.sparse_attention import (
     DESCALED,
@@ -70,14 +70,15 @@ FAST_MEMORY = 4_000_000_000_000  # bytes a second; an H200 reads 4.6e12 and an H
 TOKEN_BYTES = {"v32": 656}
 """Record that such a kernel reads -> bytes of one."""
 
-# Time of a launch, in microseconds; only differences between split counts matter. Fitted to 44 times of 18 shapes on
-# an H200 (csrc/sm_90/sparse_decode/PERF.md), which the sum meets within 7 % on average.
-STAGE_US = {1: 1.23, 2: 1.0}
-"""CTAs that load keys together -> 32 keys on one SM, with every SM busy."""
+# Time of a launch, in microseconds; only differences between split counts matter. Of 42 shapes on an H100, each at 8 to
+# 16 counts, the choices take 0.7 % longer than the best count on average and 3.7 % at most (csrc/sm_90/sparse_decode/PERF.md).
+STAGE_US = {1: 1.0, 2: 0.9}
+"""CTAs that load keys together -> 32 keys on one SM."""
 TILE_US = (
     7.5  # each further work tile of a CTA: its first keys are looked up, copied and dequantised before any product
 )
-PARTIAL_BYTES_PER_US = 1.8e6  # written and read
+PARTIAL_SHARE = 0.58  # of the memory's rate, at which partials are written and read
+LATE_US = 1.0  # more where some CTAs of combine find no SM before all splits are done
 
 
 @dataclass(frozen=True)
@@ -184,12 +185,17 @@ def best_splits(config: Sm90SparseConfig, tokens: int, heads: int, keys: int) ->
     stages = max(1, -(-keys // BLOCK_N))
 
     def microseconds(splits: int) -> float:
-        waves = -(-tokens * splits // groups_of(config.arch, tokens * splits, tiles))
+        groups = groups_of(config.arch, tokens * splits, tiles)
+        waves = -(-tokens * splits // groups)
         spent = waves * -(-stages // splits) * STAGE_US[config.cluster] + (waves - 1) * TILE_US
-        partials = tokens * heads * splits * 2048 if splits > 1 else 0
-        return spent + partials / PARTIAL_BYTES_PER_US
+        if splits == 1:
+            return spent
+        partials = tokens * heads * splits * 2048
+        late = early_share(config.arch, tokens * heads, splits, config.arch.compute_units - groups * tiles) < 1
+        return spent + partials / (PARTIAL_SHARE * config.arch.memory_bytes_per_s / 1e6) + late * LATE_US
 
-    return min(splits_worth_trying(max_splits(config.arch, tokens * tiles, stages), stages), key=microseconds)
+    tried = splits_worth_trying(max_splits(config.arch, tokens * tiles, stages), stages)
+    return min(tried.tolist(), key=microseconds)
 
 
 def _for_splits(config: Sm90SparseConfig, args: SparseDecodeArgs, shape: Shape, splits: Splits) -> Sm90SparseConfig:
