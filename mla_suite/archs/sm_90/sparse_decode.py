@@ -71,7 +71,7 @@ TOKEN_BYTES = {"v32": 656}
 """Record that such a kernel reads -> bytes of one."""
 
 # Time of a launch, in microseconds; only differences between split counts matter. Of 42 shapes on an H100, each at 8 to
-# 16 counts, the choices take 0.7 % longer than the best count on average and 3.7 % at most (csrc/sm_90/sparse_decode/PERF.md).
+# 16 counts, the choices take 0.5 % longer than the best on average, 3.7 % at most (csrc/sm_90/sparse_decode/PERF.md).
 STAGE_US = {1: 1.0, 2: 0.9}
 """CTAs that load keys together -> 32 keys on one SM."""
 TILE_US = (
