@@ -20,8 +20,9 @@ import torch
 import mla_suite
 from mla_suite import archs, emulator
 from mla_suite.archs import ArchSpec
-from mla_suite.archs.cdna.splits import COSTS, default_splits
+from mla_suite.archs.cdna.splits import default_splits
 from mla_suite.archs.decode_table import FORMAT
+from mla_suite.archs.gfx950 import Gfx950Config
 from mla_suite.cli import bar
 from mla_suite.ops.decode.samples import decode_sample
 
@@ -52,9 +53,9 @@ def unit_clocks(kind: tuple[str, str], rows: int) -> float:
 
 
 def bound(arch: ArchSpec, kind: tuple[str, str], rows: int, tile: int, batch: int, context: int) -> float:
-    tiles, cost = -(-rows // tile), COSTS[arch.name]
+    tiles, cost = -(-rows // tile), Gfx950Config.costs
     key_bytes = 576 * (1 if kind[1] == "fp8" else 2)
-    splits = default_splits(arch, kind, tile, tiles, batch, context)
+    splits = default_splits(cost, arch, kind, tile, tiles, batch, context)
     own = tile * (576 * 2 + 512 * (4 if splits > 1 else 2))  # bytes of queries and results that a workgroup moves
     per_key = max(unit_clocks(kind, tile), key_bytes / cost.unit_bytes)
     turns = -(-batch * tiles * splits // arch.compute_units)

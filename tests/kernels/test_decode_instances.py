@@ -13,7 +13,8 @@ from decode_grid import CPU, counted, counted_by_packaged_compiler
 
 import mla_suite
 from mla_suite import archs
-from mla_suite.archs.cdna.decode import NARROW_ROWS, CdnaConfig, tile_rows
+from mla_suite.archs.cdna.decode import NARROW_ROWS, tile_rows
+from mla_suite.archs.gfx942 import Gfx942Config
 from mla_suite.archs.gfx950 import Gfx950Config
 from mla_suite.build import manifest
 from mla_suite.ops.decode.samples import decode_sample
@@ -53,7 +54,7 @@ def config_of(arch, constants):
     cache = "fp8" if "QUERY" in constants else query
     point = query, cache, constants["ROWS"], constants.get("WIDTH", 576), bool(constants.get("ROTATE", 0))
     if arch == "gfx942":
-        return CdnaConfig(record, *point)
+        return Gfx942Config(record, *point)
     return Gfx950Config(record, *point, constants.get("WEIGHT") == "fp8")
 
 
@@ -229,7 +230,7 @@ def test_explain_names_the_instance_alone():
     args, kwargs = decode_sample((64,), heads=16).make(CPU)
     with mla_suite.emulate("gfx942"):
         lines = str(mla_suite.explain("decode", *args, **kwargs)).splitlines()
-    assert "  config: CdnaConfig(query='bf16', cache='bf16', rows=16, width=576, rotate=False)" in lines
+    assert "  config: Gfx942Config(query='bf16', cache='bf16', rows=16, width=576, rotate=False)" in lines
     assert max(map(len, lines)) < 160
 
 
@@ -260,4 +261,4 @@ def test_tiles_are_near_equal():
 def test_an_illegal_config_says_why(changed, sentence):
     point = dict(arch=archs.get("gfx942"), query="bf16", cache="bf16", rows=16, width=576, rotate=False) | changed
     with pytest.raises(ValueError, match=sentence):
-        (Gfx950Config if "fp8_weights" in point else CdnaConfig)(**point)
+        (Gfx950Config if "fp8_weights" in point else Gfx942Config)(**point)

@@ -11,8 +11,9 @@ from bench_reduce import KEYS_PER_SPLIT
 
 from mla_suite import archs
 from mla_suite.archs.attention import decode_shape
-from mla_suite.archs.cdna.decode import CdnaConfig
-from mla_suite.archs.cdna.splits import COSTS, MIN_SPLIT, default_splits
+from mla_suite.archs.cdna.splits import MIN_SPLIT, default_splits
+from mla_suite.archs.gfx942 import Gfx942Config
+from mla_suite.archs.gfx950 import Gfx950Config
 from mla_suite.archs.sm_90.decode import Sm90Config
 from mla_suite.archs.sm_90.decode_splits import split_count
 from mla_suite.emulator import timing
@@ -20,6 +21,7 @@ from mla_suite.ops.decode import DecodeArgs
 
 LONG = 1 << 20  # keys: enough for any count
 BF16 = ("16bit", "16bit")
+CONFIGS = {"gfx942": Gfx942Config, "gfx950": Gfx950Config}
 REDUCTIONS = Path(__file__).parents[2] / "benchmarks" / "results" / "reduce" / "h200.csv"
 
 
@@ -32,7 +34,7 @@ def count(name: str, batch: int, rows: int, bound: int = LONG) -> int:
     shape = decode_shape(args, torch.empty(batch, 1, rows, 512, dtype=torch.bfloat16, device=meta))
     if name == "sm_90":
         return split_count(Sm90Config(record, "bf16", 576, "tma"), shape)
-    config = CdnaConfig(record, "bf16", "bf16", min(128, -(-rows // 16) * 16), 576, False)
+    config = CONFIGS[name](record, "bf16", "bf16", min(128, -(-rows // 16) * 16), 576, False)
     return config.default_splits(shape.rows, shape.batch, shape.keys)
 
 
@@ -47,15 +49,16 @@ def test_a_larger_batch_is_never_split_more(name: str, rows: int) -> None:
 @pytest.mark.parametrize("name", ["gfx942", "gfx950"])
 @pytest.mark.parametrize("rows", [16, 32, 64, 128])
 def test_splits_fill_the_device_once_with_64_keys_at_least(name: str, rows: int) -> None:
-    arch, found = archs.get(name), set[int]()
+    arch, costs, found = archs.get(name), CONFIGS[name].costs, set[int]()
     for batch in (1, 2, 3, 8, 50, 128, 400):
         for keys in (1, 64, 100, 256, 1000, 4096, 100_000):
-            splits = default_splits(arch, BF16, rows, 1, batch, keys)
+            splits = default_splits(costs, arch, BF16, rows, 1, batch, keys)
             found.add(splits)
             assert splits == 1 or (splits * batch <= arch.compute_units and keys // splits >= MIN_SPLIT)
             # Twice the tiles of a sequence are as many workgroups as twice the sequences.
-            assert default_splits(arch, BF16, rows, 2, batch, keys) == default_splits(
-                arch, BF16, rows, 1, 2 * batch, keys
+            as_tiles, as_batch = ((2, batch), (1, 2 * batch))
+            assert default_splits(costs, arch, BF16, rows, *as_tiles, keys) == default_splits(
+                costs, arch, BF16, rows, *as_batch, keys
             )
     assert 1 in found
     assert max(found) > 64
@@ -76,12 +79,12 @@ def test_splits_fill_the_device_once_with_64_keys_at_least(name: str, rows: int)
     ],
 )
 def test_the_cheapest_splits_of_the_model(name: str, rows: int, batch: int, keys: int, splits: int) -> None:
-    assert default_splits(archs.get(name), BF16, rows, 1, batch, keys) == splits
+    assert default_splits(CONFIGS[name].costs, archs.get(name), BF16, rows, 1, batch, keys) == splits
 
 
 @pytest.mark.parametrize("name", ["gfx942", "gfx950"])
 def test_costs_are_those_of_the_model_of_time(name: str) -> None:
-    arch, cost = archs.get(name), COSTS[name]
+    arch, cost = archs.get(name), CONFIGS[name].costs
     assert cost.unit_bytes == timing.UNITS[name].memory_rate
     sustained = arch.memory_bytes_per_clock * arch.compute_units * timing.CHIP.memory_share
     assert cost.chip_bytes == pytest.approx(sustained, rel=1e-3)

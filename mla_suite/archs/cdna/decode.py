@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
@@ -23,7 +24,7 @@ from mla_suite.archs.attention import (
     decode_pointers,
     decode_shape,
 )
-from mla_suite.archs.cdna.splits import default_splits
+from mla_suite.archs.cdna.splits import LoopCosts, default_splits
 from mla_suite.archs.combine import OUTPUTS
 from mla_suite.core import dispatch
 from mla_suite.core.dispatch import Supported, Unsupported
@@ -61,6 +62,9 @@ class CdnaConfig:
     width   values of a cached row
     rotate  the cache holds an un-rotated rope part
     """
+
+    costs: ClassVar[LoopCosts]
+    """Of the arch, whose subclass says them."""
 
     arch: ArchSpec = field(repr=False)
     query: str
@@ -132,7 +136,8 @@ class CdnaConfig:
     def default_splits(self, rows: int, batch: int, keys: int) -> int:
         """Splits of each of `batch` sequences of `rows` query rows and `keys` keys where arguments say nothing."""
         kind = decode_table.width(self.query), decode_table.width(self.cache)
-        return default_splits(self.arch, kind, self.rows, self.tiles(rows), batch, keys, self.width, self.head_dim_v)
+        sizes = self.rows, self.tiles(rows), batch, keys, self.width, self.head_dim_v
+        return default_splits(self.costs, self.arch, kind, *sizes)
 
     def spec(self, outputs: tuple[torch.Tensor, ...], args: DecodeArgs) -> CallSpec:
         """The launch of decode, and of the combine behind it."""

@@ -28,7 +28,7 @@ Kind = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class CostModel:
+class LoopCosts:
     """Clocks and bytes of decode on one arch, as docs/amd_time_model.md models them.
 
     unit_bytes  that one compute unit draws from memory per clock, at most
@@ -51,30 +51,23 @@ class CostModel:
         return some + (many - some) * (rows - middle) / (highest - middle)
 
 
-COSTS = {
-    "gfx942": CostModel(
-        unit_bytes=38,
-        chip_bytes=2059,
-        combine=12_000,
-        loop={("16bit", "16bit"): (31, 110, 190), ("16bit", "fp8"): (36, 122, 216), ("fp8", "fp8"): (40, 122, 216)},
-    ),
-    "gfx950": CostModel(
-        unit_bytes=27,
-        chip_bytes=2720,
-        combine=12_000,
-        loop={("16bit", "16bit"): (46, 83, 109), ("16bit", "fp8"): (20, 67, 125), ("fp8", "fp8"): (24, 53, 50)},
-    ),
-}
-
-
 def default_splits(
-    arch: ArchSpec, kind: Kind, rows: int, tiles: int, batch: int, keys: int, width: int = 576, head_dim_v: int = 512
+    cost: LoopCosts,
+    arch: ArchSpec,
+    kind: Kind,
+    rows: int,
+    tiles: int,
+    batch: int,
+    keys: int,
+    width: int = 576,
+    head_dim_v: int = 512,
 ) -> int:
     """Splits of each of `batch` sequences of `keys` keys, which `tiles` workgroups of `rows` query rows share.
 
-    `width` and `head_dim_v` are values of a cached row and of a row of results: a partial has the latter in fp32.
+    `cost` is the arch's; `width` and `head_dim_v` are values of a cached row and of a row of results: a partial has the
+    latter in fp32.
     """
-    cost, sequences = COSTS[arch.name], max(batch * tiles, 1)
+    sequences = max(batch * tiles, 1)
     key_bytes = width * (1 if kind[1] == "fp8" else 2)
     key = max(key_bytes / cost.unit_bytes, cost.loop_clocks(kind, rows) * width / 576)
     partial = rows * (2 * 4 * head_dim_v + 2 * width) / cost.chip_bytes

@@ -5,8 +5,20 @@ from typing import ClassVar
 from mla_suite.archs.cdna import CdnaKernels
 from mla_suite.archs.cdna.decode import ELEMENTS, FP8_KV_FORMATS, NARROW, CdnaConfig, tile_rows
 from mla_suite.archs.cdna.sparse_decode import CdnaSparseConfig
+from mla_suite.archs.cdna.splits import LoopCosts
 from mla_suite.archs.sparse_attention import RECORDS, bare_rows
 from mla_suite.ops.decode import Problem as DecodeProblem
+
+
+class Gfx942Config(CdnaConfig):
+    """One instance of csrc/gfx942/decode*.hip."""
+
+    costs = LoopCosts(
+        unit_bytes=38,
+        chip_bytes=2059,
+        combine=12_000,
+        loop={("16bit", "16bit"): (31, 110, 190), ("16bit", "fp8"): (36, 122, 216), ("fp8", "fp8"): (40, 122, 216)},
+    )
 
 
 class SparseConfig(CdnaSparseConfig):
@@ -33,8 +45,8 @@ class SparseConfig(CdnaSparseConfig):
 class Kernels(CdnaKernels):
     sparse_config = SparseConfig
 
-    def decode_config(self, problem: DecodeProblem, most: int) -> CdnaConfig:
+    def decode_config(self, problem: DecodeProblem, most: int) -> Gfx942Config:
         """The instance for a problem, in tiles of at most `most` rows; it depends on the queries' shapes alone."""
         cache = "fp8" if problem.kv_format in FP8_KV_FORMATS.values() else problem.kv_format
         rows = tile_rows(problem.heads * problem.q_len, most, problem.head_dim in NARROW)
-        return CdnaConfig(self.arch, ELEMENTS[problem.q_dtype], cache, rows, problem.head_dim, problem.rope > 0)
+        return Gfx942Config(self.arch, ELEMENTS[problem.q_dtype], cache, rows, problem.head_dim, problem.rope > 0)

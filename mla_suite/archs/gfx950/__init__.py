@@ -10,6 +10,7 @@ from mla_suite.archs import ArchSpec
 from mla_suite.archs.cdna import CdnaKernels
 from mla_suite.archs.cdna.decode import ELEMENTS, FP8_KV_FORMATS, NARROW, TILE, CdnaConfig, tile_rows
 from mla_suite.archs.cdna.sparse_decode import CdnaSparseConfig
+from mla_suite.archs.cdna.splits import LoopCosts
 from mla_suite.archs.sparse_attention import RECORDS, bare_rows
 from mla_suite.ops.decode import Problem as DecodeProblem
 
@@ -27,6 +28,13 @@ class Gfx950Config(CdnaConfig):
     """
 
     fp8_weights: bool = False
+
+    costs = LoopCosts(
+        unit_bytes=27,
+        chip_bytes=2720,
+        combine=12_000,
+        loop={("16bit", "16bit"): (46, 83, 109), ("16bit", "fp8"): (20, 67, 125), ("fp8", "fp8"): (24, 53, 50)},
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
