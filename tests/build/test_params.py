@@ -5,6 +5,7 @@ import struct
 import pytest
 from sample_tree import PARAMS, edit
 
+from mla_suite.archs import CSRC
 from mla_suite.build import BuildError, build, params
 
 
@@ -91,6 +92,12 @@ def test_a_line_outside_the_grammar_is_named(line, sentence):
     with pytest.raises(ValueError, match=r"scale\.hpp:\d+: ") as caught:
         params.parse(text, "common/params/scale.hpp")
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("kernel", sorted(path.stem for path in (CSRC / "common" / "params").glob("*.hpp")))
+def test_every_parameter_says_what_it_is(kernel):
+    """`explain --launches` prints these comments beside a call's values."""
+    assert [field.name for field in params.load(kernel).fields if not field.meaning] == []
 
 
 def test_one_struct_a_header():

@@ -34,8 +34,8 @@ struct DecodeParams {
   int64_t block_table_stride;    // between sequences
   int64_t out_token_stride;      // between tokens of out
   int64_t out_head_stride;       // between heads of out
-  int32_t batch;
-  int32_t heads;
+  int32_t batch;                 // sequences
+  int32_t heads;                 // query heads
   int32_t q_len;                 // of the longest sequence
   int32_t rows;                  // q_len * heads
   int32_t page;                  // keys per page
@@ -49,9 +49,9 @@ struct DecodeParams {
   int32_t cp_interleave;         // keys in a row on one rank
   int32_t cp_period;             // cp_interleave * ranks
   uint32_t cp_period_reciprocal;  // divides by cp_period, as page_reciprocal by page
-  uint32_t cp_period_shift;
+  uint32_t cp_period_shift;      // ceil(log2(cp_period))
   int32_t cp_offset;             // cp_interleave * this rank
-  float softmax_scale;
+  float softmax_scale;           // what scores are multiplied by
 };
 
 }  // namespace mla

@@ -36,17 +36,17 @@ struct alignas(64) DecodeTmaParams {
   int64_t lse_token_stride;      // between tokens of lse
   int64_t lse_head_stride;       // between heads of lse
   int64_t lse_batch_stride;      // added once for every lse_tokens tokens before a token
-  int32_t batch;
-  int32_t heads;
+  int32_t batch;                 // sequences
+  int32_t heads;                 // query heads
   uint32_t heads_reciprocal;     // 2^32 / heads, rounded up, of more than one: row / heads by one multiplication
   int32_t q_len;                 // of the longest sequence
   int32_t rows;                  // q_len * heads
   int32_t page;                  // keys per page
-  uint32_t page_reciprocal;
-  uint32_t page_shift;
+  uint32_t page_reciprocal;      // of page
+  uint32_t page_shift;           // of page
   int32_t num_splits;            // splits per sequence when plan is null, at least 1
-  uint32_t splits_reciprocal;
-  uint32_t splits_shift;
+  uint32_t splits_reciprocal;    // of num_splits
+  uint32_t splits_shift;         // of num_splits
   int32_t split_size;            // keys per split in the batch-invariant mode, with a plan, too; else 0
   int32_t page_ids_width;        // entries of a sequence, 0 with kv_indptr
   int32_t plan_words;            // 0 without a plan
@@ -56,11 +56,11 @@ struct alignas(64) DecodeTmaParams {
   int32_t window_left;           // keys left of a query token, without its own, that it sees; negative: all
   int32_t cp_interleave;         // keys in a row on one rank
   int32_t cp_period;             // cp_interleave * ranks
-  uint32_t cp_period_reciprocal;
-  uint32_t cp_period_shift;
+  uint32_t cp_period_reciprocal;  // of cp_period
+  uint32_t cp_period_shift;      // of cp_period
   int32_t cp_offset;             // cp_interleave * this rank
-  uint32_t lse_tokens_reciprocal;
-  uint32_t lse_tokens_shift;
+  uint32_t lse_tokens_reciprocal;  // of the tokens that lse_batch_stride counts
+  uint32_t lse_tokens_shift;     // of the same
   float empty_lse;               // of a row that sees no key: -inf or +inf
   float softmax_scale;           // positive
   const float* rope_cos_sin;     // [max_len, 64], or null: keys are cached un-rotated; row j rotates the key at position j

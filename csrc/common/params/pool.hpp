@@ -17,7 +17,7 @@ struct Pool {
   int32_t page;                // tokens of a page
   uint32_t page_reciprocal;    // ceil(2^(31 + page_shift) / page): slot / page by one multiplication
   uint32_t page_shift;         // ceil(log2(page))
-  int32_t topk;
+  int32_t topk;                // indices of a query token, those that select nothing included
   int32_t tokens_per_length;   // query tokens that share an entry of lengths
 };
 

@@ -15,14 +15,14 @@ struct SparseDecodeParams {
   float* lse;                    // [tokens, heads]
   float* partial_out;            // [splits, heads, D_V], or null when nothing is split
   float* partial_lse;            // [splits, heads], or null when nothing is split
-  int64_t q_token_stride;
-  int64_t q_head_stride;
-  int64_t out_token_stride;
-  int64_t out_head_stride;
+  int64_t q_token_stride;        // between query tokens
+  int64_t q_head_stride;         // between heads of q
+  int64_t out_token_stride;      // between tokens of out
+  int64_t out_head_stride;       // between heads of out
   Pool pool[4];                  // one after the other; those from `pools` on are zeros
   int32_t tokens;                // query tokens
-  int32_t heads;
-  float softmax_scale;
+  int32_t heads;                 // query heads
+  float softmax_scale;           // what scores are multiplied by
   int32_t pools;                 // 1 to 4
   int32_t num_splits;            // splits per query token when plan is null, at least 1
   int32_t split_size;            // keys per split in the batch-invariant mode, else 0

@@ -16,20 +16,20 @@ struct alignas(64) SparseDecodeTmaParams {
   float* lse;                    // [tokens, heads], anywhere: see lse_rows.hpp
   float* partial_out;            // [splits, heads, D_V], or null when nothing is split
   float* partial_lse;            // [splits, heads], or null when nothing is split
-  int64_t out_token_stride;
-  int64_t out_head_stride;
-  int64_t lse_token_stride;
-  int64_t lse_head_stride;
+  int64_t out_token_stride;      // between tokens of out
+  int64_t out_head_stride;       // between heads of out
+  int64_t lse_token_stride;      // between tokens of lse
+  int64_t lse_head_stride;       // between heads of lse
   int64_t lse_batch_stride;      // added once for every lse_tokens tokens before a token
   Pool pool[4];                  // one after the other; those from `pools` on are zeros
   int32_t tokens;                // query tokens
-  int32_t heads;
+  int32_t heads;                 // query heads
   int32_t pools;                 // 1 to 4
   int32_t num_splits;            // splits per query token when plan is null, at least 1
   int32_t split_size;            // keys per split in the batch-invariant mode, else 0
   int32_t grid_stride;           // groups of blocks, as wide as the grid, that walk the work list: the grid's height
   uint32_t lse_tokens_reciprocal;  // division by lse_tokens, as by page
-  uint32_t lse_tokens_shift;
+  uint32_t lse_tokens_shift;     // ceil(log2(lse_tokens))
   float empty_lse;               // of a row without keys: -inf or +inf
   float softmax_scale;           // positive
   float* max_logits;             // [tokens, heads] of -inf, raised to the largest scaled scores; or null. bf16 rows only
