@@ -82,4 +82,4 @@ def test_the_command_prints_one_problem(capsys):
     )
     first, *rest = capsys.readouterr().out.splitlines()
     assert first == "sparse_decode on gfx950 -> native (gfx950): dsv4 records, tiles of 16 rows for 16 heads"
-    assert "  16 splits of each query token, whose 16 partial results combine merges" in rest
+    assert "  32 splits of each query token, whose 32 partial results combine merges" in rest

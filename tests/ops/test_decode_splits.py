@@ -10,10 +10,10 @@ import torch
 from bench_reduce import KEYS_PER_SPLIT
 
 from mla_suite import archs
+from mla_suite.archs import gfx942, gfx950
 from mla_suite.archs.attention import decode_shape
+from mla_suite.archs.cdna.sparse_decode import CdnaSparseConfig
 from mla_suite.archs.cdna.splits import MIN_SPLIT, default_splits
-from mla_suite.archs.gfx942 import Gfx942Config
-from mla_suite.archs.gfx950 import Gfx950Config
 from mla_suite.archs.sm_90.decode import Sm90Config
 from mla_suite.archs.sm_90.decode_splits import split_count
 from mla_suite.emulator import timing
@@ -21,7 +21,7 @@ from mla_suite.ops.decode import DecodeArgs
 
 LONG = 1 << 20  # keys: enough for any count
 BF16 = ("16bit", "16bit")
-CONFIGS = {"gfx942": Gfx942Config, "gfx950": Gfx950Config}
+CONFIGS = {"gfx942": gfx942.Gfx942Config, "gfx950": gfx950.Gfx950Config}
 REDUCTIONS = Path(__file__).parents[2] / "benchmarks" / "results" / "reduce" / "h200.csv"
 
 
@@ -88,6 +88,16 @@ def test_costs_are_those_of_the_model_of_time(name: str) -> None:
     assert cost.unit_bytes == timing.UNITS[name].memory_rate
     sustained = arch.memory_bytes_per_clock * arch.compute_units * timing.CHIP.memory_share
     assert cost.chip_bytes == pytest.approx(sustained, rel=1e-3)
+
+
+@pytest.mark.parametrize(("name", "config"), [("gfx942", gfx942.SparseConfig), ("gfx950", gfx950.SparseConfig)])
+def test_selected_keys_of_few_workgroups_are_split_finer(name: str, config: type[CdnaSparseConfig]) -> None:
+    """64 keys in a split of up to four workgroups, else 128, and the device once at most."""
+    arch = archs.get(name)
+    kernel = config(arch, "v32", 16)
+    assert [kernel.default_splits(groups, 2048) for groups in (1, 4, 5, 16)] == [32, 32, 16, 16]
+    assert kernel.default_splits(40, 2048) == arch.compute_units // 40
+    assert [kernel.default_splits(1, keys) for keys in (0, 63, 130)] == [1, 1, 2]
 
 
 def test_shapes_that_the_planner_leaves_whole_are_not_split() -> None:

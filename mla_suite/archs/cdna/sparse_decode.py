@@ -25,7 +25,10 @@ from mla_suite.launch.spec import CallSpec, LaunchSpec, Temporary
 from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs
 
-MIN_SPLIT = 128  # keys: below this, combining costs more than another compute unit saves
+FEW_GROUPS = 4
+MIN_SPLIT, MIN_SPLIT_OF_FEW = 128, 64
+"""The fewest keys of a split; the latter where one split of every query token takes FEW_GROUPS workgroups at most.
+Below this, combining costs more than another compute unit saves, in the model of time (K26 in csrc/gfx942/PERF.md)."""
 WAVES = 4
 
 
@@ -89,6 +92,14 @@ class CdnaSparseConfig:
         """Workgroups that share the keys of one query token."""
         return -(-heads // self.rows)
 
+    def default_splits(self, groups: int, keys: int) -> int:
+        """Splits where arguments say nothing, of tokens that select `keys` keys and take `groups` workgroups in all.
+
+        They fill the device once, as far as each has keys enough.
+        """
+        least = MIN_SPLIT_OF_FEW if groups <= FEW_GROUPS else MIN_SPLIT
+        return max(1, min(self.arch.compute_units // groups, keys // least))
+
     def spec(self, outputs: tuple[torch.Tensor, ...], args: SparseDecodeArgs) -> CallSpec:
         """The launch of sparse_decode, and of the combine behind it."""
         out, lse = outputs
@@ -105,10 +116,7 @@ class CdnaSparseConfig:
         if args.plus_inf_lse or not lse.is_contiguous():
             temporaries.append(Temporary(OUTPUTS["lse"], args.plus_inf_lse))
         groups = shape.batch * self.tiles(shape.heads)
-        # Without any other number, the splits fill the device once.
-        splits = sparse_splits(
-            args, shape, lambda: max(1, min(self.arch.compute_units // groups, shape.keys // MIN_SPLIT))
-        )
+        splits = sparse_splits(args, shape, lambda: self.default_splits(groups, shape.keys))
         slots, work_tiles = splits.slots(shape), splits.tiles(shape)
         if shape.plan_words:
             work_tiles = min(work_tiles, self.arch.compute_units)
