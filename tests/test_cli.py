@@ -117,7 +117,7 @@ def test_explain_says_what_each_parameter_of_a_launch_is(capsys: pytest.CaptureF
     for words in (
         "page_ids block_table // [batch, page_ids_stride], or [kv_indptr[batch]]",
         "kv_page_stride 36864 // between pages",
-        "heads 128",
+        "heads 128 // query heads",
         "cache_0 kv_caches[0] // [pages, page, token bytes]",
         "partial_out scratch partial_out // [splits, rows, D_V], each row contiguous; rows = q_len x heads",
     ):
