@@ -81,7 +81,7 @@ class ProducerTma : protected ProducerBase<Traits> {
   // The same for both CTAs of a cluster, if it is this one's turn; a stage is empty when both have read it. Each expects
   // the bytes on its own mbarrier, which may come before.
   MLA_DEVICE void load_in_turn(const int32_t* pages, int first, const Stage& to) {
-    static_assert(!Cluster::SHARES_KV || Traits::BOX_BLOCKS == Traits::COLUMN_BLOCKS, "a stage is one box");
+    static_assert(Traits::BOX_BLOCKS == Traits::COLUMN_BLOCKS, "a stage is one box");
     const bool in_turn = stages_++ % 2 == cluster_rank();
     const int in_table = this->page_of(first);
     const int page = in_turn ? __ldg(pages + in_table) : 0;

@@ -58,11 +58,7 @@ class ProducerDequant : ProducerBase<Traits> {
       load_quantised(token, stages);
     }
     publish(WorkTile{}, END_OF_WORK, scheduler.taken());
-    // The peer's warps arrive here as long as a stage is not empty: until then this CTA must not end.
-    if constexpr (PAIRED) {
-#pragma unroll 1
-      for (int stage = 0; stage < Traits::STAGES; ++stage, kv_.next()) this->wait_for_empty(kv_);
-    }
+    if constexpr (PAIRED) this->wait_for_peer_readers(kv_);
   }
 
  private:
