@@ -8,6 +8,7 @@ Every message is one sentence: `<op>: <argument> <what was given>; <what is poss
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -113,6 +114,15 @@ def whole(op: str, argument: str, value: Any) -> None:
             fail(op, argument, f"is an int of {value.bit_length()} bits", "it takes an int of 64 bits", TypeError)
     elif not hasattr(value, "__index__") or bool(getattr(value, "shape", False)):
         fail(op, argument, f"is {value!r}", "it takes an int", TypeError)
+
+
+def as_int(op: str, argument: str, value: Any) -> int:
+    """An int, or NumPy's or a tensor's as an int; TypeError for any other value."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        pass  # refused below, where it is no error during another
+    fail(op, argument, f"is {value!r}", "it takes an int", TypeError)
 
 
 def tensor(

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from mla_suite.core import checks
 from mla_suite.distributed.parallel import KeyShard
 from mla_suite.models.cache import PagedLatentCache, Step
-from mla_suite.models.pages import whole
 
 
 class ContextParallelCache:
@@ -62,7 +62,7 @@ class ContextParallelCache:
 
     def allocate(self, tokens: int = 0) -> int:
         """A new empty sequence with pages reserved for this rank's share of `tokens` tokens."""
-        tokens = whole("allocate", "tokens", tokens)
+        tokens = checks.as_int("allocate", "tokens", tokens)
         if tokens < 0:
             raise ValueError(f"allocate: {tokens} tokens; reserve 0 or more")
         sequence = self._own.allocate(self._local(tokens))
@@ -75,7 +75,7 @@ class ContextParallelCache:
 
     def truncate(self, sequence: int, length: int) -> None:
         """Forget the tokens from global position `length` on, as after a rejected speculation."""
-        length = whole("truncate", "length", length)
+        length = checks.as_int("truncate", "length", length)
         if not 0 <= length <= self.length(sequence):
             raise ValueError(
                 f"truncate: length {length} of a sequence of {self.length(sequence)}; give 0 to {self.length(sequence)}"
@@ -88,7 +88,7 @@ class ContextParallelCache:
 
         `width` fixes the block table's width in this rank's pages; None takes the longest sequence.
         """
-        counts = [whole("append", f"counts[{at}]", count) for at, count in enumerate(counts)]
+        counts = [checks.as_int("append", f"counts[{at}]", count) for at, count in enumerate(counts)]
         if len(sequences) != len(counts):
             given = f"{len(sequences)} sequences and {len(counts)} counts"
             raise ValueError(f"append: {given}; give one count per sequence")

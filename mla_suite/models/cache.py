@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from mla_suite import kv_formats
+from mla_suite.core import checks
 from mla_suite.models.config import LATENT, ROPE
-from mla_suite.models.pages import PagePool, whole
+from mla_suite.models.pages import PagePool
 
 NO_SLOT = 2**62
 
@@ -99,7 +100,7 @@ class PagedLatentCache(PagePool):
 
     def grow(self, num_pages: int) -> None:
         """Add pages. `layers` are new tensors with the old contents: graphs of the old ones must be captured again."""
-        num_pages = whole("grow", "num_pages", num_pages)
+        num_pages = checks.as_int("grow", "num_pages", num_pages)
         if num_pages < 0:
             raise ValueError(f"grow: {num_pages} pages; a cache grows by 0 or more")
         with torch.inference_mode(False):
@@ -112,7 +113,7 @@ class PagedLatentCache(PagePool):
 
         `width` fixes the block table's width (0 entries beyond a sequence's pages); None takes the longest sequence.
         """
-        counts = [whole("append", f"counts[{at}]", count) for at, count in enumerate(counts)]
+        counts = [checks.as_int("append", f"counts[{at}]", count) for at, count in enumerate(counts)]
         self._check_width(sequences, counts, width)
         starts = [self.length(sequence) for sequence in sequences]
         copies = self._extend(sequences, counts)
@@ -138,7 +139,7 @@ class PagedLatentCache(PagePool):
     def _check_width(self, sequences: Sequence[int], counts: Sequence[int], width: int | None) -> None:
         if width is None or len(sequences) != len(counts):  # the pool refuses the latter
             return
-        whole("block table", "width", width)
+        checks.as_int("block table", "width", width)
         for sequence, count in zip(sequences, counts, strict=True):
             needed = -(-(self.length(sequence) + count) // self.page_size)
             if needed > width:

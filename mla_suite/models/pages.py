@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from mla_suite.core import checks
 
 
 @dataclasses.dataclass
@@ -23,14 +24,6 @@ class Copy(NamedTuple):
 
     source: int
     target: int
-
-
-def whole(call: str, name: str, value: Any) -> int:
-    """An int, or NumPy's or a tensor's as an int; TypeError, in one sentence, for any other value."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{call}: {name} is {value!r}; it takes an int") from None
 
 
 class PagePool:
@@ -69,7 +62,7 @@ class PagePool:
 
     def allocate(self, tokens: int = 0) -> int:
         """A new empty sequence with pages reserved for `tokens` tokens."""
-        tokens = whole("allocate", "tokens", tokens)
+        tokens = checks.as_int("allocate", "tokens", tokens)
         if tokens < 0:
             raise ValueError(f"allocate: {tokens} tokens; reserve 0 or more")
         reserved = self._pages_for(tokens)
@@ -78,7 +71,7 @@ class PagePool:
 
     def reserve(self, handle: int, tokens: int) -> None:
         """Hold pages for `tokens` tokens of this sequence in all, written ones included."""
-        sequence, tokens = self._sequence(handle), whole("reserve", "tokens", tokens)
+        sequence, tokens = self._sequence(handle), checks.as_int("reserve", "tokens", tokens)
         if tokens < 0:
             raise ValueError(f"reserve: {tokens} tokens; reserve 0 or more")
         needed = max(self._pages_for(tokens) - len(sequence.pages), 0)
@@ -110,7 +103,7 @@ class PagePool:
     def truncate(self, handle: int, length: int) -> None:
         """Forget the tokens from `length` on, as after a rejected speculation, and the pages that held only those.
         Reserved pages stay the sequence's, but for those that a fork reads."""
-        sequence, length = self._sequence(handle), whole("truncate", "length", length)
+        sequence, length = self._sequence(handle), checks.as_int("truncate", "length", length)
         if not 0 <= length <= sequence.length:
             raise ValueError(
                 f"truncate: length {length} of a sequence of {sequence.length}; give 0 to {sequence.length}"
