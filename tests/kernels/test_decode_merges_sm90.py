@@ -85,6 +85,32 @@ def test_which_cuts_a_cluster_merges(monkeypatch, options, exchange):
         assert shared == (210992 + 5 * 4 * 64 + 8 * 20 if exchange == "reduce_o" else 219328)
 
 
+@pytest.mark.parametrize(
+    ("options", "shared"),
+    [
+        (dict(heads=128, num_splits=1), True),
+        (dict(heads=65, num_splits=3), True),
+        (dict(heads=32, q_len=4, split_size=64), True),
+        (dict(heads=32, q_len=4, split_size=64, planned=True), True),
+        (dict(heads=128, planned=True), False),  # balanced
+        (dict(heads=128, num_splits=1, lens=(700, 90) * 28), False),  # 56 of 66 pairs of SMs
+        (dict(heads=64, num_splits=1), False),  # one tile
+        (dict(heads=64, q_len=3, num_splits=1), False),  # three
+        (dict(heads=128, rope=0, num_splits=1), False),
+        (dict(heads=128, num_splits=1, window_left=70), False),
+        (dict(heads=128, num_splits=1, rotate=True), False),
+        (dict(heads=128, num_splits=1, page=48), False),
+    ],
+)
+def test_two_row_tiles_share_keys(monkeypatch, options, shared):
+    """A sequence's, of a batch that leaves few SMs free and has no splits that a cluster merges."""
+    args, kwargs = decode_sample(**{"lens": (700, 90) * 70} | options).make(torch.device("cpu"))
+    kwargs["max_seqlen_kv"] = 50_000 if options.get("planned") else 0
+    (instance, grid, *_), _, _ = launched(monkeypatch, None, given=(args, kwargs))
+    assert ("clustermode-share_kv" in instance) == shared
+    assert not shared or grid[0] % 2 == 0
+
+
 @pytest.mark.parametrize(("keys", "exchange", "blocks"), [(4000, "reduce_o", 9), (1000, "exchange_p", 1)])
 def test_more_cuts_leave_half_as_many_partials(monkeypatch, keys, exchange, blocks):
     """Which combine merges: each two splits are one partial."""

@@ -294,32 +294,6 @@ def test_cuts_by_size_are_whole_stages(monkeypatch, split_size, given):
         assert fields["num_splits"] * given >= args[3].shape[1] * page
 
 
-@pytest.mark.parametrize(
-    ("options", "shared"),
-    [
-        (dict(heads=128, num_splits=1), True),
-        (dict(heads=65, num_splits=3), True),
-        (dict(heads=32, q_len=4, split_size=64), True),
-        (dict(heads=32, q_len=4, split_size=64, planned=True), True),
-        (dict(heads=128, planned=True), False),  # balanced
-        (dict(heads=128, num_splits=1, lens=(700, 90) * 28), False),  # 56 of 66 pairs of SMs
-        (dict(heads=64, num_splits=1), False),  # one tile
-        (dict(heads=64, q_len=3, num_splits=1), False),  # three
-        (dict(heads=128, rope=0, num_splits=1), False),
-        (dict(heads=128, num_splits=1, window_left=70), False),
-        (dict(heads=128, num_splits=1, rotate=True), False),
-        (dict(heads=128, num_splits=1, page=48), False),
-    ],
-)
-def test_two_row_tiles_share_keys(monkeypatch, options, shared):
-    """A sequence's, of a batch that leaves few SMs free and has no splits that a cluster merges."""
-    args, kwargs = decode_sample(**{"lens": (700, 90) * 70} | options).make(CPU)
-    kwargs["max_seqlen_kv"] = 50_000 if options.get("planned") else 0
-    (instance, grid, *_), _, _ = launched(monkeypatch, None, given=(args, kwargs))
-    assert ("clustermode-share_kv" in instance) == shared
-    assert not shared or grid[0] % 2 == 0
-
-
 def test_scales_are_positive_and_the_kernel_takes_that_of_the_queries(monkeypatch):
     args, kwargs = decode_sample((70,), num_splits=1).make(CPU)
     args = [*args[:7], torch.tensor([0.25]), *args[8:]]
