@@ -153,6 +153,11 @@ KERNEL_ROUNDING = 2.0**-8
 """A kernel rounds softmax weights to 16 bits: out is off by at most this share of sum(p |v|), and one ulp."""
 KERNEL_LSE = 1e-4
 """An lse of a kernel is off by at most this, or by this share of it where it is above 1."""
+FP8_DEPTH = 32
+"""Products that fp8 tensor cores sum at a time, and add to the sum so far."""
+FP8_SUMS = 2.0**-10
+"""With precision 'fp8' a score of random values is off by at most this share of the largest of these sums: of each,
+what lies 13 bits below its largest term is cut off."""
 OPERAND_ROUNDING = 2.0**-9
 """Rounding an operand of a score to 16 bits changes its products by at most this share of each."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
@@ -48,7 +49,8 @@ class ArchKernels(Protocol):
     arch: ArchSpec
     wavefront: int  # lanes that the kernels are written for
     tile_rows: int  # query rows that a workgroup of decode holds
-    fp8_query_rows: int | None  # of a sequence, from which fp8 queries of an fp8 cache beat 16-bit ones; None: never
+    # decode's precision -> rows of a sequence from which fp8 queries of an fp8 cache beat 16-bit ones; absent: none do
+    fp8_query_rows: Mapping[str, int]
 
     def decode(self, problem: Any) -> Supported | Unsupported: ...
 

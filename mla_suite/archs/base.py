@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from mla_suite.archs import ArchSpec, append_kv, combine, plan
 from mla_suite.archs.plan import PlanConfig
 from mla_suite.core.dispatch import Supported, Unsupported
@@ -22,7 +25,7 @@ class CommonKernels:
     plan_waves: tuple[tuple[str, tuple[int, int]], ...]
     append_bulk_bytes = 0
     append_has_runs = False
-    fp8_query_rows: int | None = None
+    fp8_query_rows: ClassVar[Mapping[str, int]] = {}
 
     def __init__(self, arch: ArchSpec) -> None:
         self.arch = arch

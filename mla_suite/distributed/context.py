@@ -47,7 +47,7 @@ def cp_decode(
     attn_sink    [heads] fp32 logits, added to the denominator of the merged result
     local_seq_lens  [batch] int32, `shard.local_lens(seq_lens)` where a model has it for all layers; None computes it
     options      the rest of decode's keyword arguments: softmax_scale, kv_format, kv_descale, head_dim_v, num_splits,
-                 split_size, plan (made from the local lengths); max_seqlen_kv is of the whole sequence
+                 split_size, precision, plan (made from the local lengths); max_seqlen_kv is of the whole sequence
 
     -> out [batch, q_len, own heads, head_dim_v] in q's dtype, lse [batch, q_len, own heads] fp32, natural log.
     """

@@ -1,11 +1,12 @@
 """Other projects' models and interfaces on top of ours; each module imports its project, this one none.
 
-Here is what several of them share: cache formats by dtype, from where on fp8 queries gain, one-sentence errors, and
-whether a call is captured.
+Here is what several of them share: cache formats by dtype, the precision of scores over fp8 caches, from where on fp8
+queries gain, one-sentence errors, and whether a call is captured.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -22,14 +23,18 @@ FP8 = {torch.float8_e4m3fn: "fp8", torch.float8_e4m3fnuz: "fp8_fnuz"}
 KV_FORMATS = {**WIDE, **FP8}
 
 
+PRECISION = "fp8" if checks.asked("MLA_SUITE_PRECISION", os.environ.get("MLA_SUITE_PRECISION", ""), "fp8") else "full"
+"""decode's `precision` for other projects' calls, which have no argument for it."""
+
+
 def fp8_query_rows(like: torch.Tensor) -> int | None:
     """Returns from how many heads x tokens of a sequence on decode over an fp8 cache gains from fp8 queries.
 
-    On the device of `like`, and with the kernel that quantises them; None: it never does.
+    On the device of `like`, with PRECISION, and with the kernel that quantises them; None: it never does.
     """
     arch = current_arch(like)
     kernels = None if arch is None else archs.kernels(arch)
-    return None if kernels is None else kernels.fp8_query_rows
+    return None if kernels is None else kernels.fp8_query_rows.get(PRECISION)
 
 
 def capturing(tensor: torch.Tensor) -> bool:

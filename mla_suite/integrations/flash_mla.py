@@ -19,7 +19,7 @@ import torch
 from mla_suite.core import eager
 from mla_suite.core.prepared import KnownCalls
 from mla_suite.errors import CallError
-from mla_suite.integrations import FP8, WIDE, absent, check_kinds, flash_mla_kv_heads, restate
+from mla_suite.integrations import FP8, PRECISION, WIDE, absent, check_kinds, flash_mla_kv_heads, restate
 from mla_suite.integrations import refuse as _refuse
 from mla_suite.integrations.direct_call import DirectCall
 from mla_suite.integrations.flash_mla_metadata import Config, check_config, holder_of, plan_of
@@ -71,6 +71,7 @@ def flash_mla_with_kvcache(
     descale_k: torch.Tensor | None = None,
     *,
     out: torch.Tensor | None = None,
+    precision: str = PRECISION,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode over a paged cache, dense with block_table and cache_seqlens or sparse with indices.
 
@@ -95,6 +96,8 @@ def flash_mla_with_kvcache(
                      528 bytes that are V3.2's without rope values (v32_nope)
     descale_q, descale_k   [1] fp32, multiply float8 queries and rows
     out              is written and returned, of the shape and dtype below; its last dimension is contiguous
+    precision        'fp8' allows dense calls of float8 queries and rows sums in fewer bits, as `mla_suite.decode` says,
+                     and as FlashMLA's own kernel makes them; by default 'full', unless MLA_SUITE_PRECISION=fp8 is set
 
     -> out [batch, q_len, heads, head_dim_v] in q's dtype, bf16 for float8 queries; lse [batch, heads, q_len] fp32,
     natural log, without the sink.
@@ -110,7 +113,7 @@ def flash_mla_with_kvcache(
             *(topk_length, extra_topk_length, descale_q, descale_k, holder.tile_scheduler_metadata, out),
         )
         chosen = enable_batch_invariant, use_legacy, kv_format
-        settings = head_dim_v, softmax_scale, causal, is_fp8_kvcache, *chosen, holder.config
+        settings = head_dim_v, softmax_scale, causal, is_fp8_kvcache, *chosen, precision, holder.config
         known = eager.recall(_KNOWN, given, settings)
     name, plan = "flash_mla_with_kvcache", None
     if known is not None:
@@ -146,6 +149,7 @@ def flash_mla_with_kvcache(
             kv_format=kv_format,
             descale_q=descale_q,
             descale_k=descale_k,
+            precision=precision,
         )
         return flash_mla_kv_heads.join(*results, k_cache.shape[2])
     dense_rows = q.shape[-1] if indices is None else None
@@ -200,7 +204,7 @@ def flash_mla_with_kvcache(
             _refuse(name, "enable_batch_invariant is True in a dense call", possible)
         metadata = tile_scheduler_metadata if holder is None else holder
         plan = plan_of(name, _WORDS, metadata, num_splits, cache_seqlens, q.shape[1] * q.shape[2])
-        options = scale, q.shape[1], 0, head_dim_v, causal, stored, 0, 0, 1, 0, 1, -1, True
+        options = scale, q.shape[1], 0, head_dim_v, causal, stored, 0, 0, 1, 0, 1, -1, precision, True
         call = DirectCall(DECODE, _dense_tensors, options)
     given = (
         *(q, k_cache, block_table, cache_seqlens, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache),
@@ -214,7 +218,7 @@ def flash_mla_with_kvcache(
         holder.have_initialized, holder.config = True, config
         holder.tile_scheduler_metadata = plan
         chosen = enable_batch_invariant, use_legacy, kv_format
-        settings = head_dim_v, softmax_scale, causal, is_fp8_kvcache, *chosen, config
+        settings = head_dim_v, softmax_scale, causal, is_fp8_kvcache, *chosen, precision, config
         call.remember(_KNOWN, given, settings, (attended, lse), allocates_out=out is None)
     return attended, lse.transpose(1, 2)
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import mla_suite
-from mla_suite.integrations import FP8, KV_FORMATS, capturing, fp8_query_rows, refuse, sglang_trees
+from mla_suite.integrations import FP8, KV_FORMATS, PRECISION, capturing, fp8_query_rows, refuse, sglang_trees
 from mla_suite.integrations.interface import Interface
 
 try:
@@ -215,6 +215,7 @@ class MLASuiteAttnBackend(TritonAttnBackend):
             head_dim_v=width_v,
             kv_format=KV_FORMATS[cache.dtype],
             split_size=self._split_size,
+            precision=PRECISION,
         )
         return out.reshape(-1, heads * width_v)
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 import mla_suite
-from mla_suite.integrations import FP8, KV_FORMATS, capturing, fp8_query_rows, refuse
+from mla_suite.integrations import FP8, KV_FORMATS, PRECISION, capturing, fp8_query_rows, refuse
 
 try:
     from vllm import envs  # type: ignore[import-not-found]  # optional
@@ -341,6 +341,7 @@ class MLASuiteImpl(MLASuiteLayer, MLACommonImpl):
             cp_world_size=self.dcp_world_size if several_ranks else 1,
             cp_rank=self.dcp_rank if several_ranks else 0,
             cp_interleave=decode.cp_interleave,
+            precision=PRECISION,
         )
         return (out, lse) if packed else (out.flatten(0, 1), lse.flatten(0, 1))
 

@@ -13,7 +13,7 @@ from mla_suite.launch.driver import DriverError
 
 WORDS = 16  # 8 bytes each
 ALIGNMENT = 16  # bytes; it holds for addresses and for strides
-_ELEMENTS = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
+_ELEMENTS = {torch.uint8: 0, torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
 _SWIZZLES = {64: 2, 128: 3}  # CUtensorMapSwizzle, by the bytes of a box's innermost dimension
 _NO_INTERLEAVE, _PROMOTE_TO_128, _ZEROS_OUTSIDE = 0, 2, 0
 

@@ -22,6 +22,7 @@ Q_FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 MAX_TREE = 64  # query tokens of a sequence whose tree a word of 64 bits describes
 MAX_CP_PERIOD = 2**30  # keys; the kernels divide by it in 31 bits
 Q_DTYPES = (torch.bfloat16, torch.float16, torch.float32, *Q_FP8)
+PRECISIONS = ("full", "fp8")
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class DecodeArgs:
     cp_rank: int = 0
     cp_interleave: int = 1
     window_left: int = -1
+    precision: str = "full"
     plus_inf_lse: bool = False
 
 
@@ -78,6 +80,7 @@ class Problem(NamedTuple):
     split_size: int
     window: bool  # window_left is given
     tree: bool  # tree_mask is given
+    precision: str
 
     def notes(self) -> tuple[str, ...]:
         """Returns the sentences `explain` adds."""
@@ -114,6 +117,7 @@ def decode(
     cp_rank: int = 0,
     cp_interleave: int = 1,
     window_left: int = -1,
+    precision: str = "full",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from the newest query tokens of each sequence to its cached keys; V is the first values of each key row.
 
@@ -152,6 +156,10 @@ def decode(
                   in order and without gaps. The causal limit is on global positions; `combine` merges the results
     window_left   >= 0: keys left of a query token, without its own, that it sees (a sliding window); -1 for all.
                   Earlier keys are neither read nor counted
+    precision     'full', or 'fp8': scores of float8 queries and rows may be summed by tensor cores that multiply fp8,
+                  which keep 13 bits below the largest term of a sum. It is for speed, and does nothing where no kernel
+                  gains by it; `explain` says whether one does. Random values' scores are then off by up to 2^-10 of
+                  the largest sum of a row's first products, values of one sign by up to 7 % of it at worst
 
     -> out [..., heads, head_dim_v] in q's dtype (bfloat16 for fp8), lse [..., heads] fp32 natural log.
 
@@ -174,7 +182,7 @@ def decode(
     )
     options = (
         *(softmax_scale, max_seqlen_q, max_seqlen_kv, head_dim_v, causal, kv_format, num_splits, split_size),
-        *(cp_world_size, cp_rank, cp_interleave, window_left),
+        *(cp_world_size, cp_rank, cp_interleave, window_left, precision),
     )
     return eager.call(DECODE, tensors, options)
 
@@ -226,6 +234,8 @@ def check(args: DecodeArgs) -> tuple[Output, ...]:
     check_splits("decode", args.num_splits, args.split_size)
     _check_ranks(args, batch)
     check_window("decode", args.window_left)
+    if args.precision not in PRECISIONS:
+        checks.fail("decode", "precision", f"is {args.precision!r}", "it takes 'full', or 'fp8' for sums in fewer bits")
     if args.tree_mask is not None:
         _check_tree(args, args.tree_mask, batch)
     dtype = torch.bfloat16 if args.q.dtype in Q_FP8 else args.q.dtype
@@ -331,6 +341,7 @@ def describe(args: DecodeArgs) -> Problem:
         split_size=args.split_size,
         window=args.window_left >= 0,
         tree=args.tree_mask is not None,
+        precision=args.precision,
     )
 
 

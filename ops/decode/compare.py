@@ -19,7 +19,8 @@ def compare(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> Sequen
     out, lse = outputs
     exact = testing.Exact(*(torch.zeros_like(like, dtype=torch.float64) for like in (out, lse, out)))
     reference.run(None, exact, args)
-    results = testing.attention_within(outputs, exact, _scores_off(args))
+    off = _sums_off(args) if getattr(config, "fp8_scores", False) else _scores_off(args)
+    results = testing.attention_within(outputs, exact, off)
     if getattr(config, "fp8_weights", False):
         options = {entry.name: getattr(args, entry.name) for entry in fields(args) if entry.kw_only}
         tensors = [getattr(args, name) for name in args.__match_args__]
@@ -36,17 +37,38 @@ def _scores_off(args: Any) -> torch.Tensor | float:
     if args.rope_cos_sin is None:
         return 0.0
     rounded = slice(-args.rope_cos_sin.shape[1], None)
-    kind, longest = get_kv_format(args.kv_format), torch.zeros(1, dtype=torch.float64, device=args.q.device)
-    page = torch.arange(args.kv_cache.shape[1], device=args.q.device)
+    longest = torch.zeros(1, dtype=torch.float64, device=args.q.device)
+    for keys in _keys(args):
+        longest = torch.cat((longest, keys[:, rounded].norm(dim=-1))).amax(0, keepdim=True)
+    return testing.OPERAND_ROUNDING * _scaled_queries(args)[..., rounded].norm(dim=-1) * longest
+
+
+def _sums_off(args: Any) -> torch.Tensor:
+    """How far scores [..., heads] may be off that fp8 tensor cores sum, by the largest sum of first products."""
+    queries = _scaled_queries(args)
+    steps = queries.reshape(-1, queries.shape[-1] // testing.FP8_DEPTH, testing.FP8_DEPTH)
+    largest = torch.zeros(len(steps), dtype=torch.float64, device=args.q.device)
+    for keys in _keys(args):
+        sums = torch.einsum("rsd,ksd->rks", steps, keys.unflatten(-1, (-1, testing.FP8_DEPTH))).cumsum(-1)
+        products = steps.flatten(1).abs().amax(-1) * keys.abs().amax()
+        largest = torch.stack((largest, sums.abs().amax((-2, -1)), products)).amax(0)
+    return testing.FP8_SUMS * largest.view(args.q.shape[:-1])
+
+
+def _scaled_queries(args: Any) -> torch.Tensor:
+    queries = args.q.double() * args.softmax_scale
+    return queries if args.q_descale is None else queries * args.q_descale
+
+
+def _keys(args: Any) -> Iterator[torch.Tensor]:
+    """The rows [n, head_dim] of all sequences' pages, some pages at a time.
+
+    Those of a last page that belong to no sequence may hold anything: what is not finite there becomes 0.
+    """
+    kind, page = get_kv_format(args.kv_format), torch.arange(args.kv_cache.shape[1], device=args.q.device)
     for ids in pages(args)["kv_cache"][0].split(max(1, reference.BLOCK // len(page))):
         slots = (ids[:, None] * len(page) + page).flatten()
-        keys = caches.gather(kind, args.kv_cache, slots, descale=args.kv_descale)[:, rounded].double()
-        # Rows of a last page that belong to no sequence may hold anything.
-        longest = torch.cat((longest, keys.norm(dim=-1).nan_to_num(0.0, 0.0, 0.0))).amax(0, keepdim=True)
-    queries = args.q[..., rounded].double() * args.softmax_scale
-    if args.q_descale is not None:
-        queries = queries * args.q_descale
-    return testing.OPERAND_ROUNDING * queries.norm(dim=-1) * longest
+        yield caches.gather(kind, args.kv_cache, slots, descale=args.kv_descale).double().nan_to_num(0.0, 0.0, 0.0)
 
 
 def pages(args: Any) -> dict[str, Sequence[torch.Tensor]]:

@@ -35,6 +35,7 @@ def decode_sample(
     ranks: tuple[int, int, int] = (1, 0, 1),
     window_left: int = -1,
     tree: bool = False,
+    precision: str = "full",
     pages: int = 0,
     seed: int = 0,
 ) -> Sample:
@@ -95,6 +96,8 @@ def decode_sample(
         options: dict[str, Any] = {"kv_format": kv_format, "num_splits": num_splits, "split_size": split_size}
         if window_left >= 0:
             options["window_left"] = window_left
+        if precision != "full":
+            options["precision"] = precision
         if ranks[0] > 1:
             options |= dict(zip(("cp_world_size", "cp_rank", "cp_interleave"), ranks, strict=True))
         if varlen:
@@ -118,6 +121,7 @@ def decode_sample(
         *([f"rank{ranks[1]}of{ranks[0]}"] if ranks[0] > 1 else []),
         *([f"w{window_left}"] if window_left >= 0 else []),
         *(["tree"] if tree else []),
+        *([precision] if precision != "full" else []),
     ]
     shape_name = f"b{batch}-h{heads}-q{q_len}-kv{longest}-p{page}-{kv_format}"
     return Sample("-".join((shape_name, *flags)), make, moved_bytes, flops)
@@ -153,4 +157,5 @@ def samples() -> Sequence[Sample]:
         decode_sample([96, 40], q_len=2, page=1, rotate=True, causal=False, split_size=64),
         decode_sample([500, 0, 90, 131], heads=8, q_len=3, page=16, window_left=100, varlen=True),
         decode_sample([300, 5], heads=8, q_len=5, tree=True, num_splits=2),
+        decode_sample([70, 7], heads=40, kv_format="fp8", dtype=torch.float8_e4m3fn, precision="fp8"),
     )

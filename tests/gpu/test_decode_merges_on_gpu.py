@@ -195,6 +195,11 @@ PLANS = {
     "ragged queries": dict(lens=(700, 3, 1900, 0, 2600), heads=40, q_len=3, varlen=True, sink=True),
     "un-rotated, ragged": dict(lens=(4000, 17, 900, 2100, 64, 0, 7000, 333) * 3, heads=100, sink=True, rotate=True),
     "un-rotated, two splits each, fp16": dict(lens=(3000,) * 33, heads=128, rotate=True, **HALF),
+    "e4m3 cache, two splits each": dict(lens=(3000,) * 33, heads=128, kv_format="fp8"),
+    "e4m3 cache, ragged": dict(lens=(4000, 17, 900, 2100, 64, 0, 7000, 333) * 3, heads=100, sink=True, kv_format="fp8"),
+    "e4m3 cache, ragged queries": dict(
+        lens=(700, 3, 1900, 0, 2600), heads=40, q_len=3, varlen=True, page=1, kv_format="fp8", dtype=torch.float16
+    ),
     "a split of every sequence": dict(lens=(700, 100, 1, 64, 0), heads=128, num_splits=4),
     "two splits of many": dict(lens=(700, 100, 1, 64, 0, 300) * 11, heads=24, num_splits=2, sink=True),
     "batch-invariant": dict(lens=(2000, 5, 170, 333), heads=64, split_size=256),

@@ -34,6 +34,9 @@ SHARED = [(dtype, 576, "tma", "share_kv") for dtype in ("bf16", "fp16")]
 POINTS += SHARED
 POINTS += [(dtype, 576, "fp8", mode) for dtype in ("bf16", "fp16", "fp8") for mode in ("none", "reduce_o")]
 POINTS += [(dtype, 512, "fp8", "none") for dtype in ("bf16", "fp16", "fp8")]
+STORED = [("fp8", 576, "fp8_scores", mode) for mode in ("none", "reduce_o", "reduce_last")]
+PAIRED = [(dtype, 576, "fp8", "reduce_last") for dtype in ("bf16", "fp16")]
+POINTS += STORED + PAIRED
 ROTATED = [
     (dtype, 576, "tma_rotated", mode) for dtype in ("bf16", "fp16") for mode in ("none", "reduce_o", "reduce_last")
 ]
@@ -46,9 +49,11 @@ NARROW = [
 ]
 POINTS += NARROW
 SWAP_AB = [(dtype, 576, "swap_ab", "none", rows) for dtype in ("bf16", "fp16", "fp8") for rows in (16, 32)]
-MASKED = [(*point, BLOCK_M, True) for point in POINTS if point[1] == 576 and point not in ROTATED + SHARED]
+MASKED = [
+    (*point, BLOCK_M, True) for point in POINTS if point[1] == 576 and point not in ROTATED + SHARED + STORED + PAIRED
+]
 MASKED += [(*point, True) for point in SWAP_AB]
-SCALED = [("bf16", 576, "fp8", mode, BLOCK_M, False, True) for mode in ("none", "reduce_o")]
+SCALED = [("bf16", 576, "fp8", mode, BLOCK_M, False, True) for mode in ("none", "reduce_o", "reduce_last")]
 HALF = {"kv_format": "fp16", "dtype": torch.float16}
 FP8 = {"kv_format": "fp8", "dtype": torch.float8_e4m3fn}
 
@@ -73,15 +78,21 @@ def test_every_point_is_declared():
         ({"width": 320, "dtype": "fp16"}, "dtype is one of bf16"),
         ({"dtype": "fp8"}, "dtype is one of bf16, fp16"),
         ({"kv_load": "fp8", "dtype": "fp32"}, "dtype is one of bf16, fp16, fp8"),
-        ({"kv_load": "hope"}, "kv_load is one of tma, cp_async, fp8, swap_ab, tma_rotated, cp_async_rotated"),
+        (
+            {"kv_load": "hope"},
+            "kv_load is one of tma, cp_async, fp8, fp8_scores, swap_ab, tma_rotated, cp_async_rotated",
+        ),
         ({"kv_load": "tma_rotated", "width": 512}, "width is one of 576"),
         (
             {"kv_load": "tma_rotated", "cluster_mode": "exchange_p"},
             "cluster_mode is one of none, reduce_o, reduce_last",
         ),
         ({"kv_load": "cp_async_rotated", "dtype": "fp8"}, "dtype is one of bf16, fp16"),
-        ({"kv_load": "fp8", "cluster_mode": "exchange_p"}, "cluster_mode is one of none, reduce_o"),
+        ({"kv_load": "fp8", "cluster_mode": "exchange_p"}, "cluster_mode is one of none, reduce_o, reduce_last"),
+        ({"kv_load": "fp8", "dtype": "fp8", "cluster_mode": "reduce_last"}, "cluster_mode is one of none, reduce_o$"),
         ({"kv_load": "fp8", "width": 512, "cluster_mode": "reduce_o"}, "cluster_mode is one of none"),
+        ({"kv_load": "fp8_scores"}, "dtype is one of fp8"),
+        ({"kv_load": "fp8_scores", "dtype": "fp8", "masked": True}, "windows and trees are of keys in full precision"),
         ({"kv_load": "swap_ab", "width": 512}, "width is one of 576"),
         ({"kv_load": "swap_ab", "q_rows": 48}, "q_rows is one of 16, 32"),
         ({"q_rows": 16}, "q_rows is one of 64"),

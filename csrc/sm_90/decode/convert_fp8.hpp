@@ -63,23 +63,23 @@ MLA_DEVICE void dequant_e8m0_scale(const uint32_t (&stored)[4], uint32_t exponen
   for (int i = 0; i < 8; ++i) scale_bf16x2(values[i], scale * 0x10001u);
 }
 
-// One lane's part of a key: 16 values of each block of 64 columns, 64 bytes apart in `from` and BLOCK_BYTES in `to`.
+// One lane's part of a key: 16 values of each block of 64 columns, FROM_BYTES apart in `from` and TO_BYTES in `to`.
 // `wait_to_store` is called when the first reads are on their way, since each waits for the shared memory that wgmma
 // uses. More blocks ahead take registers that stores need while they wait for it, too.
-template <class Element, int BLOCKS, int BLOCK_BYTES, class Wait>
+template <class Element, int BLOCKS, int FROM_BYTES, int TO_BYTES, class Wait>
 MLA_DEVICE void convert_row(uint32_t from, uint32_t to, const Wait& wait_to_store) {
   constexpr int AHEAD = 2;  // blocks that are read before they are needed
   uint32_t stored[AHEAD + 1][4];
 #pragma unroll
-  for (int c = 0; c < AHEAD; ++c) ld_shared_v4(from + c * 64, stored[c]);
+  for (int c = 0; c < AHEAD; ++c) ld_shared_v4(from + c * FROM_BYTES, stored[c]);
   wait_to_store();
 #pragma unroll
   for (int c = 0; c < BLOCKS; ++c) {
-    if (c + AHEAD < BLOCKS) ld_shared_v4(from + (c + AHEAD) * 64, stored[(c + AHEAD) % (AHEAD + 1)]);
+    if (c + AHEAD < BLOCKS) ld_shared_v4(from + (c + AHEAD) * FROM_BYTES, stored[(c + AHEAD) % (AHEAD + 1)]);
     uint32_t values[8];
     convert_e4m3<Element>(stored[c % (AHEAD + 1)], values);
-    st_shared_v4(to + c * BLOCK_BYTES, values[0], values[1], values[2], values[3]);
-    st_shared_v4((to ^ 16) + c * BLOCK_BYTES, values[4], values[5], values[6], values[7]);
+    st_shared_v4(to + c * TO_BYTES, values[0], values[1], values[2], values[3]);
+    st_shared_v4((to ^ 16) + c * TO_BYTES, values[4], values[5], values[6], values[7]);
   }
 }
 

@@ -58,6 +58,10 @@ template <class Cluster, class Traits, class Scheduler>
 struct ProducerOf<KvLoad::fp8, Cluster, false, Traits, Scheduler> {
   using Type = ProducerFp8<Traits, Scheduler>;
 };
+template <class Cluster, class Traits, class Scheduler>
+struct ProducerOf<KvLoad::fp8_scores, Cluster, false, Traits, Scheduler> {
+  using Type = ProducerFp8<Traits, Scheduler>;
+};
 template <class Traits, class Scheduler>
 using Producer =
     typename ProducerOf<KvLoad::KV_SOURCE, cluster_mode::CLUSTER_MODE, ROTATE != 0, Traits, Scheduler>::Type;

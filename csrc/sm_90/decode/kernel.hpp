@@ -36,7 +36,7 @@ struct DecodeKernel {
     // The warpgroup's number, taken from one lane so that the compiler knows the branch below is uniform within a warp.
     const int group = __shfl_sync(~0u, thread_id() / 128, 0);
     if (thread_id() == 96) init_mbarriers(shared);  // in a warp that issues no TMA loads
-    if constexpr (Traits::LOAD == KvLoad::tma)
+    if constexpr (Traits::LOAD == KvLoad::tma || Traits::SCORES_AS_STORED)
       if (thread_id() == 32) tma_prefetch_descriptor(params.kv_map);
     if constexpr (!Traits::CONVERTS_Q)
       if (thread_id() == 64) tma_prefetch_descriptor(params.q_map);
@@ -74,10 +74,11 @@ struct DecodeKernel {
       mbarrier_init(barriers.tile_full(stage), 1);     // the producer
       mbarrier_init(barriers.tile_empty(stage), 128);  // the QK warpgroup
     }
-    if constexpr (Traits::LOAD == KvLoad::fp8)
+    if constexpr (Traits::CONVERTS_KEYS)
       for (int stage = 0; stage < Traits::RAW_STAGES; ++stage) {
         mbarrier_init(barriers.raw_full(stage), 1);     // the warp whose turn it is to copy
-        mbarrier_init(barriers.raw_empty(stage), 128);  // the producer
+        // The producer, and the QK warpgroup if it multiplies what is stored.
+        mbarrier_init(barriers.raw_empty(stage), Traits::SCORES_AS_STORED ? 256 : 128);
       }
     if constexpr (Traits::ROTATES)
       for (int stage = 0; stage < Traits::STAGES; ++stage)

@@ -6,9 +6,10 @@
 #pragma once
 
 #include "sm_90/decode/cluster/pair_lse_merge.hpp"
+#include "sm_90/decode/descales.hpp"
 #include "sm_90/decode/max_logits.hpp"
 #include "sm_90/decode/named_barriers.hpp"
-#include "sm_90/decode/q_operand.hpp"
+#include "sm_90/decode/q_as_stored.hpp"
 #include "sm_90/decode/softmax.hpp"
 
 namespace mla::sm_90 {
@@ -20,6 +21,7 @@ class QkSoftmax {
   using Cluster = typename Traits::Cluster;
   using Storage = SharedStorage<Traits>;
   using MaxLogits = MaxLogitsOf<Traits>;
+  using QOperand = QOperandOf<Traits>;
   static constexpr bool SELECTED = Traits::SELECTED;
 
  public:
@@ -35,7 +37,7 @@ class QkSoftmax {
     for (; next_tile(); any = true) {
       // The producer has waited for the previous kernel, which may have written the factors.
       if constexpr (!SELECTED || Traits::HAS_KV_DESCALE)
-        if (!any) take_descales();
+        if (!any) scale_ = score_scale<Traits>(params_, scale_);
       merged = merges();
       one_tile();
     }
@@ -145,25 +147,41 @@ class QkSoftmax {
   // S = Q K^T for the ring's next stage; `between(k)` is called after step k was issued.
   template <class Between>
   MLA_DEVICE void multiply(float (&s)[SCORES], const Between& between) {
-    if (!stage_ready_) mbarrier_wait(barriers_.kv_full(kv_.stage), kv_.parity);
+    if (!stage_ready_) mbarrier_wait(keys_full(), keys_parity());
     if constexpr (Traits::LOAD != KvLoad::tma || Traits::ROTATES) fence_proxy_async();
     if constexpr (SELECTED) present_ = Traits::present(shared_, kv_.stage);
-    const uint32_t stage = warp_uniform(shared_ + Storage::KV + kv_.stage * Traits::STAGE_BYTES);
-    const uint64_t keys = make_descriptor(stage, 0, Traits::GROUP_BYTES, Swizzle::bytes128);
-    const uint64_t q = QOperand<Traits>::descriptor(shared_ + Storage::Q);
+    const uint64_t keys = QOperand::keys(warp_uniform(keys_at()));
+    const uint64_t q = QOperand::descriptor(shared_ + Storage::Q);
+    const int stored = raw_.stage;
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Traits::QK_STEPS; ++k) {
-      const uint64_t key = advance_descriptor(keys, k / 4 * Traits::BLOCK_BYTES + k % 4 * 32);
-      q_.multiply(k, s, q, key);
+      q_.multiply(k, s, q, QOperand::key(keys, k));
       between(k);
     }
     wgmma_commit();
     kv_.next();
-    stage_ready_ = mbarrier_test(barriers_.kv_full(kv_.stage), kv_.parity);
+    if constexpr (Traits::SCORES_AS_STORED) raw_.next();
+    stage_ready_ = mbarrier_test(keys_full(), keys_parity());
     wgmma_wait<0>();
     pin_accumulator(s);
+    if constexpr (Traits::SCORES_AS_STORED) mbarrier_arrive(barriers_.raw_empty(stored));
   }
+
+  // The stage of keys that comes next: one of the ring whose values PV multiplies, or of what is stored.
+  MLA_DEVICE uint32_t keys_at() const {
+    if constexpr (Traits::SCORES_AS_STORED)
+      return shared_ + Storage::RAW + raw_.stage * Traits::RAW_STAGE_BYTES;
+    else
+      return shared_ + Storage::KV + kv_.stage * Traits::STAGE_BYTES;
+  }
+  MLA_DEVICE uint32_t keys_full() const {
+    if constexpr (Traits::SCORES_AS_STORED)
+      return barriers_.raw_full(raw_.stage);
+    else
+      return barriers_.kv_full(kv_.stage);
+  }
+  MLA_DEVICE uint32_t keys_parity() const { return Traits::SCORES_AS_STORED ? raw_.parity : kv_.parity; }
 
   // Softmax of the stage whose scores are in `s`: P, and what PV needs with it, goes to the next P stage. The tile's
   // last P is published at once; while it is multiplied, the reciprocal denominators go to the P stage after it.
@@ -215,7 +233,7 @@ class QkSoftmax {
     if constexpr (MAY_MERGE)
       if (merges())
         return pair_lse_merge<Traits>(params_, shared_, row_max_, {quad_sum(row_sum_[0]), quad_sum(row_sum_[1])},
-                                      value_scale(), merges_whole_sequence());
+                                      scale_of_values(), merges_whole_sequence());
     float inverse[2];
     float lse[2];
     finish_rows(inverse, lse);
@@ -298,7 +316,7 @@ class QkSoftmax {
     publish_p();
     if constexpr (MAY_MERGE)
       if ((command & FINISH) && merges())
-        pair_lse_merge<Traits>(params_, shared_, {LOWEST, LOWEST}, {0.0f, 0.0f}, value_scale(),
+        pair_lse_merge<Traits>(params_, shared_, {LOWEST, LOWEST}, {0.0f, 0.0f}, scale_of_values(),
                                merges_whole_sequence());
   }
 
@@ -318,21 +336,8 @@ class QkSoftmax {
     clear_keys<Traits, Traits::HEAD_DIM_V>(shared_ + Storage::KV + stage * Traits::STAGE_BYTES, first, end);
   }
 
-  // Multiplies the scale by the factors that there are, without a load where there is none.
-  MLA_DEVICE void take_descales() {
-    float scale = scale_ * descale(params_.q_descale);
-    if constexpr (Traits::HAS_KV_DESCALE) scale *= descale(params_.kv_descale);
-    scale_ = nonzero_scale(scale);
-  }
-
   // The scale of the values. It is loaded anew for every tile, because there is no register to keep it in.
-  MLA_DEVICE float value_scale() const {
-    if constexpr (Traits::HAS_KV_DESCALE)
-      return descale(params_.kv_descale);
-    else
-      return 1.0f;
-  }
-  MLA_DEVICE static float descale(const float* value) { return value == nullptr ? 1.0f : ld_global(value); }
+  MLA_DEVICE float scale_of_values() const { return value_scale<Traits>(params_); }
 
   // The scale of the values / denominator of this thread's rows, and their lse without the sink.
   MLA_DEVICE void finish_rows(float (&inverse)[2], float (&lse)[2]) {
@@ -343,7 +348,7 @@ class QkSoftmax {
       float denominator = sum;
       if (any && tile_.partial_row < 0 && params_.attn_sink != nullptr)
         denominator += sink_term(params_, half, row_max_[half]);
-      inverse[half] = any ? __fdividef(value_scale(), denominator) : 0.0f;
+      inverse[half] = any ? __fdividef(scale_of_values(), denominator) : 0.0f;
       lse[half] = lse_of_row(row_max_[half], sum);
     }
   }
@@ -401,7 +406,8 @@ class QkSoftmax {
   float row_scale_[2];  // used only with SCALES_Q: the scales of this thread's rows
   float row_max_[2];  // the running max of this thread's rows, in units of log2
   float row_sum_[2];
-  QOperand<Traits> q_;
+  PipelineState<Traits::RAW_STAGES> raw_;  // used only with SCORES_AS_STORED
+  QOperand q_;
 };
 
 }  // namespace mla::sm_90

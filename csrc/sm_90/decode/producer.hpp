@@ -4,6 +4,7 @@
 
 #include "sm_90/decode/cluster/none.hpp"
 #include "sm_90/decode/named_barriers.hpp"
+#include "sm_90/decode/plan_pair.hpp"
 #include "sm_90/decode/prologue_prefetch.hpp"
 #include "sm_90/decode/tile_scheduler.hpp"
 #include "sm_90/ptx/griddep.hpp"
@@ -110,6 +111,18 @@ class ProducerBase {
     }
     tiles.next();
     __syncwarp();
+  }
+
+  // The same for the tile that a scheduler fetched last, with ClusterReduceLast: one that the cluster merges is named,
+  // with where its results go.
+  template <class Scheduler>
+  MLA_DEVICE void publish(const Scheduler& scheduler, const PlanPair& pair, int info, TileState& tiles, int leader) {
+    WorkTile tile = scheduler.tile();
+    if (pair.merges() && scheduler.ends_part()) {
+      tile.partial_row = pair.partial_row();
+      info |= MERGED_WITH_PEER;
+    }
+    publish(tile, info, tiles, leader);
   }
 
   // Issues the TMA load of one half of the queries of a block's rows, which begin at `row` of all rows; by one thread.

@@ -9,6 +9,7 @@
 
 #include "sm_90/decode/convert_fp8.hpp"
 #include "sm_90/decode/producer.hpp"
+#include "sm_90/decode/q_as_stored.hpp"
 
 namespace mla::sm_90 {
 
@@ -27,14 +28,24 @@ class ProducerFp8 : ProducerBase<Traits> {
   using typename Base::KvState, typename Base::Params, typename Base::Storage, typename Base::TileState;
   using Base::params_, Base::barriers_, Base::shared_;
   using Element = typename Traits::Element;
+  using typename Base::Cluster;
+  // Which tiles the cluster merges, with ClusterReduceLast.
+  struct NoPair {
+    MLA_DEVICE NoPair(const Params&, int) {}
+  };
+  using PairOf = typename SelectStorage<Cluster::MERGES_LAST, PlanPair, NoPair>::Type;
   enum Warp : int { PREFETCH_WARP = 3 };
   static constexpr int ROW_BYTES = Traits::HEAD_DIM_QK;
+  static constexpr int AHEAD = Traits::RAW_STAGES - Traits::RAW_LAG;  // stages that are copied before they are converted
 
  public:
   MLA_DEVICE ProducerFp8(const Params& params, uint32_t shared)
       : Base(params, shared), warp_(warp_uniform(warpgroup_thread() / 32)) {
     const int key = warpgroup_thread() / 4, part = warpgroup_thread() % 4;
-    from_ = shared + Storage::RAW + key * ROW_BYTES + part * 16;
+    if constexpr (Traits::SCORES_AS_STORED)
+      from_ = shared + Storage::RAW + key * 64 + ((part ^ key / 2 % 4) << 4);
+    else
+      from_ = shared + Storage::RAW + key * ROW_BYTES + part * 16;
     to_ = shared_ + key * 128 + ((part * 2 ^ key % 8) << 4);
   }
 
@@ -62,12 +73,13 @@ class ProducerFp8 : ProducerBase<Traits> {
     if (!Traits::CONVERTS_Q && scheduler.more()) this->load_q(scheduler.tile().sequence, kv, 0);
     scheduler.resolve_bounds();
     scheduler.prefetch_window_pages();
+    const PairOf pair(params_, blockIdx.y);
     Keys keys = keys_of(scheduler);
     for (int info = Q_LOADED; scheduler.more(); info = 0) {
       const int sequence = scheduler.tile().sequence;
       int count = scheduler.tile().end_key - scheduler.tile().template first_stage<BLOCK_N>();
-      this->publish(scheduler.tile(), info, tiles, 0);
-      while (copied_ - converted_ < Traits::RAW_STAGES && keys.more()) copy(keys);
+      publish_next(scheduler, pair, info, tiles);
+      while (copied_ - converted_ < AHEAD && keys.more()) copy(keys);
       if (Traits::CONVERTS_Q) {
         if (info == Q_LOADED || count != 0) convert_q(sequence, kv);
       } else if (info != Q_LOADED && count != 0) {
@@ -86,6 +98,15 @@ class ProducerFp8 : ProducerBase<Traits> {
       if (own) keys = keys_of(scheduler);
     }
     this->publish(scheduler.tile(), END_OF_WORK, tiles, 0);
+    if constexpr (Cluster::MERGES_LAST)
+      if (warp_ == 0) PlanPair(params_, blockIdx.y).tell_combine(params_, blockIdx.y);  // anew: it takes registers
+  }
+
+  MLA_DEVICE void publish_next(const Scheduler& scheduler, const PairOf& pair, int info, TileState& tiles) {
+    if constexpr (Cluster::MERGES_LAST)
+      this->publish(scheduler, pair, info, tiles, 0);
+    else
+      this->publish(scheduler.tile(), info, tiles, 0);
   }
 
   // None at the end of the list.
@@ -95,7 +116,12 @@ class ProducerFp8 : ProducerBase<Traits> {
 
   // Copies a stage's keys to the raw stage that was converted longest ago, if it is this warp's turn.
   MLA_DEVICE void copy(Keys& keys) {
-    if (copied_ % Traits::PRODUCER_WARPS == static_cast<uint32_t>(warp_)) copy_stage(keys);
+    if (copied_ % Traits::PRODUCER_WARPS == static_cast<uint32_t>(warp_)) {
+      if constexpr (Traits::SCORES_AS_STORED)
+        copy_box(keys);
+      else
+        copy_stage(keys);
+    }
     keys.first = end_of_stage(keys.first);
     ++copied_;
   }
@@ -126,6 +152,23 @@ class ProducerFp8 : ProducerBase<Traits> {
     }
   }
 
+  // The same by TMA, [blocks of 64 values][BLOCK_N][64 B] in the 64-byte swizzle: the keys are rows of one page, and
+  // those past the tile's end come along.
+  MLA_DEVICE void copy_box(const Keys& keys) const {
+    const uint32_t stage = copied_ % Traits::RAW_STAGES;
+    const uint32_t full = barriers_.raw_full(stage);
+    const int in_table = this->page_of(keys.first);
+    const int page = __ldg(keys.pages + in_table);
+    mbarrier_wait(barriers_.raw_empty(stage), copied_ / Traits::RAW_STAGES % 2 ^ 1);
+    if (warpgroup_thread() % 32 == 0) {
+      const uint64_t hint = params_.partial_out != nullptr ? EVICT_FIRST : EVICT_NORMAL;
+      mbarrier_expect_tx(full, Traits::RAW_STAGE_BYTES);
+      tma_load(shared_ - Storage::KV + Storage::RAW + stage * Traits::RAW_STAGE_BYTES, params_.kv_map, 0,
+               static_cast<int>(this->in_page(keys.first, in_table)), 0, page, full, hint);
+    }
+    __syncwarp();
+  }
+
   // Converts this warp's keys of a stage, the first of the `count` that the tile still has. A lane has 16 values of
   // each column block of one key, so that eight lanes write all banks, two keys to even and odd positions by the
   // swizzle. They read all banks, too, but of 512-byte rows, which begin at the same bank, half of them twice. Keys
@@ -136,8 +179,9 @@ class ProducerFp8 : ProducerBase<Traits> {
     const uint32_t raw = converted_ % Traits::RAW_STAGES;
     const uint32_t to = to_ + kv.stage * Traits::STAGE_BYTES;
     mbarrier_wait(barriers_.raw_full(raw), converted_ / Traits::RAW_STAGES % 2);
-    convert_row<Element, Traits::COLUMN_BLOCKS, Traits::BLOCK_BYTES>(from_ + raw * Traits::RAW_STAGE_BYTES, to,
-                                                                     [&] { this->wait_for_empty(kv); });
+    constexpr int FROM_BYTES = Traits::SCORES_AS_STORED ? Traits::RAW_BLOCK_BYTES : 64;
+    convert_row<Element, Traits::COLUMN_BLOCKS, FROM_BYTES, Traits::BLOCK_BYTES>(
+        from_ + raw * Traits::RAW_STAGE_BYTES, to, [&] { this->wait_for_empty(kv); });
     mbarrier_arrive(barriers_.raw_empty(raw));
     if (count < BLOCK_N) clear_absent(count, to);
     mbarrier_arrive(barriers_.kv_full(kv.stage));
@@ -154,8 +198,8 @@ class ProducerFp8 : ProducerBase<Traits> {
     }
   }
 
-  // Converts a tile's queries into the two stages before its keys, as TMA would bring them (ProducerBase::load_q): two
-  // threads a row. Rows that the sequence does not have are zeros, but none that no box would have.
+  // Converts a tile's queries into the two stages before its keys, as TMA would bring them (ProducerBase::load_q), or
+  // copies them there: two threads a row. Rows that the sequence does not have are zeros, but none that no box would have.
   MLA_DEVICE void convert_q(int sequence, KvState& kv) {
     const Queries queries(params_, sequence);
     const int row = warpgroup_thread() / 2, side = warpgroup_thread() % 2;
@@ -168,7 +212,9 @@ class ProducerFp8 : ProducerBase<Traits> {
     for (int half = 0; half < 2; ++half) {
       const uint32_t to = shared_ + kv.stage * Traits::STAGE_BYTES + at;
       this->wait_for_empty(kv);
-      if (row * 64 < box) {
+      if constexpr (Traits::SCORES_AS_STORED) {
+        QOperandOf<Traits>::put(present ? from : nullptr, to - at, row, side);
+      } else if (row * 64 < box) {
         const int boxes = Traits::LAST_Q_BOXES < Traits::Q_BOXES && half == 1 ? Traits::LAST_Q_BOXES : Traits::Q_BOXES;
         convert_q_row<Element, Traits::Q_BOXES>(present ? from : nullptr, to, box, boxes);
       }

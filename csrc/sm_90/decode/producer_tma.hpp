@@ -3,7 +3,6 @@
 // stages. With ClusterShareKv the two CTAs take turns at loading a stage of keys for both.
 #pragma once
 
-#include "sm_90/decode/plan_pair.hpp"
 #include "sm_90/decode/producer.hpp"
 #include "sm_90/ptx/dsmem.hpp"
 
@@ -137,13 +136,8 @@ class ProducerTma : protected ProducerBase<Traits> {
     const PlanPair pair(params_, blockIdx.y);
     scheduler.resolve_bounds();
     for (int info = Q_LOADED; scheduler.more(); info = 0) {
-      WorkTile tile = scheduler.tile();
-      if (pair.merges() && scheduler.ends_part()) {
-        tile.partial_row = pair.partial_row();
-        info |= MERGED_WITH_PEER;
-      }
-      this->publish(tile, info, tiles, TILE_WARP * 32);
-      after(tile, (info & Q_LOADED) != 0);
+      this->publish(scheduler, pair, info, tiles, TILE_WARP * 32);
+      after(scheduler.tile(), info == Q_LOADED);
       scheduler.next();
     }
     this->publish(scheduler.tile(), END_OF_WORK, tiles, TILE_WARP * 32);

@@ -1,5 +1,5 @@
 // Q as the first operand of Q K^T: the first steps read it from shared memory, swizzled as it came, the others from
-// registers.
+// registers. The second operand is a stage of keys of the same type.
 #pragma once
 
 #include "sm_90/decode/scaled_queries.hpp"
@@ -54,6 +54,14 @@ class QOperand {
   MLA_DEVICE static uint64_t descriptor(uint32_t shared) {
     pin_registers(shared);
     return make_descriptor(warp_uniform(shared), 0, 512, Swizzle::bytes64);
+  }
+
+  // A stage's keys, and those of a step.
+  MLA_DEVICE static uint64_t keys(uint32_t stage) {
+    return make_descriptor(stage, 0, Traits::GROUP_BYTES, Swizzle::bytes128);
+  }
+  MLA_DEVICE static uint64_t key(uint64_t keys, int k) {
+    return advance_descriptor(keys, k / 4 * Traits::BLOCK_BYTES + k % 4 * 32);
   }
 
   // Issues step k of S = Q K^T. The residuals of rope parts lie behind the keys, as one more column block, and take the

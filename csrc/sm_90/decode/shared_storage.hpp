@@ -44,7 +44,7 @@ struct RawStorage;  // producer_fp8.hpp
 // ROTATES, an mbarrier for each stage.
 template <class Traits>
 MLA_DEVICE constexpr int producer_bytes() {
-  if constexpr (Traits::LOAD == KvLoad::fp8) return sizeof(RawStorage<Traits>);
+  if constexpr (Traits::CONVERTS_KEYS) return sizeof(RawStorage<Traits>);
   return Traits::ROTATES ? 8 * Traits::STAGES : 0;
 }
 
@@ -86,9 +86,11 @@ struct SharedStorage {
   static constexpr int CLUSTER_PART = sizeof(Block);  // of ClusterStorage
   static constexpr int CLUSTER_END =
       CLUSTER_PART + (__is_empty(ClusterStorage) ? 0 : static_cast<int>(sizeof(ClusterStorage)));
-  static constexpr int RAW = (CLUSTER_END + 127) / 128 * 128;  // RawStorage, in whole turns of the banks
+  // RawStorage, in whole turns of the banks or of the 64-byte swizzle.
+  static constexpr int RAW_ALIGNMENT = Traits::SCORES_AS_STORED ? 512 : 128;
+  static constexpr int RAW = (CLUSTER_END + RAW_ALIGNMENT - 1) / RAW_ALIGNMENT * RAW_ALIGNMENT;
   static constexpr int ROPE_FULL = CLUSTER_END;                // with ROTATES, an mbarrier for each stage
-  static constexpr int PRODUCER_END = (Traits::LOAD == KvLoad::fp8 ? RAW : CLUSTER_END) + producer_bytes<Traits>();
+  static constexpr int PRODUCER_END = (Traits::CONVERTS_KEYS ? RAW : CLUSTER_END) + producer_bytes<Traits>();
   static constexpr int OUT = (PRODUCER_END + 127) / 128 * 128;  // the epilogue's buffers, where no stage holds them
   static constexpr int BYTES = Traits::OUT_BYTES == 0 ? PRODUCER_END : OUT + Traits::OUT_BYTES;
   static_assert(CLUSTER_PART % alignof(ClusterStorage) == 0, "what a cluster has begins where the block's part ends");

@@ -22,8 +22,9 @@ MLA_DEVICE int first_row() { return blockIdx.x * BLOCK_M; }
 // How keys reach shared memory: cp.async of 16 bytes from pages of any size; TMA from pages that are multiples of a
 // box; selected one by one, and dequantised (sparse_decode/producer_dequant.hpp) or gathered as they are stored
 // (sparse_decode/producer_gather.hpp); or as e4m3 rows, by bulk copies from pages of any size, which the producer
-// converts.
-enum class KvLoad { cp_async, tma, dequant, gather, fp8 };
+// converts (fp8); or as e4m3 rows by TMA, of which Q K^T multiplies what is stored and the producer converts the values
+// alone (fp8_scores).
+enum class KvLoad { cp_async, tma, dequant, gather, fp8, fp8_scores };
 
 // The types by that of the queries. Element is what the tensor cores multiply, unless a policy scales queries; keys of
 // any type are converted to it. e4m3 is exact in both, and fp16 takes a quarter of the instructions.
@@ -93,15 +94,23 @@ struct DecodePolicy {
 // 15 of three, or eight raw ones.
 template <KvLoad LOAD, class Cluster, int HEAD_DIM_QK, bool ROTATES>
 MLA_DEVICE constexpr int decode_stages() {
-  if (ROTATES || (LOAD == KvLoad::fp8 && HEAD_DIM_QK == 576)) return 4;
+  if (ROTATES || LOAD == KvLoad::fp8_scores || (LOAD == KvLoad::fp8 && HEAD_DIM_QK == 576)) return 4;
   if (LOAD == KvLoad::fp8 || HEAD_DIM_QK >= 512) return Cluster::STAGES;
   return HEAD_DIM_QK > 192 ? 9 : 15;
+}
+
+// Stages of e4m3 rows as they are stored. Where Q K^T reads them, too, a stage is copied RAW_LAG stages after it was
+// converted, when its scores are known.
+template <KvLoad LOAD, int HEAD_DIM_QK>
+MLA_DEVICE constexpr int raw_stages() {
+  if (LOAD == KvLoad::fp8_scores) return 4;
+  return HEAD_DIM_QK >= 512 ? 2 : 8;
 }
 
 // The policy of dense decode.
 template <KvLoad LOAD, class Cluster, int HEAD_DIM_QK, bool ROTATES = false, bool SCALES_Q = false>
 using DecodePolicyOf = DecodePolicy<LOAD, Cluster, decode_stages<LOAD, Cluster, HEAD_DIM_QK, ROTATES>(), ROTATES,
-                                    (HEAD_DIM_QK >= 512) ? 2 : 8, SCALES_Q>;
+                                    raw_stages<LOAD, HEAD_DIM_QK>(), SCALES_Q>;
 
 // The type that the tensor cores multiply.
 template <bool SCALES_Q, class Element>
@@ -130,14 +139,17 @@ struct DecodeTraits {
   static constexpr KvLoad LOAD = Policy::LOAD;
   static constexpr int STAGES = Policy::STAGES;
   static constexpr bool CONVERTS_Q = Problem::CONVERTS_Q;
-  static constexpr bool HAS_KV_DESCALE = LOAD == KvLoad::fp8;  // scores and results take kv_descale
+  // Whether Q K^T multiplies queries and keys as they are stored, in steps of 32 values, not 16.
+  static constexpr bool SCORES_AS_STORED = LOAD == KvLoad::fp8_scores;
+  static constexpr bool CONVERTS_KEYS = LOAD == KvLoad::fp8 || SCORES_AS_STORED;
+  static constexpr bool HAS_KV_DESCALE = CONVERTS_KEYS;  // scores and results take kv_descale
   static constexpr bool ROTATES = Problem::ROTATES;
   static_assert(!ROTATES || LOAD == KvLoad::tma || LOAD == KvLoad::cp_async, "keys of 16 bits are rotated");
 
   // A KV stage in swizzled blocks of 64 columns: [COLUMN_BLOCKS][BLOCK_N][128 B]; or, where a CTA sends eight keys to its
   // peer in one piece, [BLOCK_N / 8][COLUMN_BLOCKS][8][128 B]. Of rows that end within a block, no step reads the rest of it.
   static constexpr bool WHOLE_BLOCKS = HEAD_DIM_QK % 64 == 0;
-  static constexpr int COLUMN_BLOCKS = (HEAD_DIM_QK + 63) / 64;
+  static constexpr int COLUMN_BLOCKS = ((SCORES_AS_STORED ? HEAD_DIM_V : HEAD_DIM_QK) + 63) / 64;
   static constexpr int KEY_BYTES = COLUMN_BLOCKS * BLOCK_N * 128;
   // With ROTATES two blocks follow the keys: what rounding left of their rope parts, as one more column block, and the
   // rows of rope_cos_sin at their positions, [BLOCK_N][COS_SIN_BYTES].
@@ -155,7 +167,7 @@ struct DecodeTraits {
   // Column blocks that one TMA load brings. Rows that end within a block come by the block, the rest of which TMA fills.
   static constexpr int BOX_BLOCKS = Cluster::EXCHANGES_P || ROTATES || !WHOLE_BLOCKS ? 1 : COLUMN_BLOCKS;
   // A plan's split points are rounded down to multiples of this number of keys.
-  static constexpr int SPLIT_ALIGNMENT = LOAD == KvLoad::tma || LOAD == KvLoad::fp8 ? BLOCK_N : 1;
+  static constexpr int SPLIT_ALIGNMENT = LOAD == KvLoad::tma || CONVERTS_KEYS ? BLOCK_N : 1;
   // With ROTATES 64 threads of the producer rotate what the others bring: one issues TMA, or COPIERS copy.
   static constexpr int ROTATORS = ROTATES ? 64 : 0;
   static constexpr int COPIERS = 128 - ROTATORS;
@@ -166,8 +178,9 @@ struct DecodeTraits {
   static constexpr int BLOCK_COLUMNS = Cluster::EXCHANGES_P ? HEAD_DIM_V / 2 : HEAD_DIM_V;
   static constexpr int STORED_COLUMNS = BLOCK_COLUMNS / 2;
 
-  static constexpr int Q_STEPS = HEAD_DIM_QK / 16;  // steps of Q K^T, 16 deep
-  static constexpr int Q_REGISTER_STEPS = min_of(Policy::Q_REGISTER_STEPS, Q_STEPS - 2);  // narrow rows: all but a box
+  static constexpr int Q_STEPS = HEAD_DIM_QK / (SCORES_AS_STORED ? 32 : 16);  // steps of Q K^T, of 32 bytes of a row
+  static constexpr int Q_REGISTER_STEPS =
+      SCORES_AS_STORED ? Q_STEPS : min_of(Policy::Q_REGISTER_STEPS, Q_STEPS - 2);  // narrow rows: all but a box
   static constexpr int Q_SHARED_STEPS = Q_STEPS - Q_REGISTER_STEPS;
   static_assert(Q_SHARED_STEPS % 2 == 0, "a box of queries is two steps deep");
   // With ROTATES the steps of the rope part's queries are taken again, with the residuals of the keys.
@@ -178,15 +191,16 @@ struct DecodeTraits {
   // earlier has more time to be filled.
   static constexpr int P_COMMIT_STEP = LOAD == KvLoad::dequant   ? 16
                                        : LOAD == KvLoad::gather ? Q_STEPS - 20
+                                       : SCORES_AS_STORED       ? QK_STEPS - 4
                                                                       : QK_STEPS - 8;
   // A tile's queries come through two stages of the KV ring, half of every row in each (of an odd number of boxes, the
   // second half is one shorter), in the 64-byte swizzle:
   // [Q_BOXES][rows][64 B], with the rows that `q_box_bytes` says. Q_BOX_BYTES is the most that a box can have, and its
   // size where Q K^T reads it.
-  static constexpr int Q_BOXES = COLUMN_BLOCKS;
+  static constexpr int Q_BOXES = (HEAD_DIM_QK + 63) / 64;
   static constexpr int LAST_Q_BOXES = HEAD_DIM_QK / 32 - Q_BOXES;  // of the second half
   static constexpr int Q_BOX_BYTES = BLOCK_M * 64;
-  static_assert(Q_BOXES * Q_BOX_BYTES == KEY_BYTES, "half of the queries take as much as a stage's keys");
+  static_assert(SCORES_AS_STORED || Q_BOXES * Q_BOX_BYTES == KEY_BYTES, "half of the queries take as much as a stage's keys");
   static_assert(Q_BOX_BYTES % 512 == 0 && STAGE_BYTES % 512 == 0, "the 64-byte swizzle repeats every 512 bytes");
   static_assert(BLOCK_BYTES % 1024 == 0, "the 128-byte swizzle repeats every 1024 bytes");
   static_assert(BLOCK_N % 16 == 0, "P V is 16 keys deep");
@@ -199,10 +213,12 @@ struct DecodeTraits {
   static constexpr int OUT_BUFFER_BYTES = 2 * 16 * 128;  // of a PV warp: one piece is written while another is read
   static constexpr int OUT_BYTES = 8 * OUT_BUFFER_BYTES <= STAGE_BYTES ? 0 : 8 * OUT_BUFFER_BYTES;
 
-  // For e4m3 rows: a stage's keys are copied as they are stored, RAW_STAGES stages ahead.
+  // For e4m3 rows: a stage's keys are copied as they are stored, RAW_STAGES - RAW_LAG stages ahead of their conversion.
   static constexpr int PRODUCER_WARPS = 4;
   static constexpr int RAW_STAGES = Policy::RAW_STAGES;
+  static constexpr int RAW_LAG = SCORES_AS_STORED ? 1 : 0;
   static constexpr int RAW_STAGE_BYTES = BLOCK_N * HEAD_DIM_QK;
+  static constexpr int RAW_BLOCK_BYTES = BLOCK_N * 64;  // with SCORES_AS_STORED, 64 values of a stage's keys
 
   // Whether combine can run beside this kernel; ClusterReduceO and ROTATES leave the producer no idle warp to fill
   // partials, ClusterShareKv is for calls that leave combine no SM, and a streaming combine has no instances of narrower

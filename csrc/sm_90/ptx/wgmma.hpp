@@ -106,6 +106,16 @@ MLA_DEVICE void pv_mma(float (&acc)[32], uint64_t a, uint64_t b, bool add) {
     MLA_WGMMA_SS("64", "f16", MLA_LIST32, MLA_ACC32(acc, 0), "32", "33", "34", "1");
 }
 
+// S = Q K^T of e4m3, 32 deep: a register of `a` has four values, of a row as for 16-bit types, those of columns 4 (l % 4)
+// and the next three, and 16 further on. Sums keep fewer bits than fp32 has (csrc/sm_90/decode/PERF.md).
+MLA_DEVICE void qk_mma_e4m3(float (&acc)[16], const uint32_t* a, uint64_t b, bool add) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 {" MLA_LIST16 "}, {%16,%17,%18,%19}, %20, p, 1, 1;"
+               "\n}\n"
+               : MLA_ACC16(acc, 0)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+}
+
 #undef MLA_QK_MMA
 #undef MLA_WGMMA_SS
 #undef MLA_WGMMA_RS

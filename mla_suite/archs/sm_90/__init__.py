@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from mla_suite.archs.base import CommonKernels
 from mla_suite.archs.sm_90 import append_kv, costs, decode, sparse_decode
 from mla_suite.archs.sm_90.tile import BLOCK_M
@@ -14,8 +16,9 @@ from mla_suite.ops.sparse_decode import Problem as SparseDecodeProblem
 # On an H200 five warps, a split a lane for 132 SM parts, are the fastest as long as each sequence has a thread, too.
 PLAN_WAVES = (("search", (5, 8)), ("balanced", (5, 16)), ("uniform", (8, 8)))
 # With the kernel that quantises them, fp8 queries of 128 rows take an H100 0.96 to 0.99 of the time of 16-bit ones from
-# 32 sequences on and 1.01 to 1.07 with fewer; of 64 rows they gain with 128 sequences alone (decode/PERF.md).
-FP8_QUERY_ROWS = 128
+# 32 sequences on and 1.01 to 1.07 with fewer; of 64 rows they gain with 128 sequences alone. Where scores may be sums
+# of fp8 products, those of 64 rows take 0.91 of the time with 32 sequences (decode/PERF.md).
+FP8_QUERY_ROWS = {"full": 128, "fp8": 64}
 
 
 class Kernels(CommonKernels):
@@ -23,7 +26,7 @@ class Kernels(CommonKernels):
     tile_rows = BLOCK_M
     plan_waves = PLAN_WAVES
     append_bulk_bytes = append_kv.BULK_BYTES
-    fp8_query_rows = FP8_QUERY_ROWS
+    fp8_query_rows: ClassVar = FP8_QUERY_ROWS
 
     def decode(self, problem: DecodeProblem) -> Supported | Unsupported:
         return decode.supports(problem, self.arch)

@@ -31,6 +31,7 @@ from mla_suite.archs.sm_90.tile import (
     P_BYTES,
     REGISTER_STEPS,
     block_bytes,
+    fp8_scores_bytes,
     groups_of,
     swap_ab_bytes,
 )
@@ -89,10 +90,12 @@ class Sm90Config:
         self._check("kv_load", tuple(KV_LOADS))
         self._check("width", tuple(self.load.cluster_modes))
         self._check("dtype", self.load.narrow if self.narrow else self.load.dtypes)
-        self._check("cluster_mode", self.load.modes(self.width, self.masked))
+        self._check("cluster_mode", self.load.modes(self.width, self.dtype, self.masked))
         self._check("q_rows", tuple([rows for width, rows in self.load.stages if width == self.width]))
         if self.masked and (self.width != MASKED_WIDTH or self.load.rotates):
             self._raise(f"windows and trees are of rotated rows of {MASKED_WIDTH}")
+        if self.masked and self.fp8_scores:
+            self._raise("windows and trees are of keys in full precision")
         if self.scaled and not self.may_scale:
             self._raise(f"only bf16 queries of e4m3 rows of {SCALED_WIDTH} without windows and trees are scaled")
         if self.lds > self.arch.lds_bytes:
@@ -110,6 +113,11 @@ class Sm90Config:
     def may_scale(self) -> bool:
         """Whether an instance like this one scales queries."""
         return (self.dtype, self.width, self.kv_load, self.masked) == ("bf16", SCALED_WIDTH, "fp8", False)
+
+    @property
+    def fp8_scores(self) -> bool:
+        """Whether scores are sums of e4m3 products, which keep fewer bits than fp32 has (precision 'fp8')."""
+        return self.kv_load == "fp8_scores"
 
     @property
     def head_dim_v(self) -> int:
@@ -136,6 +144,9 @@ class Sm90Config:
         """Dynamic shared memory in bytes, as csrc/sm_90/decode/shared_storage.hpp lays it out."""
         if self.kv_load == "swap_ab":
             return swap_ab_bytes(self.width, self.stages, self.q_rows)
+        if self.fp8_scores:
+            beside = 0 if self.cluster_mode == "none" else REDUCE_BYTES
+            return fp8_scores_bytes(self.width, self.head_dim_v, self.stages, beside)
         if self.load.rotates:
             rotated = block_bytes(self.width, self.stages, REGISTER_STEPS["rotated"], ROTATED_KEY_BYTES)
             return rotated + (0 if self.cluster_mode == "none" else REDUCE_BYTES) + 8 * self.stages
@@ -170,9 +181,9 @@ class Sm90Config:
     @cached_property
     def clustered(self) -> dict[str, Sm90Config]:
         """The instance with each cluster mode. One without clusters may give way to another."""
-        point, own = (self.arch, self.dtype, self.width), self.load.modes(self.width, self.masked)
+        point, own = (self.arch, self.dtype, self.width), self.load.modes(self.width, self.dtype, self.masked)
         other = self.load.clusters_of or self.kv_load
-        modes = KV_LOADS[other].modes(self.width, self.masked)
+        modes = KV_LOADS[other].modes(self.width, self.dtype, self.masked)
         return {
             mode: _config(*point, self.kv_load, mode, self.q_rows, self.masked)
             if mode in own
@@ -230,7 +241,9 @@ def config_for(problem: Problem, arch: ArchSpec) -> Sm90Config:
         for width, q_rows in KV_LOADS["swap_ab"].stages:
             if width == problem.head_dim and rows <= q_rows:
                 return _config(arch, element, width, "swap_ab", "none", q_rows, masked)
-        return _config(arch, element, problem.head_dim, "fp8", "none", BLOCK_M, masked)
+        dequantises = problem.precision == "full" or problem.page_size % BLOCK_N or masked
+        kv_load = "fp8" if dequantises or problem.head_dim != SCALED_WIDTH or element != "fp8" else "fp8_scores"
+        return _config(arch, element, problem.head_dim, kv_load, "none", BLOCK_M, masked)
     kv_load = "tma" if problem.page_size % BLOCK_N == 0 else "cp_async"
     if problem.rope:
         kv_load += "_rotated"
@@ -303,9 +316,8 @@ def _spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArg
     if config.load.by_box:
         # Nothing is read of a cache without pages, which has no address, but a map needs one.
         cache = DECODE_INPUTS["kv_cache" if args.kv_cache.shape[0] else "q"]
-        kv_map = tensor_maps.kv_map(
-            cache, args.kv_cache.shape, args.kv_cache.stride(), queries.dtype, config.box_blocks
-        )
+        stored = torch.uint8 if config.fp8_scores else queries.dtype
+        kv_map = tensor_maps.kv_map(cache, args.kv_cache.shape, args.kv_cache.stride(), stored, config.box_blocks)
         maps["kv_map"] = kv_map
     if queries.dtype.itemsize > 1:
         q_map = tensor_maps.q_map(DECODE_INPUTS["q"], queries.shape, queries.strides, queries.dtype, shape.q_len)

@@ -47,7 +47,8 @@ def split(
     if shape.plan_words:
         splits = Splits(1, 1, args.split_size)
         groups = groups_of(config.arch, splits.tiles(shape), config.tiles(shape.rows))
-        if may_pair_parts(config, args, groups) and pairing_pays(shape.batch, shape.rows, groups, shape.keys):
+        sizes = shape.batch, shape.rows, groups, shape.keys
+        if may_pair_parts(config, args, groups) and pairing_pays(*sizes, config.kv_load == "fp8"):
             return config.clustered["reduce_last"], splits, None
         return unmerged(config, shape, splits) if splits.size else config, splits, None
     size = whole_blocks(args.split_size)
@@ -83,8 +84,12 @@ def unmerged(config: Sm90Config, shape: Shape, splits: Splits) -> Sm90Config:
 
 
 def may_pair_parts(config: Sm90Config, args: DecodeArgs, groups: int) -> bool:
-    """Whether clusters may walk a plan's SM parts in pairs. Batch-invariant splits are all combined by one kernel."""
-    return "reduce_last" in config.clustered and groups % 2 == 0 and not args.split_size
+    """Whether clusters may walk a plan's SM parts in pairs.
+
+    Batch-invariant splits are all combined by one kernel, and what gives way to another kernel for its clusters loses
+    more by that than they gain.
+    """
+    return "reduce_last" in config.clustered and not config.load.clusters_of and groups % 2 == 0 and not args.split_size
 
 
 def needs_no_plan(config: Sm90Config, args: DecodeArgs, out: torch.Tensor) -> bool:

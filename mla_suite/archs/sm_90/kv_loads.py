@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from mla_suite.archs.attention import NARROW, WIDTHS
 from mla_suite.archs.sm_90.tile import BLOCK_M
 
-CLUSTER_MODES = ("none", "reduce_o", "reduce_last", "exchange_p")
+_TO_REDUCE = ("none", "reduce_o", "reduce_last")
+CLUSTER_MODES = (*_TO_REDUCE, "exchange_p")
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,8 @@ class KvLoad:
 
     dtypes         types of queries
     cluster_modes  width of a cached row -> its cluster modes (`modes`)
+    unmasked       those of them without windows and trees
+    unpaired       types of queries without 'reduce_last', which would spill registers
     stages         (width, most query rows of a CTA) -> stages of its ring of keys; with 'exchange_p' EXCHANGE_STAGES
     costs_as       width -> the kv_load whose times the cost model has (`Estimate`)
     by_box         the copy engine brings keys, 32 of one page at a time
@@ -32,6 +35,8 @@ class KvLoad:
     cluster_modes: Mapping[int, tuple[str, ...]]
     stages: Mapping[tuple[int, int], int]
     costs_as: Mapping[int, str]
+    unmasked: tuple[str, ...] = ()
+    unpaired: tuple[str, ...] = ()
     clusters_of: str = ""
     instance: str = "decode_dtype-{dtype}_dqk-{width}_kvsource-{kv_load}_clustermode-{cluster_mode}"
     narrow: tuple[str, ...] = ()
@@ -39,9 +44,10 @@ class KvLoad:
     by_box: bool = False
     rotates: bool = False
 
-    def modes(self, width: int, masked: bool) -> tuple[str, ...]:
-        """The cluster modes of rows of `width` values; those with windows and trees never share keys."""
-        return tuple(mode for mode in self.cluster_modes[width] if not (masked and mode == "share_kv"))
+    def modes(self, width: int, dtype: str, masked: bool) -> tuple[str, ...]:
+        """The cluster modes of rows of `width` values and queries of `dtype`, with windows and trees if `masked`."""
+        without = (self.unmasked if masked else ()) + (("reduce_last",) if dtype in self.unpaired else ())
+        return tuple(mode for mode in self.cluster_modes[width] if mode not in without)
 
 
 _ROTATED = "decode_rotated_dtype-{{dtype}}_dqk-{{width}}_kvsource-{}_clustermode-{{cluster_mode}}_rotate-1"
@@ -51,6 +57,7 @@ KV_LOADS = {
     "tma": KvLoad(
         dtypes=("bf16", "fp16"),
         cluster_modes={576: (*CLUSTER_MODES, "share_kv"), 512: CLUSTER_MODES} | dict.fromkeys(NARROW, ("none",)),
+        unmasked=("share_kv",),
         stages={(576, BLOCK_M): 5, (512, BLOCK_M): 5} | _NARROW_STAGES,
         costs_as={576: "tma", 512: "tma"} | _NARROW_COSTS,
         narrow=("bf16",),
@@ -65,10 +72,19 @@ KV_LOADS = {
     ),
     "fp8": KvLoad(  # beside five stages of 512 values there is no room for what a cluster needs
         dtypes=("bf16", "fp16", "fp8"),
-        cluster_modes={576: ("none", "reduce_o"), 512: ("none",)} | dict.fromkeys(NARROW, ("none",)),
+        cluster_modes={576: _TO_REDUCE, 512: ("none",)} | dict.fromkeys(NARROW, ("none",)),
+        unmasked=("reduce_last",),
+        unpaired=("fp8",),
         stages={(576, BLOCK_M): 4, (512, BLOCK_M): 5} | {(width, BLOCK_M): 5 for width in NARROW},
         costs_as={576: "fp8", 512: "cp_async"} | _NARROW_COSTS,
         narrow=("bf16", "fp8"),
+    ),
+    "fp8_scores": KvLoad(
+        dtypes=("fp8",),
+        cluster_modes={576: _TO_REDUCE},
+        stages={(576, BLOCK_M): 4},
+        costs_as={576: "fp8_scores"},
+        by_box=True,
     ),
     "swap_ab": KvLoad(
         dtypes=("bf16", "fp16", "fp8"),
@@ -81,7 +97,7 @@ KV_LOADS = {
     ),
     "tma_rotated": KvLoad(  # the warp that a streaming combine needs rotates, and a peer's keys find no room
         dtypes=("bf16", "fp16"),
-        cluster_modes={576: ("none", "reduce_o", "reduce_last")},
+        cluster_modes={576: _TO_REDUCE},
         stages={(576, BLOCK_M): 4},
         costs_as={576: "tma_rotated"},
         instance=_ROTATED.format("tma"),
@@ -102,6 +118,8 @@ KV_LOADS = {
 tma       the copy engine brings 32 keys of one page at a time
 cp_async  threads bring keys of any pages
 fp8       keys of any pages are e4m3, which threads convert
+fp8_scores  the copy engine brings 32 e4m3 keys of one page at a time; Q K^T multiplies them as they are stored, and
+          threads convert their values
 swap_ab   the same, converted where they are multiplied, as the first operand (csrc/sm_90/decode/swap_ab), for few rows
 tma_rotated, cp_async_rotated  as 'tma' and 'cp_async' bring them, then their rope parts are rotated in shared memory
 """

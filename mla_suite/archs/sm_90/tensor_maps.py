@@ -23,11 +23,12 @@ def kv_map(
     # A stride along a dimension of one page means nothing.
     page_stride = strides[0] if pages > 1 else page * width
     values, blocks = (64, width // 64) if width % 64 == 0 else (width, 1)
+    size = dtype.itemsize
     return TensorMap(
         address,
         dtype,
         (values, page, blocks, max(pages, 1)),
-        (width * 2, 128, page_stride * 2),
+        (width * size, 64 * size, page_stride * size),
         (64, BLOCK_N, box_blocks, 1),
     )
 

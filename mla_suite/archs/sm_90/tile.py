@@ -10,6 +10,7 @@ OUT_BYTES = 8 * 4096  # the epilogue's buffers, which narrow rows have no stage 
 P_BYTES = BLOCK_M * BLOCK_N * 2 + 3 * 4 * BLOCK_M + 128  # a buffer of P, with the statistics of its rows
 REGISTER_STEPS = {"tma": 28, "cp_async": 24, "selected": 22, "gathered": 28, "fp8": 20, "rotated": 26}
 """How keys come -> 16-value steps of Q K^T whose queries lie in registers."""
+RAW_STAGES = 4  # stages of e4m3 keys that scores and values are taken from
 
 
 def block_bytes(width: int, stages: int, register_steps: int, beside_key: int = 0) -> int:
@@ -20,6 +21,16 @@ def block_bytes(width: int, stages: int, register_steps: int, beside_key: int = 
     keys = stages * BLOCK_N * (-(-width // 64) * 128 + beside_key)
     queries = max(width // 16 - register_steps, 2) * 2048
     return keys + queries + 2 * P_BYTES + 4 * 32 + 8 * (2 * stages + 2 * 2 + 2 * 4)
+
+
+def fp8_scores_bytes(width: int, head_dim_v: int, stages: int, beside: int) -> int:
+    """Shared memory of a CTA that has a ring of e4m3 keys, one of `stages` of their values, and queries in registers.
+
+    `beside` is what a cluster needs.
+    """
+    values = stages * BLOCK_N * head_dim_v * 2
+    alone = values + 2 * P_BYTES + 4 * 32 + 8 * (2 * stages + 2 * 2 + 2 * 4)
+    return -(-(alone + beside) // 512) * 512 + RAW_STAGES * (BLOCK_N * width + 2 * 8)
 
 
 def swap_ab_bytes(width: int, stages: int, rows: int) -> int:

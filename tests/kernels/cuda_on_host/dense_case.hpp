@@ -159,8 +159,9 @@ struct DenseCase {
   template <class Traits>
   void map_keys(void* cache) {
     using namespace mla::sm_90;
-    const KeyMap map{static_cast<uint16_t*>(cache), page, WIDTH, static_cast<int64_t>(page) * WIDTH, BLOCK_N,
-                     Traits::BOX_BLOCKS};
+    const bool stored = Traits::SCORES_AS_STORED;
+    const KeyMap map{static_cast<uint8_t*>(cache), stored ? 1 : 2, page, WIDTH, static_cast<int64_t>(page) * WIDTH, BLOCK_N,
+                     stored ? WIDTH / 64 : Traits::BOX_BLOCKS};
     std::memcpy(params.kv_map, &map, sizeof map);
   }
 

@@ -19,14 +19,14 @@ namespace {
 using namespace mla;
 using namespace mla::sm_90;
 constexpr KvLoad LOAD = KvLoad::KV_SOURCE;
-constexpr bool FP8_KEYS = LOAD == KvLoad::fp8, FP8_Q = std::is_same_v<DTYPE, fp8>;
+constexpr bool FP8_KEYS = LOAD == KvLoad::fp8 || LOAD == KvLoad::fp8_scores, FP8_Q = std::is_same_v<DTYPE, fp8>;
 constexpr int KEY_SIZE = FP8_KEYS ? 1 : 2, Q_SIZE = FP8_Q ? 1 : 2;
 using Traits = DecodeTraits<DecodeProblem<DTYPE, WIDTH, false, VALUES>,
                             DecodePolicyOf<LOAD, ClusterNone, WIDTH, false, SCALE_Q>>;
 template <class T, class Scheduler>
 using Producer = std::conditional_t<
     T::LOAD == KvLoad::tma, ProducerTma<T, Scheduler>,
-    std::conditional_t<T::LOAD == KvLoad::fp8, ProducerFp8<T, Scheduler>, ProducerCpAsync<T, Scheduler>>>;
+    std::conditional_t<T::CONVERTS_KEYS, ProducerFp8<T, Scheduler>, ProducerCpAsync<T, Scheduler>>>;
 using Kernel = DecodeKernel<Traits, TileScheduler, Producer>;
 
 struct Case : DenseCase {
@@ -45,7 +45,7 @@ struct Case : DenseCase {
       score_scale = value_scale = kv_descale;
     }
     if (!FP8_Q) map_queries<Traits>(q);
-    if constexpr (LOAD == KvLoad::tma) map_keys<Traits>(cache);
+    if constexpr (LOAD == KvLoad::tma || LOAD == KvLoad::fp8_scores) map_keys<Traits>(cache);
   }
 
   // Draws a value, stores it as it is cached or asked with, and returns what was stored.

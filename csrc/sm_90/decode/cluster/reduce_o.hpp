@@ -70,10 +70,14 @@ class ReduceO {
   using Params = typename Traits::Params;
   static constexpr int CHUNKS = ClusterReduceO::CHUNKS;
   static constexpr int CHUNK_BYTES = ClusterReduceO::CHUNK_BYTES;
-  static constexpr int RECEIVED = SharedStorage<Traits>::KV, SENT = RECEIVED + ClusterReduceO::SENT_BYTES,
-                       BUFFERS = SENT + ClusterReduceO::SENT_BYTES;
+  static constexpr int RECEIVED = SharedStorage<Traits>::KV, SENT = RECEIVED + ClusterReduceO::SENT_BYTES;
+  static constexpr int BEHIND = SENT + ClusterReduceO::SENT_BYTES, BUFFER_BYTES = 4 * Epilogue<Traits>::BUFFER_BYTES;
+  static constexpr int RING_BYTES = Traits::STAGES * Traits::STAGE_BYTES;
+  // The ring of values alone has no room for the buffers, but that of keys as they are stored is done with, too.
+  static constexpr bool IN_RAW = Traits::SCORES_AS_STORED && BEHIND + BUFFER_BYTES > RING_BYTES;
+  static constexpr int BUFFERS = IN_RAW ? SharedStorage<Traits>::RAW : BEHIND;
   static constexpr int CHUNK_TILES = Traits::WARPGROUP_COLUMNS / 8 / CHUNKS;
-  static_assert(BUFFERS + 4 * Epilogue<Traits>::BUFFER_BYTES <= Traits::STAGES * Traits::STAGE_BYTES);
+  static_assert(BEHIND + (IN_RAW ? 0 : BUFFER_BYTES) <= RING_BYTES);
 
  public:
   MLA_DEVICE ReduceO(const Params& params, uint32_t shared, int side)

@@ -3,8 +3,8 @@
 // fp16 in registers, where the first operand lies; P goes through shared memory.
 #pragma once
 
+#include "sm_90/decode/descales.hpp"
 #include "sm_90/decode/named_barriers.hpp"
-#include "sm_90/decode/softmax.hpp"
 #include "sm_90/decode/swap_ab/epilogue.hpp"
 #include "sm_90/decode/swap_ab/lane_layout.hpp"
 #include "sm_90/decode/swap_ab/queries.hpp"
@@ -48,7 +48,7 @@ class SwapAbMainloop {
   MLA_DEVICE void run() {
     for (bool any = false; next_tile(); any = true) {
       // The producer has waited for the previous kernel, which may have written these.
-      if (!any) scale_ = nonzero_scale(scale_ * descale(params_.q_descale) * descale(params_.kv_descale));
+      if (!any) scale_ = score_scale<Traits>(params_, scale_);
       one_tile();
     }
   }
@@ -56,7 +56,6 @@ class SwapAbMainloop {
  private:
   using KvState = PipelineState<Traits::STAGES>;
 
-  MLA_DEVICE static float descale(const float* value) { return value == nullptr ? 1.0f : ld_global(value); }
 
   MLA_DEVICE static void sync() { named_barrier_sync<PV_BARRIER, Traits::CONSUMERS>(); }
   MLA_DEVICE static int consumer_thread() { return thread_id() - 128; }

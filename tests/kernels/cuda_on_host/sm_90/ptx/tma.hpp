@@ -64,26 +64,29 @@ inline void tma_prefetch_descriptor(const void*) {}
 
 // Stands where a launch has the tensor map of the cache: pages of rows, in boxes of 64 columns of `box_rows` of them.
 struct KeyMap {
-  const uint16_t* values;
-  int64_t rows;  // of a page
+  const uint8_t* values;
+  int64_t value_bytes;  // 2, or 1 of e4m3
+  int64_t rows;         // of a page
   int64_t width;
   int64_t page_stride;
   int64_t box_rows;
   int64_t boxes;  // of one load
 };
 
-// Boxes of [box_rows][128 bytes] in the 128-byte swizzle; rows behind the page's last are zeros, and so is what is right
-// of them.
+// Boxes of [box_rows][128 or 64 bytes] in the swizzle of that width; rows behind the page's last are zeros, and so is what
+// is right of them.
 inline void tma_load(uint32_t to, const void* map, int column, int row, int box, int page, uint32_t barrier, uint64_t) {
   const KeyMap& keys = *static_cast<const KeyMap*>(map);
-  BulkCopy copy{{}, barrier, static_cast<int>(keys.boxes * keys.box_rows * 128)};
+  const int64_t bytes = 64 * keys.value_bytes, values = 16 / keys.value_bytes;
+  BulkCopy copy{{}, barrier, static_cast<int>(keys.boxes * keys.box_rows * bytes)};
   for (int64_t b = 0; b < keys.boxes; ++b)
     for (int64_t r = 0; r < keys.box_rows; ++r)
-      for (int piece = 0; piece < 8; ++piece) {
-        const uint32_t at = to + (b * keys.box_rows + r) * 128 + piece * 16;
-        const int64_t first = column + (box + b) * 64 + piece * 8;
-        const uint16_t* from = keys.values + page * keys.page_stride + (row + r) * keys.width + first;
-        copy.pieces.push_back({at ^ (at >> 7 & 7) << 4, row + r < keys.rows && first < keys.width ? from : nullptr, 16});
+      for (int piece = 0; piece < bytes / 16; ++piece) {
+        const uint32_t at = to + (b * keys.box_rows + r) * bytes + piece * 16;
+        const int64_t first = column + (box + b) * 64 + piece * values;
+        const uint8_t* from =
+            keys.values + (page * keys.page_stride + (row + r) * keys.width + first) * keys.value_bytes;
+        copy.pieces.push_back({at ^ (at >> 7 & (bytes / 16 - 1)) << 4, row + r < keys.rows && first < keys.width ? from : nullptr, 16});
       }
   bulk_copies.push_back(copy);
 }

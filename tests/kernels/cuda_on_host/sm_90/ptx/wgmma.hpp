@@ -23,6 +23,9 @@ template <class T>
 void qk_mma(float (&acc)[16], const uint32_t* a, uint64_t b, bool add) {
   products[current].open.push_back({acc, a, {}, {b, false}, add, 32, execute<T>});
 }
+inline void qk_mma_e4m3(float (&acc)[16], const uint32_t* a, uint64_t b, bool add) {
+  products[current].open.push_back({acc, a, {}, {b, false}, add, 32, execute_e4m3});
+}
 template <class T, int VALUES>
 void pv_mma(float (&acc)[VALUES], uint64_t a, uint64_t b, bool add) {
   products[current].open.push_back({acc, nullptr, {a, false}, {b, true}, add, 2 * VALUES, execute<T>});
