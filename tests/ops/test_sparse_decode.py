@@ -6,7 +6,7 @@ import pytest
 import sparse_runs
 import torch
 from hostile_inputs import ABSURD, poisoned
-from sparse_problems import FNUZ_POOLS, FP8_POOLS, MODES, POOLS, V41_POOLS, problem, with_descales
+from sparse_problems import FNUZ_POOLS, FP8_POOLS, MODES, POOLS, V41_POOLS, in_mode, problem, with_descales
 
 import mla_suite
 from mla_suite.ops.decode import Q_FP8
@@ -33,6 +33,16 @@ def test_query_lengths_and_dtypes(dtype, q_len):
     out, lse = REFERENCE.check(args, kwargs)
     assert (out.shape, out.dtype) == ((2, q_len, 8, 512), dtype)
     assert (lse.shape, lse.dtype) == ((2, q_len, 8), torch.float32)
+
+
+@pytest.mark.parametrize("mode", ["ragged", "lengths and sink"])
+def test_lists_of_several_query_tokens_of_a_sequence(mode):
+    args, kwargs = problem(POOLS["both scales"], 6, 8)
+    in_mode(mode, args, kwargs, 1)
+    args[0] = args[0].unflatten(0, (2, 3))
+    if mode != "ragged":
+        args[2], args[4] = ([tensor.unflatten(0, (2, 3)) for tensor in args[i]] for i in (2, 4))
+    REFERENCE.check(args, kwargs)
 
 
 @pytest.mark.parametrize("pools", FP8_POOLS)
