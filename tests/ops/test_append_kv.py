@@ -186,22 +186,6 @@ def test_rotation_against_complex_numbers(name, interleaved):
     assert ((stored - exact).abs() <= rounding + 2**-22 * size).all()
 
 
-@pytest.mark.parametrize("name", ["dsv4"])
-def test_compiled_fullgraph_writes_the_same_bytes_into_a_strided_cache(name):
-    one = get_kv_format(name)
-    kv_c, k_pe = new_tokens(one, 5)
-    slots = torch.tensor([4, -1, 0, 3, 3])
-    eager, compiled = filled(one, 3, 2), filled(one, 3, 2)
-    mla_suite.append_kv(kv_c, k_pe, eager, slots, kv_format=name)
-
-    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
-    def step(kv_c, k_pe, cache, slots):
-        mla_suite.append_kv(kv_c * 1, k_pe, cache, slots, kv_format=name)
-
-    step(kv_c, k_pe, compiled, slots)
-    assert torch.equal(raw(eager), raw(compiled))
-
-
 def test_slots_beyond_two_gigabytes():
     one = get_kv_format("v32")
     cache = caches.empty(one, 55_000, 64)  # 2.3 GB of address space, of which one page is touched
