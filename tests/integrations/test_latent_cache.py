@@ -91,7 +91,7 @@ def test_packed_sequences_and_dropout_are_refused():
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_an_adapter_or_a_hook_on_kv_b_proj_is_refused_whenever_it_is_added(compiled):
-    model = make_model("v3")
+    model = make_model("v3", num_hidden_layers=2)
     with torch.no_grad(), patch(model):
         step = torch.compile(model, backend="eager") if compiled else model
         cache = LatentCache(model, 2, 32)
