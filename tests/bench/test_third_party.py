@@ -17,7 +17,6 @@ from mla_suite.bench.sets import Case
 from mla_suite.integrations import aiter, flash_mla
 
 CPU = torch.device("cpu")
-SCALE = 576**-0.5
 
 
 class Wrapper:
