@@ -55,6 +55,13 @@ def raw(cache):
     return torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
 
 
+def filled(kind, pages, page, byte=0xAA, padded=True):
+    """A cache that is full of one byte, the room between its blocks included."""
+    cache = caches.empty(kind, pages, page, padded=padded)
+    raw(cache).fill_(byte)
+    return cache
+
+
 def hostile(args, window_left=-1):
     """The same decode with every token that is not read turned to NaN and every unused table entry to an absurd id."""
     q_lens = args[0].shape[1] if args[6] is None else args[6].diff()
@@ -95,33 +102,3 @@ def poisoned(name, pages, page, used, seed, head_dim=None, padded=True, spread=0
         rows *= 2.0 ** torch.randint(-spread, spread + 1, (len(slots), 1))
     caches.scatter(one, cache, slots, rows)
     return cache
-
-
-def select(tokens, topk, slots, seed, invalid=0.2):
-    """int32 [tokens, topk] of random slots, some repeated, some absurd."""
-    generator = torch.Generator().manual_seed(seed)
-    index = torch.randint(0, slots, (tokens, topk), generator=generator)
-    absurd = torch.tensor([*ABSURD, slots])[torch.randint(0, 5, (tokens, topk), generator=generator)]
-    return torch.where(torch.rand(tokens, topk, generator=generator) < invalid, absurd, index).int()
-
-
-POOLS: dict[str, list[tuple[str, int, int, int]]] = {
-    "v32": [("v32", 3, 64, 40)],
-    "dsv4 window and compressed": [("dsv4", 2, 64, 24), ("dsv4", 30, 2, 16)],
-    "two flavours": [("dsv4_fnuz", 2, 16, 13), ("dsv4", 3, 5, 7)],
-    "three pools": [("dsv4", 1, 256, 9), ("bf16", 4, 61, 8), ("dsv4_fnuz", 5, 1, 5)],
-    "bf16": [("bf16", 4, 16, 33)],
-}
-
-
-def problem(shape, tokens, heads, seed=0, dtype=torch.bfloat16):
-    """q, caches whose unselected slots are NaN, and dense indices per pool."""
-    head_dim = get_kv_format(shape[0][0]).head_dim if len(shape) == 1 else 512
-    q = torch.randn(tokens, heads, head_dim, generator=torch.Generator().manual_seed(seed)).to(dtype)
-    kv_caches, indices = [], []
-    for i, (name, pages, page, topk) in enumerate(shape):
-        index = select(tokens, topk, pages * page, seed + i)
-        used = {s for s in index.flatten().tolist() if 0 <= s < pages * page}
-        kv_caches.append(poisoned(name, pages, page, used, seed + i, head_dim))
-        indices.append(index)
-    return q, kv_caches, indices, [name for name, *_ in shape]

@@ -9,6 +9,7 @@ import torch
 from mla_suite.core import checks
 from mla_suite.distributed.parallel import KeyShard
 from mla_suite.models.cache import PagedLatentCache, Step
+from mla_suite.models.config import LATENT, ROPE
 
 
 class ContextParallelCache:
@@ -32,11 +33,14 @@ class ContextParallelCache:
         *,
         shard: KeyShard,
         kv_format: str = "bf16",
+        head_dim: int = LATENT + ROPE,
         device: torch.device | str | None = None,
     ) -> None:
         shard.check()
         self.shard = shard
-        self._own = PagedLatentCache(num_layers, num_pages, page_size, kv_format=kv_format, device=device)
+        self._own = PagedLatentCache(
+            num_layers, num_pages, page_size, kv_format=kv_format, head_dim=head_dim, device=device
+        )
         self._lengths: dict[int, int] = {}
 
     @property

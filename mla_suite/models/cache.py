@@ -48,6 +48,7 @@ class PagedLatentCache(PagePool):
 
     `layers[i]` is the cache tensor of layer i, [num_pages, page_size, elements per token]: one tensor per layer, each
     its own input of a compiled graph (a stacked [layers, ...] tensor sliced inside a graph is unsafe under Inductor).
+    `head_dim` is the values of a token, `MLAConfig.cached_dim` of a layer that has other widths than 512 + 64.
     Bookkeeping is on the host; `append` hands out the index tensors of one step. Running out of pages raises
     RuntimeError before a page or a byte changes.
 
@@ -66,13 +67,14 @@ class PagedLatentCache(PagePool):
         page_size: int,
         *,
         kv_format: str = "bf16",
+        head_dim: int = LATENT + ROPE,
         device: torch.device | str | None = None,
     ) -> None:
         if num_layers < 1:
             raise ValueError(f"PagedLatentCache: num_layers {num_layers}; it must be 1 or more")
         super().__init__(num_pages, page_size)
         self.kv_format = kv_format
-        self.layers = tuple(_storage(kv_format, num_pages, page_size, device) for _ in range(num_layers))
+        self.layers = tuple(_storage(kv_format, head_dim, num_pages, page_size, device) for _ in range(num_layers))
 
     @classmethod
     def contiguous(
@@ -82,10 +84,11 @@ class PagedLatentCache(PagePool):
         max_len: int,
         *,
         kv_format: str = "bf16",
+        head_dim: int = LATENT + ROPE,
         device: torch.device | str | None = None,
     ) -> tuple[PagedLatentCache, list[int]]:
         """A cache of one page per sequence, so `layers[i]` reads as [batch, max_len, ...]; sequence b is page b."""
-        cache = cls(num_layers, batch, max_len, kv_format=kv_format, device=device)
+        cache = cls(num_layers, batch, max_len, kv_format=kv_format, head_dim=head_dim, device=device)
         return cache, [cache.allocate(max_len) for _ in range(batch)]
 
     @property
@@ -159,16 +162,20 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
-def _storage(kv_format: str, num_pages: int, page_size: int, device: torch.device | str | None) -> torch.Tensor:
+def _storage(
+    kv_format: str, head_dim: int, num_pages: int, page_size: int, device: torch.device | str | None
+) -> torch.Tensor:
     """Zeros [num_pages, page_size, width]; zeros, because a page is read whole by some kernels before it is full.
 
     A tensor made in inference mode could not be written to outside of it, as `append` does to copy a page.
     """
     declared = kv_formats.get_kv_format(kv_format)
-    if declared.head_dim != LATENT + ROPE:
+    if declared.dense:
+        declared = declared.sized(head_dim, 0)
+    elif declared.head_dim != head_dim:
         raise ValueError(
             f"PagedLatentCache: kv_format {kv_format!r} holds rows of {declared.head_dim} values, this cache rows of "
-            f"{LATENT + ROPE}: use bf16, fp16, fp32, fp8, fp8_fnuz or v32"
+            f"{head_dim}: use bf16, fp16, fp32, fp8 or fp8_fnuz, or v32 for rows of 576"
         )
     with torch.inference_mode(False):
         dtype = getattr(torch, declared.dtypes[0])

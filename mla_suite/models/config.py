@@ -7,6 +7,8 @@ import math
 
 LATENT = 512
 ROPE = 64
+WIDTHS = (LATENT, ROPE), (LATENT, 0), (256, 64), (256, 32), (128, 32)
+"""kv_lora_rank and qk_rope_head_dim of the cached tokens that every arch's decode takes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,10 +84,11 @@ class MLAConfig:
         for name in ("hidden_size", "num_heads", "num_layers", "qk_nope_head_dim", "v_head_dim", "max_position"):
             if getattr(self, name) < 1:
                 raise ValueError(f"MLAConfig: {name} {getattr(self, name)}; it must be 1 or more")
-        if self.kv_lora_rank != LATENT or self.qk_rope_head_dim != ROPE:
+        if (self.kv_lora_rank, self.qk_rope_head_dim) not in WIDTHS:
+            possible = ", ".join(f"{latent} + {rope}" for latent, rope in WIDTHS)
             raise ValueError(
                 f"MLAConfig: kv_lora_rank {self.kv_lora_rank} and qk_rope_head_dim {self.qk_rope_head_dim}; a cached "
-                f"token is {LATENT} + {ROPE} elements: only models with these sizes can use it"
+                f"token is {possible} elements"
             )
         if self.q_lora_rank is not None and self.q_lora_rank < 1:
             raise ValueError(
@@ -96,6 +99,11 @@ class MLAConfig:
                 "MLAConfig: cache_rotated=False with rope_interleaved=True; un-rotated caches are read in the half "
                 "style: set rope_interleaved=False"
             )
+
+    @property
+    def cached_dim(self) -> int:
+        """Values of a cached token: its latent and its rope part."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
     def qk_head_dim(self) -> int:

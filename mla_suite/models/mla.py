@@ -14,7 +14,7 @@ from mla_suite.core import checks
 from mla_suite.models import prefill
 from mla_suite.models.absorb import absorbed, head_values
 from mla_suite.models.cache import Step
-from mla_suite.models.config import LATENT, ROPE, MLAConfig
+from mla_suite.models.config import MLAConfig
 from mla_suite.models.qkv_down_proj import LatentNorm, latents
 from mla_suite.models.rope import rotate
 
@@ -45,9 +45,11 @@ class MLA(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if kv_formats.get_kv_format(kv_format).head_dim != LATENT + ROPE:
+        stored = kv_formats.get_kv_format(kv_format)
+        if not stored.dense and stored.head_dim != config.cached_dim:
             raise ValueError(
-                f"MLA: kv_format {kv_format!r}; this layer caches rows of {LATENT + ROPE} values, as bf16 and v32 do"
+                f"MLA: kv_format {kv_format!r} holds rows of {stored.head_dim} values; this layer "
+                f"caches rows of {config.cached_dim} values: use bf16, fp16, fp32, fp8 or fp8_fnuz"
             )
         self.config = config
         self.kv_format = kv_format
@@ -126,7 +128,7 @@ class MLA(nn.Module):
         """Write the new tokens' latents, then attend to everything cached.
 
         x [batch, q_len, hidden_size]; kv_cache as the kv_format says, written in place; `step` has batch x q_len slots
-        and positions, its seq_lens include the new tokens; cos_sin fp32 [max_len, 64] from `rope.cos_sin_table`.
+        and positions, its seq_lens include the new tokens; cos_sin fp32 [max_len, rope] from `rope.cos_sin_table`.
         Query i of q_len sees keys up to seq_lens - q_len + i. Returns [batch, q_len, hidden_size]. Traceable with
         fullgraph; lengths are read on the device only. `plan`, `max_seqlen_kv` and `split_size` go to
         `mla_suite.decode`.
@@ -149,6 +151,7 @@ class MLA(nn.Module):
         w_uk, w_uv = self._up_projections()
         q = absorbed(q_nope, q_pe, w_uk, cos_sin, step.positions, interleaved=self.config.rope_interleaved)
         scale = self.config.softmax_scale
+        head_dim_v = self.config.kv_lora_rank
         if topk_indices is None:
             out, _ = mla_suite.decode(
                 q,
@@ -156,11 +159,12 @@ class MLA(nn.Module):
                 step.seq_lens,
                 step.block_table,
                 kv_descale=kv_descale,
-                rope_cos_sin=None if self.config.cache_rotated else cos_sin,
+                rope_cos_sin=self._unrotated(cos_sin),
                 plan=plan,
                 softmax_scale=scale,
                 max_seqlen_q=x.shape[1],
                 max_seqlen_kv=max_seqlen_kv,
+                head_dim_v=head_dim_v,
                 kv_format=self.kv_format,
                 split_size=split_size,
             )
@@ -172,6 +176,7 @@ class MLA(nn.Module):
                 plan=plan,
                 kv_formats=[self.kv_format],
                 softmax_scale=scale,
+                head_dim_v=head_dim_v,
                 split_size=split_size,
             )
         return self.o_proj(head_values(out, w_uv).flatten(-2))
@@ -253,7 +258,7 @@ class MLA(nn.Module):
         return first, self.kv_a_proj_with_mqa
 
     def _projected(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q_nope and q_pe [..., heads, dim], kv_c [..., 512] normalised, k_pe [..., 64]; neither pe is rotated yet."""
+        """q_nope and q_pe [..., heads, dim], kv_c [..., latent] normalised, k_pe [..., rope]; no pe is rotated yet."""
         c = self.config
         q_norm = None if c.q_lora_rank is None else self.q_a_layernorm
         first, second = self._down_projections()
@@ -270,7 +275,7 @@ class MLA(nn.Module):
         return q_nope, q_pe, kv_c, k_pe
 
     def _up_projections(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views W_UK [heads, qk_nope_head_dim, 512] and W_UV [heads, v_head_dim, 512] of kv_b_proj."""
+        """Views W_UK [heads, qk_nope_head_dim, latent] and W_UV [heads, v_head_dim, latent] of kv_b_proj."""
         c = self.config
         weight = self.kv_b_proj.weight.view(c.num_heads, c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank)
         w_uk, w_uv = weight.split([c.qk_nope_head_dim, c.v_head_dim], dim=1)
@@ -292,10 +297,10 @@ class MLA(nn.Module):
         cos_sin: torch.Tensor,
         kv_descale: torch.Tensor | None,
     ) -> None:
-        rotated = self.config.cache_rotated
+        rotated = self.config.cache_rotated and k_pe.shape[-1] > 0
         mla_suite.append_kv(
-            kv_c.reshape(-1, kv_c.shape[-1]),
-            k_pe.reshape(-1, k_pe.shape[-1]).to(kv_c.dtype),  # under autocast the norm of kv_c returns fp32
+            kv_c.flatten(0, -2),
+            k_pe.flatten(0, -2).to(kv_c.dtype),  # under autocast the norm of kv_c returns fp32
             kv_cache,
             step.slot_mapping,
             kv_descale,
@@ -304,6 +309,10 @@ class MLA(nn.Module):
             kv_format=self.kv_format,
             interleaved=self.config.rope_interleaved,
         )
+
+    def _unrotated(self, cos_sin: torch.Tensor) -> torch.Tensor | None:
+        """What decode rotates cached rope parts with, which it does of un-rotated caches."""
+        return None if self.config.cache_rotated or self.config.qk_rope_head_dim == 0 else cos_sin
 
     def _attend_prefix(
         self,
@@ -333,9 +342,10 @@ class MLA(nn.Module):
             step.block_table,
             cu_seqlens_q=cu_seqlens_q,
             kv_descale=kv_descale,
-            rope_cos_sin=None if self.config.cache_rotated else cos_sin,
+            rope_cos_sin=self._unrotated(cos_sin),
             softmax_scale=self.config.softmax_scale,
             max_seqlen_q=longest,
+            head_dim_v=self.config.kv_lora_rank,
             causal=False,
             kv_format=self.kv_format,
         )

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import mla_suite
-from mla_suite.core import dispatch, prepared, register
+from mla_suite.core import dispatch, register
 from mla_suite.core.dispatch import Backend, Supported, Unsupported, reference_backend
 from mla_suite.core.op import Op, Output
 from mla_suite.ops.decode.samples import decode_sample
@@ -224,63 +224,6 @@ def echo(asked):
         return ()
 
     return Op("echo", "Tensor", EchoArgs, check, describe, (reference_backend(run),), tuple, outputs=("out",))
-
-
-def test_a_call_is_checked_once_per_metadata():
-    asked: list[str] = []
-    op = echo(asked)
-    call, out = register._functional(op), register._out(register._OutOverload.of(op))
-    x = torch.randn(4, 6)
-    for _ in range(3):
-        assert torch.equal(call(x, [x], scale=0.5), x * 2)
-    assert asked == ["specify", "problem"]
-    shifted = torch.randn(25)[1:].view(4, 6)  # aligned to 4 bytes only
-    others = [
-        lambda: call(x.double(), [x], scale=0.5),
-        lambda: call(x.t(), [x], scale=0.5),
-        lambda: call(x[:3], [x], scale=0.5),
-        lambda: call(shifted, [x], scale=0.5),
-        lambda: call(x, [x[:2]], scale=0.5),
-        lambda: call(x, [x, x], scale=0.5),
-        lambda: call(x, [x], scale=2.0),
-        lambda: call(x, [x]),
-        lambda: out(x, [x], out=torch.empty(4, 6)),
-    ]
-    for other in others:
-        for _ in range(2):
-            asked.clear()
-            other()
-            if asked:
-                assert asked == ["specify", "problem"]
-                again = False
-            else:
-                again = True
-        assert again, "the second call asks nothing"
-    dispatch.clear_caches()
-    asked.clear()
-    call(x, [x], scale=0.5)
-    assert asked == ["specify", "problem"]
-
-
-def test_what_was_refused_is_refused_again():
-    x = torch.randn(4, 6)
-    out = register._out(register._OutOverload.of(echo([])))
-    out(x, [], out=torch.empty(4, 6))
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"echo.out: out is torch.float32 \(4, 5\)"):
-            out(x, [], out=torch.empty(4, 5))
-        with pytest.raises(ValueError, match="its last dimension must be contiguous"):
-            out(x, [], out=torch.empty(6, 4).t())
-        with pytest.raises(ValueError, match="out is torch.float64"):
-            out(x, [], out=torch.empty(4, 6, dtype=torch.float64))
-
-
-def test_no_more_calls_are_remembered_than_a_limit(monkeypatch):
-    monkeypatch.setattr(dispatch, "MAX_CACHED", 3)
-    call = register._functional(echo([]))
-    for size in range(1, 9):
-        assert torch.equal(call(torch.ones(size), []), torch.full((size,), 2.0))
-        assert len(prepared._prepared) <= 3
 
 
 def test_only_the_calls_of_ones_own_thread_are_counted():

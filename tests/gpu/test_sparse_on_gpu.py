@@ -120,14 +120,7 @@ def test_any_bytes_of_a_v41_record(name):
 @pytest.mark.parametrize("heads", HEADS)
 def test_within_the_rounding_bound(heads):
     """Any two of heads, pools and mode meet at least once."""
-    for j, pools in enumerate((POOLS | V41_POOLS | FP8_POOLS).values()):
-        mode = MODES[(HEADS.index(heads) + j) % len(MODES)]
-        args, kwargs = problem(pools, 6, heads, seed=heads + j)
-        in_mode(mode, args, kwargs, seed=heads)
-        try:
-            check(args, kwargs)
-        except AssertionError as error:
-            raise AssertionError(f"{heads} heads, {pools}, {mode}: {error}") from error
+    sparse_runs.pools_in_modes(ON_GPU, POOLS | V41_POOLS | FP8_POOLS, heads, HEADS.index(heads))
 
 
 def test_random_problems(few_heads, request):

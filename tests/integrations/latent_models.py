@@ -195,6 +195,16 @@ def greedy(model, cache=None):
     return torch.cat(tokens, 1), torch.stack(logits, 1)
 
 
+def compiled_behind_a_prompt(model, ids, mask, cache, backend: str = "eager"):
+    """The patched model, compiled whole after it has read the prompts, and torch's counters of what compiling does."""
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    return torch.compile(model, fullgraph=True, backend=backend), counters
+
+
 def make_refused(folder: str):
     """The folder's model without weights."""
     name, own = REFUSED[folder]

@@ -67,15 +67,6 @@ def prompt():
     return torch.randint(3, VOCAB, (2, 9))
 
 
-def both(call):
-    """Returns the results of a call for a model and for the same model, patched."""
-    model = make_model("v3")
-    with torch.no_grad():
-        expected = call(model)
-        with patch(model):
-            return expected, call(model)
-
-
 def logits_close(got, expected):
     assert (got - expected).abs().max() <= 1e-4 * expected.abs().max()
 
@@ -91,7 +82,7 @@ def test_packed_sequences_and_dropout_are_refused():
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_an_adapter_or_a_hook_on_kv_b_proj_is_refused_whenever_it_is_added(compiled):
-    model = make_model("v3")
+    model = make_model("v3", num_hidden_layers=2)
     with torch.no_grad(), patch(model):
         step = torch.compile(model, backend="eager") if compiled else model
         cache = LatentCache(model, 2, 32)

@@ -8,6 +8,7 @@ import torch
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install mla_suite[hf]")
 
 from deepseek_models import KINDS, PROMPT, SMALL, left_padded, make_model  # noqa: E402 - after importorskip
+from latent_models import compiled_behind_a_prompt  # noqa: E402
 
 from mla_suite.integrations.transformers import LatentCache, config_of, patch, unpatch  # noqa: E402 - after importorskip
 from mla_suite.models.mla import MLA  # noqa: E402 - after importorskip
@@ -159,12 +160,7 @@ def test_the_whole_decode_step_compiles_once_for_all_lengths(kind, backend):
     _, expected, tokens = greedy(model, ids, mask)
     patch(model)
     cache = LatentCache(model, 3, PROMPT + STEPS, page_size=8)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
-    torch._dynamo.reset()
-    counters = torch._dynamo.utils.counters
-    counters.clear()
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    compiled, counters = compiled_behind_a_prompt(model, ids, mask, cache, backend)
     lens = mask.sum(1, keepdim=True)
     for i in range(STEPS):
         out = compiled(input_ids=tokens[:, i : i + 1], position_ids=lens + i, past_key_values=cache)
@@ -177,17 +173,12 @@ def test_the_whole_decode_step_compiles_once_for_all_lengths(kind, backend):
 @torch.no_grad()
 def test_a_mask_that_grows_costs_one_recompile_at_most():
     """As in generate: the mask is one longer at every step, so its length becomes dynamic once."""
-    model = make_model("v3", num_hidden_layers=2)
+    model = make_model("v3", num_hidden_layers=1)
     ids, mask = left_padded()
     _, expected, tokens = greedy(model, ids, mask)
     patch(model)
     cache = LatentCache(model, 3, PROMPT + STEPS, page_size=8)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
-    torch._dynamo.reset()
-    counters = torch._dynamo.utils.counters
-    counters.clear()
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    compiled, counters = compiled_behind_a_prompt(model, ids, mask, cache)
     for i in range(5):
         mask = torch.cat((mask, mask.new_ones(3, 1)), dim=1)
         where = mask.sum(1, keepdim=True) - 1

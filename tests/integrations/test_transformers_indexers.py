@@ -7,7 +7,7 @@ pytest.importorskip(
     "transformers.models.mistral_large4", reason="transformers 5.23 is missing: pip install mla_suite[hf]"
 )
 
-from latent_models import INDEXED, PROMPT, SELECTING, STEPS, greedy, left_padded, make
+from latent_models import INDEXED, PROMPT, SELECTING, STEPS, compiled_behind_a_prompt, greedy, left_padded, make
 
 from mla_suite.integrations.transformers import LatentCache, patch
 from mla_suite.integrations.transformers_attention import attend
@@ -106,12 +106,7 @@ def test_one_graph_serves_all_lengths_up_to_the_caches_end():
     ids, mask = left_padded()
     patch(model)
     cache = LatentCache(model, 2, PROMPT + STEPS - 1, page_size=1)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
-    torch._dynamo.reset()
-    counters = torch._dynamo.utils.counters
-    counters.clear()
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    compiled, counters = compiled_behind_a_prompt(model, ids, mask, cache)
     lens = mask.sum(1, keepdim=True)
     for i in range(STEPS - 1):
         out = compiled(input_ids=expected[:, i : i + 1], position_ids=lens + i, past_key_values=cache)

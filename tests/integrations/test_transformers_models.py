@@ -18,6 +18,7 @@ from latent_models import (
     SELECTING,
     STEPS,
     TRACED_ALWAYS,
+    compiled_behind_a_prompt,
     greedy,
     left_padded,
     make,
@@ -128,12 +129,7 @@ def test_a_decode_step_compiles_whole_and_once(folder, backend):
         experts_as_one_operator(model)
     patch(model)
     cache = LatentCache(model, 2, PROMPT + STEPS, page_size=4)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
-    torch._dynamo.reset()
-    counters = torch._dynamo.utils.counters
-    counters.clear()
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    compiled, counters = compiled_behind_a_prompt(model, ids, mask, cache, backend)
     lens = mask.sum(1, keepdim=True)
     for i in range(STEPS - 1):
         out = compiled(input_ids=expected[:, i : i + 1], position_ids=lens + i, past_key_values=cache)

@@ -42,6 +42,8 @@ def exact(partial_out, partial_lse, bounds, sink=None):
         outs.append((weight * values).sum(0))
         sizes.append((weight * values.abs()).sum(0))
         lses.append(total)
+    if not outs:
+        return Exact(partial_out[:0].double(), partial_lse[:0].double(), partial_out[:0].double())
     return Exact(torch.stack(outs), torch.stack(lses), torch.stack(sizes))
 
 

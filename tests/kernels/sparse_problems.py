@@ -1,4 +1,4 @@
-"""Hostile sparse_decode problems for the machine code of AMD's archs, and their results in fp64."""
+"""Hostile sparse_decode problems for every backend, and their results in fp64."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def kind_of(name, width):
     return kind.sized(width, 0) if kind.dense else kind
 
 
-def problem(pools, tokens, heads, seed=0, invalid=0.2, padded=True, spread=2, width=0):
+def problem(pools, tokens, heads, seed=0, invalid=0.2, padded=True, spread=2, width=0, dtype=torch.bfloat16):
     """Queries, poisoned caches and dense indices, some repeated, some absurd. pools: (kv_format, pages, page, topk).
 
     width  values of dense rows; 0: 576 of up to two pools, else 512
@@ -42,7 +42,7 @@ def problem(pools, tokens, heads, seed=0, invalid=0.2, padded=True, spread=2, wi
     generator = torch.Generator().manual_seed(1000 + seed)
     widths = {get_kv_format(name).head_dim for name, *_ in pools if not get_kv_format(name).dense}
     width = widths.pop() if widths else width or (512 if len(pools) > 2 else 576)
-    q = torch.randn(tokens, heads, width, generator=generator).bfloat16()
+    q = torch.randn(tokens, heads, width, generator=generator).to(dtype)
     kv_caches, indices = [], []
     for i, (name, pages, page, topk) in enumerate(pools):
         slots = pages * page
@@ -70,6 +70,7 @@ def exact(
     *,
     kv_formats,
     softmax_scale,
+    head_dim_v=512,
     rounded=True,
     **choices,
 ):
@@ -95,12 +96,11 @@ def exact(
         if q_descale is not None:
             query = query * q_descale
         found.append(
-            attention(query, every, torch.ones(heads, len(every), dtype=torch.bool), softmax_scale, 512, sinks)
+            attention(query, every, torch.ones(heads, len(every), dtype=torch.bool), softmax_scale, head_dim_v, sinks)
         )
-    joined = Exact(*(torch.stack(parts) for parts in zip(*found, strict=True)))
-    return Exact(
-        joined.out.view(*q.shape[:-1], 512), joined.lse.view(q.shape[:-1]), joined.magnitude.view(*q.shape[:-1], 512)
-    )
+    out, lse, magnitude = (torch.stack(parts) for parts in zip(*found, strict=True))
+    rows = q.shape[:-1]
+    return Exact(out.view(*rows, head_dim_v), lse.view(rows), magnitude.view(*rows, head_dim_v))
 
 
 def attend(args, kwargs):

@@ -1,15 +1,16 @@
-"""Hostile runs of sparse_decode's native kernels that every machine must pass: AMD's in the emulator, an H200's."""
+"""Hostile runs of sparse_decode that every backend must pass: its reference, AMD's kernels emulated, an H200's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from decode_grid import assert_within_bound
 from hostile_inputs import ABSURD, poisoned
-from sparse_problems import POOLS, exact, problem
+from sparse_problems import MODES, POOLS, exact, in_mode, kind_of, problem
 
+from mla_suite.kv_formats import cache as caches
 from mla_suite.testing import Exact
 
 Result = tuple[torch.Tensor, torch.Tensor]
@@ -26,20 +27,39 @@ SELECTIONS: dict[str, Callable[[int, int], list[int]]] = {
 
 
 class Machine(NamedTuple):
-    """Where kernels run.
+    """What computes.
 
-    attend  (args, kwargs) on the CPU -> out and lse on the CPU, by native kernels and nothing else
+    attend  (args, kwargs) on the CPU -> out and lse on the CPU, by this backend and no other
+    close   asserts that out and lse are as near to the exact result as this backend's rounding allows
     """
 
     attend: Callable[[Any, Any], Result]
+    close: Callable[[torch.Tensor, torch.Tensor, Exact], None] = assert_within_bound
 
     def exact(self, args: Any, kwargs: Any) -> Exact:
         return exact(*args, **kwargs)
 
     def check(self, args: Any, kwargs: Any) -> Result:
         out, lse = self.attend(args, kwargs)
-        assert_within_bound(out, lse, self.exact(args, kwargs))
+        self.close(out, lse, self.exact(args, kwargs))
         return out, lse
+
+
+def pools_in_modes(
+    machine: Machine, pools_by_name: Mapping[str, Any], heads: int, turn: int, tokens: int = 6, planned: int = 6
+) -> None:
+    """All pools, each in another mode; over as many turns as there are modes any two of both meet.
+
+    `planned`: the query tokens of calls with a plan.
+    """
+    for j, (name, pools) in enumerate(pools_by_name.items()):
+        mode = MODES[(turn + j) % len(MODES)]
+        args, kwargs = problem(pools, planned if mode == "planned" else tokens, heads, seed=heads + j)
+        in_mode(mode, args, kwargs, seed=heads)
+        try:
+            machine.check(args, kwargs)
+        except AssertionError as error:
+            raise AssertionError(f"{heads} heads, {name}, {mode}: {error}") from error
 
 
 def every_length(machine: Machine, name: str, heads: int, sizes: Sequence[int], splits: int) -> None:
@@ -122,6 +142,22 @@ def selected_nan(machine: Machine, name: str, splits: int) -> None:
     assert bool(out[0].isnan().all())
     assert bool(lse[0].isnan().all())
     assert bool(out[1].isfinite().all() and lse[1].isfinite().all())
+
+
+def far_pool(machine: Machine, name: str) -> None:
+    """Rows behind offsets of 31 and 32 bits have the bits that they have in a small pool. Three pages are touched."""
+    args, kwargs = problem([(name, 1, 64, 4)], 1, 16)
+    kind, near = kind_of(name, args[0].shape[-1]), torch.arange(3)
+    page_bytes = caches.empty(kind, 2, 64).view(torch.uint8).stride(0)
+    far = torch.tensor([-(-(size << 30) // page_bytes) * 64 + size for size in (0, 2, 4)])
+    rows, results = torch.randn(3, kind.head_dim), []
+    for slots in (near, far):
+        cache = caches.empty(kind, int(slots[-1]) // 64 + 1, 64)
+        caches.scatter(kind, cache, slots, rows)
+        args[1], args[2] = [cache], [torch.tensor([[*slots, len(cache) * 64]], dtype=torch.int32)]
+        results.append(machine.check(args, kwargs))
+    assert cache.untyped_storage().nbytes() > 4 << 30
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 def strided(device: torch.device) -> tuple[list[Any], dict[str, Any], Result]:

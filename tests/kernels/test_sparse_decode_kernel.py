@@ -10,7 +10,7 @@ import sparse_runs
 import torch
 from decode_grid import assert_within_bound
 from hostile_inputs import in_turn
-from sparse_problems import CONFIGS, MODES, POOLS, attend, exact, in_mode, kind_of, pools_of, problem, require_kernels
+from sparse_problems import CONFIGS, POOLS, attend, exact, pools_of, problem, require_kernels
 
 import mla_suite
 from mla_suite import emulator
@@ -64,11 +64,7 @@ HEADS = (1, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128)
 )
 def test_within_the_rounding_bound(arch, heads):
     """Any two of heads, pools and mode meet at least once."""
-    for j, pools in enumerate(pools_of(arch).values()):
-        mode = MODES[(HEADS.index(heads) + j) % len(MODES)]
-        args, kwargs = problem(pools, 2 if mode != "planned" else 5, heads, seed=heads + j)
-        in_mode(mode, args, kwargs, seed=heads)
-        check(args, kwargs)
+    sparse_runs.pools_in_modes(EMULATED, pools_of(arch), heads, HEADS.index(heads), tokens=2, planned=5)
 
 
 V4 = [
@@ -273,16 +269,4 @@ def test_batch_invariant_bits(heads):
 
 @pytest.mark.parametrize(("arch", "name"), readable(*RECORDS), indirect=["arch"])
 def test_a_pool_beyond_two_and_four_gigabytes(arch, name):
-    """Rows behind offsets of 31 and 32 bits have the bits that they have in a small pool. Three pages are touched."""
-    args, kwargs = problem([(name, 1, 64, 4)], 1, 16)
-    kind, near = kind_of(name, args[0].shape[-1]), torch.arange(3)
-    page_bytes = caches.empty(kind, 2, 64).view(torch.uint8).stride(0)
-    far = torch.tensor([-(-(size << 30) // page_bytes) * 64 + size for size in (0, 2, 4)])
-    rows, results = torch.randn(3, kind.head_dim), []
-    for slots in (near, far):
-        cache = caches.empty(kind, int(slots[-1]) // 64 + 1, 64)
-        caches.scatter(kind, cache, slots, rows)
-        args[1], args[2] = [cache], [torch.tensor([[*slots, len(cache) * 64]], dtype=torch.int32)]
-        results.append(check(args, kwargs))
-    assert cache.untyped_storage().nbytes() > 4 << 30
-    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    sparse_runs.far_pool(EMULATED, name)

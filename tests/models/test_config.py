@@ -45,7 +45,7 @@ def test_heads_that_do_not_split_are_refused(tp_size):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kv_lora_rank": 256}, "kv_lora_rank 256 and qk_rope_head_dim 64; a cached token is 512"),
+        ({"kv_lora_rank": 384}, r"kv_lora_rank 384 and qk_rope_head_dim 64; a cached token is 512 \+ 64, 512 \+ 0"),
         ({"qk_rope_head_dim": 32}, "qk_rope_head_dim 32; a cached token is"),
         ({"num_heads": 0}, "num_heads 0; it must be 1 or more"),
         ({"q_lora_rank": 0}, "q_lora_rank 0; give a positive rank"),

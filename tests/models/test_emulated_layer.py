@@ -3,6 +3,9 @@
 GEMMs are torch's. Everything is at the task's sizes but the batch; the `full` run has all its prefills.
 """
 
+import dataclasses
+from contextlib import nullcontext
+
 import pytest
 import torch
 from contest import HEADS, compare, drawn_weights, our_layer, problem
@@ -10,6 +13,7 @@ from contest import HEADS, compare, drawn_weights, our_layer, problem
 import mla_suite
 from mla_suite import emulator
 from mla_suite.cli.demo_emulated import Witness
+from mla_suite.models import MLA, MLAConfig, PagedLatentCache, cos_sin_table
 
 ARCH = "gfx942"
 
@@ -51,6 +55,30 @@ def test_contest_layer_on_gfx942(weights, batch, prefill):
 @torch.no_grad()
 def test_contest_layer_on_gfx942_at_every_prefill(weights, batch, prefill):
     check_all_native(*emulated(weights, batch, prefill))
+
+
+@pytest.mark.parametrize(("latent", "rope"), [(256, 64), (256, 32), (128, 32), (512, 0)])
+@torch.no_grad()
+def test_layers_of_other_widths_run_native_kernels(latent, rope):
+    torch.manual_seed(0)
+    config = dataclasses.replace(MLAConfig.tiny(), kv_lora_rank=latent, qk_rope_head_dim=rope)
+    layer = MLA(config, kv_format="bf16", dtype=torch.bfloat16)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    table, x = cos_sin_table(config, 64), torch.randn(3, 1, config.hidden_size).bfloat16()
+    results = []
+    for names in ((), ("append_kv", "decode")):
+        cache = PagedLatentCache(1, 12, 16, head_dim=config.cached_dim)
+        step = cache.append([cache.allocate() for _ in range(3)], [1] * 3)
+        cache.layers[0].copy_(torch.randn(12, 16, config.cached_dim, generator=torch.Generator().manual_seed(1)))
+        step = step._replace(seq_lens=step.seq_lens + 9)
+        with mla_suite.emulate(ARCH) if names else nullcontext(), Witness() as witness:
+            results.append((layer(x, cache.layers[0], step, table), cache.layers[0]))
+        if names:
+            assert [(answer.op, answer.backend) for answer in witness.answers] == [(name, "native") for name in names]
+    (expected, written), (got, stored) = results
+    assert torch.equal(written, stored)
+    torch.testing.assert_close(got.float(), expected.float(), rtol=2**-6, atol=2**-6 * float(expected.abs().max()))
 
 
 @torch.no_grad()

@@ -13,7 +13,11 @@ TINY = MLAConfig.tiny()
 DIRECT = dataclasses.replace(TINY, q_lora_rank=None, projection_bias=True)
 HALF = dataclasses.replace(TINY, rope_interleaved=False)
 UNROTATED = dataclasses.replace(HALF, cache_rotated=False, latent_norms=False)
-CONFIGS = {"interleaved": TINY, "direct q, bias": DIRECT, "half": HALF, "un-rotated cache": UNROTATED}
+NARROW = {
+    f"{latent} + {rope}": dataclasses.replace(TINY, kv_lora_rank=latent, qk_rope_head_dim=rope)
+    for latent, rope in ((256, 64), (256, 32), (128, 32), (512, 0))
+}
+CONFIGS = {"interleaved": TINY, "direct q, bias": DIRECT, "half": HALF, "un-rotated cache": UNROTATED} | NARROW
 
 
 def make_layer(config, dtype=torch.float32, kv_format="fp32"):
@@ -52,18 +56,19 @@ def exact(layer, x, hidden=None):
         q = project(norm(project(x, "q_a_proj"), "q_a_layernorm"), "q_b_proj")
     q = q.view(tokens, c.num_heads, -1)
     down = project(x, "kv_a_proj_with_mqa")
-    up = project(norm(down[:, :512], "kv_a_layernorm"), "kv_b_proj").view(tokens, c.num_heads, -1)
+    latent, half = c.kv_lora_rank, c.qk_rope_head_dim // 2
+    up = project(norm(down[:, :latent], "kv_a_layernorm"), "kv_b_proj").view(tokens, c.num_heads, -1)
     k_nope, v = up[..., : c.qk_nope_head_dim], up[..., c.qk_nope_head_dim :]
 
     table = cos_sin_table(c, tokens).double()
-    turn = torch.complex(table[:, :32], table[:, 32:])[:, None]
+    turn = torch.complex(table[:, :half], table[:, half:])[:, None]
 
     def turned(pe):
         if c.rope_interleaved:
-            return torch.view_as_complex(pe.reshape(*pe.shape[:-1], 32, 2)) * turn
-        return torch.complex(pe[..., :32], pe[..., 32:]) * turn
+            return torch.view_as_complex(pe.reshape(*pe.shape[:-1], half, 2)) * turn
+        return torch.complex(pe[..., :half], pe[..., half:]) * turn
 
-    q_pe, k_pe = turned(q[..., c.qk_nope_head_dim :].contiguous()), turned(down[:, None, 512:].contiguous())
+    q_pe, k_pe = turned(q[..., c.qk_nope_head_dim :].contiguous()), turned(down[:, None, latent:].contiguous())
     scores = torch.einsum("ihd,jhd->hij", q[..., : c.qk_nope_head_dim], k_nope)
     scores = scores + torch.einsum("ihd,jgd->hij", q_pe, k_pe.conj()).real
     scores = scores * c.softmax_scale
@@ -80,7 +85,7 @@ def close(got, expected):
 
 def trapped(config, num_pages=24, page_size=8):
     """A cache whose unwritten rows are NaN."""
-    cache = PagedLatentCache(1, num_pages, page_size, kv_format="fp32")
+    cache = PagedLatentCache(1, num_pages, page_size, kv_format="fp32", head_dim=config.cached_dim)
     cache.layers[0].fill_(torch.nan)
     return cache
 

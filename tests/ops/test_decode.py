@@ -227,37 +227,3 @@ def test_splitting_anywhere_and_combining_equals_not_splitting(splits, length, s
         partial_out, partial_lse, attn_sink=args[9], num_splits=len(parts), out_dtype=torch.float32
     )
     assert_close(out.view(1, 1, 4, 16), lse.view(1, 1, 4), whole)
-
-
-@given(st.integers(1, 400), st.integers(1, 400), st.sampled_from([1, 3, 16]), st.integers(0, 2**16))
-@few
-def test_permuting_pages_changes_nothing(first, second, page, seed):
-    row = BASE | {"heads": 4, "page": page}
-    args, kwargs = problem(row, lens=(first, second), latent=16, rope=8)
-    order = torch.randperm(args[1].shape[0], generator=torch.Generator().manual_seed(seed))
-    place = order.argsort()[args[3].long()].to(torch.int32)
-    one = mla_suite.decode(*args, **kwargs)
-    other = mla_suite.decode(args[0], args[1][order], args[2], place, **kwargs)
-    assert torch.equal(one[0], other[0])
-    assert torch.equal(one[1], other[1])
-
-
-@given(st.integers(0, 200), st.integers(1, 5), st.sampled_from(["bf16", "fp8"]))
-@few
-def test_append_then_decode_equals_decode_over_the_concatenation(length, new, kv_format):
-    row = BASE | {"heads": 4, "q_len": new, "kv_format": kv_format, "page": 16}
-    args, kwargs = problem(row, lens=(length + new,), latent=16, rope=8)
-    cache, descale = args[1], args[8]
-    rows = caches.unpack(kv_formats.get_kv_format(kv_format).sized(24, 0), cache, descale=descale).flatten(0, 1)
-    positions = torch.arange(length, length + new)
-    slots = args[3][0][positions // 16].long() * 16 + positions % 16
-    grown = cache.clone()
-    grown.view(-1, 24)[slots] = 0
-    values = rows[slots].contiguous()
-    mla_suite.append_kv(
-        values[:, :16].contiguous(), values[:, 16:].contiguous(), grown, slots, descale, kv_format=kv_format
-    )
-    assert torch.equal(grown.view(torch.uint8), cache.view(torch.uint8))
-    one, other = mla_suite.decode(*args, **kwargs), mla_suite.decode(args[0], grown, *args[2:], **kwargs)
-    assert torch.equal(one[0], other[0])
-    assert torch.equal(one[1], other[1])

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hostile_inputs import POOLS, problem
+from sparse_problems import FNUZ_POOLS, POOLS, problem
 
 import mla_suite
 from mla_suite.core import dispatch
@@ -14,19 +14,20 @@ from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.sparse_decode import max_logits
 
 CALL = torch.ops.mla_suite.sparse_decode.max_logits
+SHAPES = {name: POOLS[name] for name in ("v4", "v32", "bf16", "three pools")} | {"fnuz": FNUZ_POOLS["v4 in fnuz"]}
 
 
 def given(shape, tokens=6, heads=8):
     """Arguments of queries [2, tokens / 2, heads, D] with one length for both tokens of a sequence in the first pool,
     one for each in the second; the first sequence selects nothing."""
-    q, kv_caches, indices, names = problem(POOLS[shape], tokens, heads, seed=1)
+    (q, kv_caches, indices, *_), options = problem(SHAPES[shape], tokens, heads, seed=1, spread=0)
     dims = 2, tokens // 2
     indices = [index.unflatten(0, dims) for index in indices]
     for index in indices:
         index[0, 0] = -1
-    lengths = [torch.tensor([0, 5]).int(), torch.arange(tokens).int().view(dims), None][: len(names)]
-    tensors = q.unflatten(0, dims), kv_caches, indices, [None] * len(names), lengths, torch.randn(heads)
-    return tensors, dict(kv_formats=names, softmax_scale=0.3)
+    lengths = [torch.tensor([0, 5]).int(), torch.arange(tokens).int().view(dims), None][: len(indices)]
+    tensors = q.unflatten(0, dims), kv_caches, indices, [None] * len(indices), lengths, torch.randn(heads)
+    return tensors, options | {"softmax_scale": 0.3}
 
 
 def largest(tensors, options):
@@ -48,7 +49,7 @@ def largest(tensors, options):
 
 
 @pytest.mark.parametrize("tokens_at_once", [1, 4, None])
-@pytest.mark.parametrize("shape", POOLS)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_against_a_loop(monkeypatch, shape, tokens_at_once):
     tensors, options = given(shape)
     if tokens_at_once:
@@ -64,15 +65,15 @@ def test_against_a_loop(monkeypatch, shape, tokens_at_once):
 
 
 def test_descales_multiply_scores():
-    q, kv_caches, indices, names = problem([("fp8", 3, 16, 20)], 4, 8)
-    tensors = q.to(torch.float8_e4m3fn), kv_caches, indices, [None], [None]
+    (q, *pools), options = problem([("fp8", 3, 16, 20)], 4, 8, dtype=torch.float8_e4m3fn)
+    tensors, names = (q, *pools[:4]), options["kv_formats"]
     descales = dict(q_descale=torch.tensor([0.25]), kv_descale=torch.tensor(8.0))
     *_, found = CALL(*tensors, None, None, *descales.values(), kv_formats=names, softmax_scale=0.1)
     *_, plain = CALL(*tensors, kv_formats=names, softmax_scale=0.2)
     assert torch.equal(found, plain)
 
 
-@pytest.mark.parametrize("shape", ["v32", "dsv4 window and compressed"])
+@pytest.mark.parametrize("shape", ["v32", "v4"])
 def test_opcheck(shape):
     tensors, options = given(shape)
     torch.library.opcheck(CALL, tensors, options | dict(plus_inf_lse=True))

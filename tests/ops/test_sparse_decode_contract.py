@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hostile_inputs import POOLS, problem
+from sparse_problems import problem
 
 import mla_suite
 
@@ -90,8 +90,8 @@ BAD = [
 
 @pytest.mark.parametrize(("change", "sentence"), BAD, ids=[sentence for _, sentence in BAD])
 def test_bad_input_is_refused_in_a_sentence(change, sentence):
-    q, kv_caches, indices, names = problem(POOLS["dsv4 window and compressed"], 2, 8)
-    given = {"q": q, "kv_caches": kv_caches, "indices": indices, "kv_formats": names, "softmax_scale": 0.04}
+    (q, kv_caches, indices, *_), options = problem([("dsv4", 2, 64, 24), ("dsv4", 30, 2, 16)], 2, 8)
+    given = {"q": q, "kv_caches": kv_caches, "indices": indices, **options}
     if isinstance(change, tuple):
         kv_caches[change[0]] = change[1]
     else:

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 from backend import check_layouts, run
-from hostile_inputs import POOLS as ALL_POOLS
-from hostile_inputs import problem as hostile_problem
+from sparse_problems import problem as hostile_problem
 
 from mla_suite.core import register
 from mla_suite.core.dispatch import Unsupported
@@ -21,11 +20,18 @@ from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.sparse_decode import SparseDecodeArgs
 from mla_suite.ops.sparse_decode import triton as sparse
 
-POOLS = {name: shape for name, shape in ALL_POOLS.items() if len(shape) > 1}
+POOLS = {
+    "dsv4 window and compressed": [("dsv4", 2, 64, 24), ("dsv4", 30, 2, 16)],
+    "two flavours": [("dsv4_fnuz", 2, 16, 13), ("dsv4", 3, 5, 7)],
+    "three pools": [("dsv4", 1, 256, 9), ("bf16", 4, 61, 8), ("dsv4_fnuz", 5, 1, 5)],
+}
 
 
 def problem(shape: Any, tokens: int, heads: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
-    return hostile_problem(shape, tokens, heads, seed, dtype)
+    """(q, caches, indices, kv_formats)"""
+    width = 512 if len(shape) > 1 else 0
+    args, kwargs = hostile_problem(shape, tokens, heads, seed, spread=0, width=width, dtype=dtype)
+    return *args[:3], kwargs["kv_formats"]
 
 
 def compare(
