@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ class Case(NamedTuple):
     exact: Callable[[Any], tuple[list[int], torch.Tensor]]  # of a turn: sequences, and their outputs in fp32
     bytes: int
     flops: int
+    errors: Mapping[str, float] = {}  # relative, that columns may have beside the exact outputs
 
 
 def sets_for(size: int) -> int:

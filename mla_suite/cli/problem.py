@@ -15,6 +15,7 @@ from mla_suite.archs import ArchSpec
 from mla_suite.cli import positive
 from mla_suite.core.op import Sample
 from mla_suite.errors import UsageError
+from mla_suite.ops.decode import PRECISIONS
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan import parts_on, scheduler
 
@@ -29,6 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "page_size": dict(type=positive, help="keys in a page of the cache (default 64)"),
     "kv_format": dict(help="the cache's kv_format (default bf16; sparse_decode: v32)"),
     "q_dtype": dict(choices=Q_DTYPES, help="type of the queries (default bfloat16)"),
+    "precision": dict(choices=PRECISIONS, help="decode's; fp8 allows sums in fewer bits (default full)"),
     "plan": dict(action="store_true", default=None, help="with a plan"),
     "num_splits": dict(type=int, help="splits of a sequence (default 0: the kernel's own)"),
     "split_size": dict(type=int, help="keys of a split in batch-invariant mode (default 0: off)"),
@@ -64,6 +66,8 @@ def without_values(op: str, options: dict[str, Any], arch: ArchSpec | None) -> t
     foreign = {"kv": "topk", "topk": "kv"}[length]
     if foreign in options:
         raise UsageError(f"--{foreign} is not an option of {op}; it takes --{length}")
+    if op != "decode" and "precision" in options:
+        raise UsageError(f"--precision is not an option of {op}; it is of decode")
     defaults = {"batch": 1, "q_len": 1, "page_size": 64}
     batch, q_len, page_size = (options.get(name, default) for name, default in defaults.items())
     keys, fmt = options[length], kv_formats.get_kv_format(options.get("kv_format", KV_FORMATS[op]))
@@ -76,6 +80,7 @@ def without_values(op: str, options: dict[str, Any], arch: ArchSpec | None) -> t
         cache = kv_formats.empty(fmt, batch * pages + 1, page_size, device="meta")
         tensors = (q, cache, index(batch), index(batch, pages))
         keywords = dict(kv_format=fmt.name, max_seqlen_kv=keys) | _splits(options, batch, q_len, keys, arch)
+        keywords |= {name: options[name] for name in ("precision",) if name in options}
     else:
         cache = kv_formats.empty(fmt, batch * pages, page_size, device="meta")
         tensors = (q, [cache], [index(batch, q_len, keys)])

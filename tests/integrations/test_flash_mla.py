@@ -188,12 +188,13 @@ def test_the_older_pair_is_read_only_when_it_was_copied(monkeypatch):
 
 
 def test_arguments_are_flash_mlas():
-    """Names, order and defaults: FlashMLA's of 2026, then those that sgl-flash-mla 1.0.0 adds, then vLLM's `out`."""
+    """Names, order and defaults: FlashMLA's of 2026, those that sgl-flash-mla 1.0.0 adds, vLLM's `out`, our own."""
     lists = {
         flash_mla_with_kvcache: "q k_cache block_table cache_seqlens head_dim_v tile_scheduler_metadata "
         "num_splits=None softmax_scale=None causal=False is_fp8_kvcache=None indices=None attn_sink=None "
         "extra_k_cache=None extra_indices_in_kvcache=None topk_length=None extra_topk_length=None "
-        "enable_batch_invariant=False use_legacy=False kv_format=None descale_q=None descale_k=None out=None",
+        "enable_batch_invariant=False use_legacy=False kv_format=None descale_q=None descale_k=None out=None "
+        "precision=full",
         flash_mla_sparse_fwd: "q kv indices sm_scale d_v=512 attn_sink=None topk_length=None use_legacy=False "
         "return_log2_lse=None out=None",
         get_mla_decoding_metadata: "seqlens_k num_q_tokens_per_head_k h_k h_q=None is_fp8_kvcache=False topk=None "

@@ -56,6 +56,7 @@ MASKED += [(*point, True) for point in SWAP_AB]
 SCALED = [("bf16", 576, "fp8", mode, BLOCK_M, False, True) for mode in ("none", "reduce_o", "reduce_last")]
 HALF = {"kv_format": "fp16", "dtype": torch.float16}
 FP8 = {"kv_format": "fp8", "dtype": torch.float8_e4m3fn}
+SUMS = {"precision": "fp8"}
 
 
 def test_every_point_is_declared():
@@ -174,6 +175,12 @@ def answer_of(monkeypatch, built=True, **options):
         ({"kv_format": "fp8", "heads": 17}, "swap_ab_decode_dtype-bf16_qrows-32"),
         ({**FP8, "page": 1, "q_len": 2}, "swap_ab_decode_dtype-fp8_qrows-32"),
         ({**FP8, "page": 1, "q_len": 4}, "decode_dtype-fp8_dqk-576_kvsource-fp8_clustermode-none"),
+        ({**FP8, "heads": 64, **SUMS}, "decode_dtype-fp8_dqk-576_kvsource-fp8_scores_clustermode-none"),
+        ({**FP8, "heads": 64, "page": 48, **SUMS}, "decode_dtype-fp8_dqk-576_kvsource-fp8_clustermode-none"),
+        ({**FP8, "heads": 64, "window_left": 9, **SUMS}, "masked_decode_dtype-fp8_dqk-576_kvsource-fp8_"),
+        ({**FP8, "heads": 64, "rope": 0, **SUMS}, "decode_dtype-fp8_dqk-512_kvsource-fp8_"),
+        ({**FP8, "heads": 16, **SUMS}, "swap_ab_decode_dtype-fp8_qrows-16"),
+        ({"kv_format": "fp8", "heads": 64, **SUMS}, "decode_dtype-bf16_dqk-576_kvsource-fp8_"),
         ({**HALF, "kv_format": "fp8", "rope": 0}, "decode_dtype-fp16_dqk-512_kvsource-fp8_clustermode-none"),
         ({"latent": 256}, "decode_narrow_dtype-bf16_dqk-320_kvsource-tma_clustermode-none_dv-256"),
         ({"latent": 256, "rope": 32, "page": 1}, "decode_narrow_dtype-bf16_dqk-288_kvsource-cp_async_"),
@@ -328,6 +335,16 @@ def test_an_e4m3_cache(monkeypatch, dtype):
     assert (fields["kv_page_stride"], fields["q_row_stride"]) == (16 * 576, 576)
     assert [fields[f"kv_map_{i}"] for i in range(16)] == [0] * 16
     assert (fields["q_map_0"] == 0) == (name == "fp8")
+
+
+def test_scores_of_an_e4m3_cache_as_it_is_stored(monkeypatch):
+    """Keys come in boxes of bytes; the queries' address is the kernel's, which has no map of them."""
+    sample = decode_sample((700, 90), heads=128, num_splits=2, **FP8, **SUMS)
+    (instance, grid, _, shared, fields, *_), args, _ = launched(monkeypatch, sample)
+    assert instance == "decode_dtype-fp8_dqk-576_kvsource-fp8_scores_clustermode-reduce_o"
+    assert (grid, shared) == ((2, 4, 1), 216640)
+    assert (fields["q"], fields["q_map_0"]) == (args[0].data_ptr(), 0)
+    assert any(fields[f"kv_map_{i}"] for i in range(16))
 
 
 def long_call(batch, keys, **options):

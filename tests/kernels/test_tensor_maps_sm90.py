@@ -39,16 +39,18 @@ class FakeDriver:
         self.cuTensorMapEncodeTiled = ctypes.CFUNCTYPE(kind, address, *declared)(encode)
 
 
-@pytest.mark.parametrize(("dtype", "number"), [(torch.bfloat16, 9), (torch.float16, 6)])
-def test_the_map_that_is_asked_for(monkeypatch, dtype, number):
+@pytest.mark.parametrize(
+    ("dtype", "number", "swizzle"), [(torch.bfloat16, 9, 3), (torch.float16, 6, 3), (torch.uint8, 0, 2)]
+)
+def test_the_map_that_is_asked_for(monkeypatch, dtype, number, swizzle):
     driver = FakeDriver()
     monkeypatch.setattr(tensor_map, "open_library", lambda: driver)
     tensor_map.swizzled.cache_clear()
     cache = torch.empty(9, 70, 576, dtype=dtype)[:, :64]  # room between the pages
     words = tensor_map.swizzled(cache.data_ptr(), *tensor_maps.kv_map(None, cache.shape, cache.stride(), dtype, 9)[1:])
     assert driver.given == (
-        (0, number, cache.data_ptr(), [64, 64, 9, 9], [1152, 128, 70 * 1152]),
-        ([64, 32, 9, 1], [1, 1, 1, 1], 0, 3, 2, 0),
+        (0, number, cache.data_ptr(), [64, 64, 9, 9], [n * dtype.itemsize for n in (576, 64, 70 * 576)]),
+        ([64, 32, 9, 1], [1, 1, 1, 1], 0, swizzle, 2, 0),
     )
     assert b"".join(word.to_bytes(8, "little") for word in words) == bytes(range(128))
     tensor_map.swizzled.cache_clear()
