@@ -159,7 +159,7 @@ def decode(
     precision     'full', or 'fp8': scores of float8 queries and rows may be summed by tensor cores that multiply fp8,
                   which keep 13 bits below the largest term of a sum. It is for speed, and does nothing where no kernel
                   gains by it; `explain` says whether one does. Random values' scores are then off by up to 2^-10 of
-                  the largest sum of a row's first products, values of one sign by up to 7 % of it at worst
+                  the largest sum of a row's first products, and no score by more than 7.3 % of it
 
     -> out [..., heads, head_dim_v] in q's dtype (bfloat16 for fp8), lse [..., heads] fp32 natural log.
 
