@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,27 +73,21 @@ def reports(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 
 @pytest.fixture
-def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+def plant(altered_kernels: Callable[..., None]) -> Callable[..., None]:
     """plant(op, line, old, new): from now on `old` is `new` in the lines of the operator's machine code that match.
 
     Without a fault the kernels are as they were built.
     """
-    usual = KernelEntry.read_text
 
     def put(op: str = "", line: str = "", old: str = "", new: str = "") -> None:
-        def read(self: KernelEntry) -> str:
-            text = usual(self)
-            if not op or not self.id.startswith(op):
+        def change(entry: KernelEntry, text: str) -> str:
+            if not op or not entry.id.startswith(op):
                 return text
             return "\n".join(each.replace(old, new) if re.search(line, each) else each for each in text.split("\n"))
 
-        monkeypatch.setattr(KernelEntry, "read_text", read)
-        monkeypatch.setattr(launcher, "_prepared", {})
-        monkeypatch.setattr(launcher, "_drivers", {})
-        dispatch.clear_caches()
+        altered_kernels(change)
 
-    yield put
-    dispatch.clear_caches()
+    return put
 
 
 @pytest.fixture
