@@ -95,6 +95,14 @@ def problem() -> Calling:
     return decode_sample((130, 40), heads=16, q_len=2, num_splits=1).make(CPU)
 
 
+def assert_replays(folder: Path, plant: Callable[..., None]) -> None:
+    """The only call that was saved is wrong again with the fault that is planted, and right without it."""
+    (file,) = folder.iterdir()
+    assert main(["replay", str(file)]) == 1
+    plant()
+    assert main(["replay", str(file)]) == 0
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_a_flipped_mask_is_reported_within_n_calls_and_its_file_replays(arch, plant, problem, reports, folder, capsys):
     args, kwargs = problem
@@ -135,10 +143,7 @@ def test_every_operator_is_checked_and_replays(op, plant, reports, folder):
         getattr(torch.ops.mla_suite, op)(*args, **kwargs)
     (report,) = reports()
     assert report.startswith(f"{op} ran as native ")
-    (file,) = folder.iterdir()
-    assert main(["replay", str(file)]) == 1
-    plant()
-    assert main(["replay", str(file)]) == 0
+    assert_replays(folder, plant)
 
 
 def test_every_overload_and_compiled_code_are_checked(plant, problem):
@@ -176,10 +181,7 @@ def test_a_drop_in_function_is_checked_warm_and_replays_its_strides(plant, repor
             plant("decode", *MASK)
             call()
     assert [report for report in reports() if report.startswith("decode ran as native")]
-    (file,) = folder.iterdir()
-    assert main(["replay", str(file)]) == 1
-    plant()
-    assert main(["replay", str(file)]) == 0
+    assert_replays(folder, plant)
 
 
 def test_max_logits_is_checked_and_replays(plant, folder):
@@ -189,10 +191,7 @@ def test_max_logits_is_checked_and_replays(plant, folder):
     wrong = pytest.raises(WrongResult, match=r"sparse_decode.max_logits ran as native")
     with mla_suite.emulate("gfx942"), mla_suite.check(on_difference="raise"), wrong:
         torch.ops.mla_suite.sparse_decode.max_logits(*args, **kwargs)
-    (file,) = folder.iterdir()
-    assert main(["replay", str(file)]) == 1
-    plant()
-    assert main(["replay", str(file)]) == 0
+    assert_replays(folder, plant)
 
 
 SAMPLES = {
