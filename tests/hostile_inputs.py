@@ -55,6 +55,13 @@ def raw(cache):
     return torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
 
 
+def filled(kind, pages, page, byte=0xAA, padded=True):
+    """A cache that is full of one byte, the room between its blocks included."""
+    cache = caches.empty(kind, pages, page, padded=padded)
+    raw(cache).fill_(byte)
+    return cache
+
+
 def hostile(args, window_left=-1):
     """The same decode with every token that is not read turned to NaN and every unused table entry to an absurd id."""
     q_lens = args[0].shape[1] if args[6] is None else args[6].diff()

@@ -1,12 +1,9 @@
 """benchmarks/bench_vllm.py server makes its table of rounds and reads servers' logs; tests/servers runs all of it."""
 
-from pathlib import Path
-
 import pytest
 import vllm_server
 from vllm_server import Load
 
-ROOT = Path(__file__).parents[2]
 LINE = "decode DecodeProblem(batch=32, heads=128) on {} -> {}: kvsource_tma\n"
 
 

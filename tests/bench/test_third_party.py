@@ -1,4 +1,4 @@
-"""Calls of other packages, against stand-ins that take the documented arguments and answer with our reference."""
+"""Calls of other packages: our drop-in functions stand for FlashMLA and AITER, a class of this file for FlashInfer."""
 
 from __future__ import annotations
 
@@ -14,39 +14,9 @@ import mla_suite
 from mla_suite.bench import inputs, sets, third_party
 from mla_suite.bench.inputs import Call
 from mla_suite.bench.sets import Case
+from mla_suite.integrations import aiter, flash_mla
 
 CPU = torch.device("cpu")
-SCALE = 576**-0.5
-
-
-def flash_mla() -> ModuleType:
-    module = ModuleType("flash_mla")
-
-    def get_mla_metadata(cache_seqlens: torch.Tensor, rows: int, heads_k: int) -> tuple[object, None]:
-        return SimpleNamespace(rows=rows), None
-
-    def flash_mla_with_kvcache(
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        block_table: torch.Tensor,
-        cache_seqlens: torch.Tensor,
-        head_dim_v: int,
-        tile_scheduler_metadata: Any,
-        num_splits: None = None,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert k_cache.dim() == 4
-        assert k_cache.shape[1:3] == (64, 1)
-        assert tile_scheduler_metadata.rows == q.shape[1] * q.shape[2]
-        assert softmax_scale is not None
-        out, lse = mla_suite.decode(
-            q, k_cache.squeeze(2), cache_seqlens, block_table, softmax_scale=softmax_scale, causal=causal
-        )
-        return out, lse.transpose(1, 2)
-
-    module.__dict__.update(get_mla_metadata=get_mla_metadata, flash_mla_with_kvcache=flash_mla_with_kvcache)
-    return module
 
 
 class Wrapper:
@@ -73,35 +43,11 @@ class Wrapper:
         return out, lse / math.log(2)
 
 
-def aiter_mla() -> ModuleType:
-    module = ModuleType("aiter.mla")
-
-    def mla_decode_fwd(q: Any, kv_buffer: Any, o: Any, qo_indptr: Any, kv_indptr: Any, kv_indices: Any, last: Any,
-                       max_seqlen_q: int, sm_scale: float, q_scale: Any = None,
-                       kv_scale: Any = None) -> None:  # fmt: skip
-        assert kv_buffer.shape[1:3] == (1, 1)
-        kv_format = "fp8" if kv_buffer.element_size() == 1 else "bf16"
-        out, _ = mla_suite.decode(
-            q, kv_buffer.squeeze(2), kv_indptr.diff(), kv_indptr=kv_indptr, kv_indices=kv_indices,
-            cu_seqlens_q=qo_indptr, max_seqlen_q=max_seqlen_q, softmax_scale=sm_scale, kv_format=kv_format,
-            q_descale=q_scale, kv_descale=kv_scale,
-        )  # fmt: skip
-        o.copy_(out)
-
-    module.__dict__.update(mla_decode_fwd=mla_decode_fwd)
-    return module
-
-
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     flashinfer = ModuleType("flashinfer")
     flashinfer.__dict__["mla"] = SimpleNamespace(BatchMLAPagedAttentionWrapper=Wrapper)
-    for name, module in {
-        "flash_mla": flash_mla(),
-        "flashinfer": flashinfer,
-        "aiter": ModuleType("aiter"),
-        "aiter.mla": aiter_mla(),
-    }.items():
+    for name, module in (("flash_mla", flash_mla), ("flashinfer", flashinfer), ("aiter", aiter), ("aiter.mla", aiter)):
         monkeypatch.setitem(sys.modules, name, module)
 
 

@@ -6,9 +6,8 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from observers import Functions, Marked
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_suite
 from mla_suite.core import dispatch, eager, register
@@ -53,35 +52,6 @@ def short(monkeypatch, partials):
     monkeypatch.setattr(eager, "_through_dispatcher", dispatched)
     monkeypatch.setattr(eager, "call", noted)
     return taken
-
-
-class Ops(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
-
-
-class Functions(TorchFunctionMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
-
-
-class Marked(torch.Tensor):
-    seen: list = []  # noqa: RUF012  # of the class: a subclass's results come back as itself
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        cls.seen.append(func)
-        return super().__torch_function__(func, types, args, kwargs or {})
 
 
 def test_a_known_call_without_listeners_takes_the_short_way(short, partials):

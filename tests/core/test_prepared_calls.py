@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from observers import Marked
 
 import mla_suite
 from mla_suite.archs import decode_table
@@ -11,10 +12,6 @@ from mla_suite.core.prepared import KnownCalls, PreparedCall
 PREPARED = PreparedCall(tuple, lambda *given: None, ())
 A, B, C = torch.zeros(4, 6), torch.zeros(4, 6), torch.zeros(8)
 ROOM = torch.zeros(64)
-
-
-class Marked(torch.Tensor):
-    pass
 
 
 @pytest.fixture

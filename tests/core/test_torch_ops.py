@@ -5,11 +5,10 @@ from functools import partial
 
 import pytest
 import torch
+from observers import Functions, Marked, Operators
 from torch._inductor.utils import run_and_get_code
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_suite
 from mla_suite.archs import decode_table
@@ -135,20 +134,6 @@ def test_a_list_that_the_caller_changes_is_looked_at_again():
         OPS.sparse_decode.default(*args, kv_formats=formats, **kwargs)
 
 
-class Ops(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
-class Functions(TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
-class Marked(torch.Tensor):
-    pass
-
-
 def in_mode(mode, call, given):
     with mode():
         call(*given)
@@ -166,7 +151,7 @@ def recorded(mode, call, given):
 
 
 OBSERVERS = {
-    "dispatch mode": partial(in_mode, Ops),
+    "dispatch mode": partial(in_mode, Operators),
     "function mode": partial(in_mode, Functions),
     "profiler": partial(in_mode, torch.profiler.profile),
     "debug mode": partial(in_mode, mla_suite.debug),

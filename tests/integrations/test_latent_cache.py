@@ -67,15 +67,6 @@ def prompt():
     return torch.randint(3, VOCAB, (2, 9))
 
 
-def both(call):
-    """Returns the results of a call for a model and for the same model, patched."""
-    model = make_model("v3")
-    with torch.no_grad():
-        expected = call(model)
-        with patch(model):
-            return expected, call(model)
-
-
 def logits_close(got, expected):
     assert (got - expected).abs().max() <= 1e-4 * expected.abs().max()
 

@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from observers import Operators
 
 from mla_suite.integrations import vllm_rocm
 from mla_suite.kv_formats import cache as caches
@@ -82,28 +82,17 @@ def test_results_are_the_definitions(arguments, form, swa_only):
     assert not arguments["output"][3].any(), "a token without keys"
 
 
-class Called(TorchDispatchMode):
-    """Names of the operators that run under it."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("heads", [HEADS, 64], ids=["own heads", "padded heads"])
 def test_results_are_written_into_the_models_buffer(arguments, heads):
     """vLLM passes the decode tokens of a buffer for all tokens, whose heads may be more than the rank's."""
     vllm_rocm.rocm_sparse_attn_decode(**arguments)
     expected = arguments["output"]
     buffer = torch.full((TOKENS + 3, heads, 512), 7.0).bfloat16()
-    with Called() as called:
+    with Operators() as called:
         vllm_rocm.rocm_sparse_attn_decode(**(arguments | dict(output=buffer[:TOKENS, :HEADS])))
-    assert "mla_suite.sparse_decode.out" in called.names
-    assert not any("copy_" in name for name in called.names), "no result is written twice"
+    names = list(map(str, called.seen))
+    assert "mla_suite.sparse_decode.out" in names
+    assert not any("copy_" in name for name in names), "no result is written twice"
     assert torch.equal(buffer[:TOKENS, :HEADS], expected)
     assert (buffer[TOKENS:] == 7).all()
     assert (buffer[:, HEADS:] == 7).all()

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from planted import plant
 
 from mla_suite.archs import CSRC
@@ -55,3 +57,20 @@ def check(program: Path, problem: str) -> None:
     """Asserts that a program finds its kernel's results right."""
     done = ran(program, problem)
     assert done.returncode == 0, f"{problem}: {done.stdout}{done.stderr}"
+
+
+def merged(
+    program: Path, blocks: int, params: bytes, arrays: Sequence[torch.Tensor], seed: int
+) -> subprocess.CompletedProcess[str]:
+    """The end of a program of cuda_on_host/combine, which writes the last two arrays."""
+    words = [array.contiguous().view(-1).view(torch.int32).numpy() for array in arrays]
+    sizes = np.array([blocks, len(params) // 4, *(array.size for array in words)], np.int32)
+    problem, results = program.parent / "problem", program.parent / "results"
+    problem.write_bytes(b"".join([sizes.tobytes(), params, *(array.tobytes() for array in words)]))
+    command = [str(program), str(problem), str(results), str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if done.returncode == 0:
+        found = torch.from_numpy(np.fromfile(results, np.float32)).split([array.numel() for array in arrays[-2:]])
+        for array, values in zip(arrays[-2:], found, strict=True):
+            array.copy_(values.view(array.shape))
+    return done

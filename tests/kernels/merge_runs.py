@@ -77,6 +77,24 @@ def sinks(combine, device):
     assert not bool(merged.any())
 
 
+def plus_infinity_beside_zeros_is_a_part_without_keys(combine, device, splits=6):
+    out, lse = partials(splits, 5, device=device)
+    out[1::2, :4], lse[1::2, :4] = 0.0, INF
+    out[:, 1], lse[:, 1] = -0.0, INF
+    out[-1, 2, 511] = 1e-30  # the last part of the row is marked, and not all zeros
+    out[-1, 3] = NAN
+    for sink in (None, torch.full((5,), 0.5, device=device)):
+        merged, total = combine(out, lse, None, sink, num_splits=splits, out_dtype=torch.float32)
+        assert merged[0, 2:4].isnan().all()
+        assert total[0, 1:4].tolist() == [-INF, INF, INF]
+        rest = [0, 1, 4]
+        unmarked = torch.where(lse == INF, -INF, lse)
+        sinks_of_rest = None if sink is None else sink[rest]
+        assert_close(
+            merged[:, rest], total[:, rest], exact(out[:, rest], unmarked[:, rest], [0, splits], sinks_of_rest)
+        )
+
+
 def partials_beyond_two_to_the_31_elements(combine, device):
     """By strides: of 8.6 GB of address space six pages are touched."""
     far = 2**30 + 512

@@ -9,6 +9,7 @@ import pytest
 import torch
 from backend_calls import BackendCalls
 from built import require_built
+from hostile_inputs import filled, raw
 
 import mla_suite
 from mla_suite import archs, emulator
@@ -39,17 +40,6 @@ def arch(request):
         yield record
 
 
-def raw(cache):
-    """All bytes of the storage, room between blocks included."""
-    return torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
-
-
-def filled(kind, pages, page, padded=True):
-    cache = caches.empty(kind, pages, page, padded=padded)
-    raw(cache).fill_(0xAA)
-    return cache
-
-
 def both(empty, kv_c, k_pe, slots, *rest, name="bf16", descale=None, config=None, part=slice(None), **kwargs):
     """Two caches of `empty()`, or their pages `part`, written by the native kernel and by the reference.
 
@@ -76,7 +66,7 @@ def assert_same_bytes(name, pages, page, *args, padded=True, **kwargs):
     """In caches that were full of 0xaa, the room between their blocks included."""
     kind = get_kv_format(name)
     kwargs = {"descale": descale_of(kind), **kwargs}
-    mine, theirs = both(lambda: filled(kind, pages, page, padded), *args, name=name, **kwargs)
+    mine, theirs = both(lambda: filled(kind, pages, page, padded=padded), *args, name=name, **kwargs)
     assert torch.equal(raw(mine), raw(theirs))
 
 

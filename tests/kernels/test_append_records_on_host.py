@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from hostile_inputs import raw
 from kernels_on_host import compiled, with_a_fault
 from planted import each_of
 
@@ -49,7 +50,7 @@ def arguments(name, seed, angles, interleaved):
     kind, rows = get_kv_format(name), rows_of(seed)
     latent = 448 if angles != "none" or kind.rope else 512
     cache = caches.empty(kind, PAGES, PAGE)
-    torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage()).fill_(0xAA)
+    raw(cache).fill_(0xAA)
     slots = torch.randperm(PAGES * PAGE, generator=torch.Generator().manual_seed(seed))[:TOKENS].int()
     cos_sin = positions = None
     if ANGLES[angles] is not None:
@@ -81,10 +82,6 @@ def by_kernel(program, folder, args):
     assert done.returncode == 0, done.stdout + done.stderr
     written = torch.tensor(list((folder / "cache").read_bytes()), dtype=torch.uint8)
     return written.as_strided(args.kv_cache.shape, args.kv_cache.stride())
-
-
-def raw(cache):
-    return torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
 
 
 def with_positive_nan(kind, cache):

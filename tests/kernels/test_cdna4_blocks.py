@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import struct
+from functools import partial
 
+import own_kernels
 import pytest
 import torch
 from own_kernels import assembly
-
-from mla_suite.emulator import Emulator, Memory
 
 LANES = torch.arange(64)
 COLUMN, GROUP = LANES % 16, LANES // 16
 E4M3 = torch.float8_e4m3fn
 
+launch = partial(own_kernels.launch, "gfx950")
+
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     return assembly("cdna4_blocks", "gfx950", tmp_path_factory.mktemp("blocks"))
-
-
-def launch(text, kernel, threads, arrays, *scalars):
-    """arrays: (tensor, access) in the order of the struct's pointers; findings fail the test."""
-    machine = Emulator("gfx950")
-    params = struct.pack(f"<{len(arrays)}Q{len(scalars)}i", *(tensor.data_ptr() for tensor, _ in arrays), *scalars)
-    params += b"\0" * (-len(params) % 8)
-    memories = [Memory.of(f"array {i}", tensor, access) for i, (tensor, access) in enumerate(arrays)]
-    report = machine.launch(machine.load_text(text, kernel), (1, 1, 1), threads, 0, params, memories)
-    assert not report.findings, "\n".join(map(str, report.findings))
-    return report
 
 
 @pytest.mark.parametrize(

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import struct
+from functools import partial
 
+import own_kernels
 import pytest
 import torch
 from own_kernels import assembly
 
-from mla_suite.emulator import Emulator, Memory
-
 LANES = torch.arange(64)
 COLUMN, GROUP = LANES % 16, LANES // 16
+
+launch = partial(own_kernels.launch, "gfx942")
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     return assembly("cdna_blocks", "gfx942", tmp_path_factory.mktemp("blocks"))
-
-
-def launch(text, kernel, threads, arrays, *scalars):
-    """arrays: (tensor, access) in the order of the struct's pointers; findings fail the test."""
-    machine = Emulator("gfx942")
-    pointers = [tensor.data_ptr() for tensor, _ in arrays]
-    params = struct.pack(f"<{len(pointers)}Q{len(scalars)}i", *pointers, *scalars)
-    params += b"\0" * (-len(params) % 8)
-    memories = [Memory.of(f"array {i}", tensor, access) for i, (tensor, access) in enumerate(arrays)]
-    report = machine.launch(machine.load_text(text, kernel), (1, 1, 1), threads, 0, params, memories)
-    assert not report.findings, "\n".join(map(str, report.findings))
-    return report
 
 
 def run_block(text, kernel, first, second, out, out2=None):

@@ -132,18 +132,8 @@ def test_plus_infinity_beside_zeros_is_a_part_without_keys(arch, waves_share_a_r
     point = a_row_by_eight_waves(arch) if waves_share_a_row else four_rows(arch)
     monkeypatch.setattr(config, "choose", lambda *facts: (point, "by the test"))
     dispatch.clear_caches()
-    out, lse = partials(splits, 5)
-    out[1::2, :4], lse[1::2, :4] = 0.0, INF
-    out[:, 1], lse[:, 1] = -0.0, INF
-    out[-1, 2, 511] = 1e-30  # the last part of the row is marked, and not all zeros
-    out[-1, 3] = NAN
-    merged, total = combine(out, lse, num_splits=splits, out_dtype=torch.float32)
+    merge_runs.plus_infinity_beside_zeros_is_a_part_without_keys(combine, CPU, splits)
     dispatch.clear_caches()
-    assert merged[0, 2:4].isnan().all()
-    assert torch.equal(total[0, 1:4], torch.tensor([-INF, INF, INF]))
-    rest = [0, 1, 4]
-    unmarked = torch.where(lse == INF, -INF, lse)
-    assert_close(merged[:, rest], total[:, rest], exact(out[:, rest], unmarked[:, rest], [0, splits]))
 
 
 @pytest.mark.parametrize("out_dtype", DTYPES)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from backend_calls import BackendCalls
 from decode_grid import assert_within_bound
+from observers import Operators
 from sparse_problems import CONFIGS, MODES, POOLS, attend, exact, in_mode, problem, require_kernels
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_suite
 from mla_suite import archs, emulator
@@ -30,18 +30,6 @@ def arch(request):
         yield record
 
 
-class Recorded(TorchDispatchMode):
-    """Names of the aten operators called."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 VIEWS = {"view", "_unsafe_view", "select", "slice", "as_strided", "alias", "detach", "reshape", "unsqueeze"}
 
 
@@ -53,9 +41,10 @@ def test_the_host_reads_and_allocates_nothing(arch, mode):
     out, lse = attend(args, kwargs)
     environment = dict(os.environ)
     answer = NATIVE.supports(SPARSE_DECODE.problem(*args, **kwargs), arch)
-    with Recorded() as recorded:
+    with Operators() as ran:
         NATIVE.run(answer.config, (out, lse), *args, **kwargs)
-    assert set(recorded.names) <= VIEWS, recorded.names
+    names = {func.overloadpacket.__name__ for func in ran.seen}
+    assert names <= VIEWS, names
     added = set(os.environ) - set(environment)
     assert all(name.startswith("TORCHINDUCTOR") for name in added), "torch sets its own when a dispatch mode is entered"
     assert all(os.environ[name] == value for name, value in environment.items())

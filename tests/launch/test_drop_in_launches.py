@@ -12,8 +12,8 @@ from functools import partial
 
 import pytest
 import torch
+from observers import Operators
 from stub_drivers import FakeTorch, Stub, route
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_suite
 from mla_suite import archs
@@ -148,7 +148,7 @@ def test_prefill_takes_max_logits_from_the_kernel(launched, monkeypatch, way, wi
     if way == "compiled":
         call = torch.compile(flash_mla_sparse_fwd, fullgraph=True, backend=keep)
     monkeypatch.setattr(max_logits_by_torch, "largest_scores", None)
-    with Operations() if way == "observed" else nullcontext():
+    with Operators() if way == "observed" else nullcontext():
         for _ in range(2):
             out, max_logits, lse = call(q, kv, indices, 0.1)
     if way == "compiled":
@@ -162,16 +162,8 @@ def test_prefill_takes_max_logits_from_the_kernel(launched, monkeypatch, way, wi
     assert bool((max_logits == float("-inf")).all()), "a kernel raises what is there"
 
 
-class Operations(TorchDispatchMode):
-    """Collects the names of the operations that torch runs."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
+def names_of(ran):
+    return [func._schema.name for func in ran.seen]
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -179,9 +171,9 @@ def test_no_operation_of_torch_beside(launched, call):
     """A call that something watches goes through the dispatcher: all it asks of torch is memory and views."""
     face, _ = CALLS[call]()
     face()
-    with Operations() as seen:
+    with Operators() as ran:
         face()
-    others = [name for name in seen.names if not name.startswith(MEMORY_ALONE)]
+    others = [name for name in names_of(ran) if not name.startswith(MEMORY_ALONE)]
     assert len(others) == 1, others
     assert others[0] in ("mla_suite::decode", "mla_suite::sparse_decode")
 
@@ -200,9 +192,9 @@ def test_aiter_adds_what_makes_lengths_of_its_page_counts(launched, page, length
     )
     call()
     launched.clear()
-    with Operations() as seen:
+    with Operators() as ran:
         call()
-    kernels = [name for name in seen.names if not name.startswith((*MEMORY_ALONE, "aten::to"))]
+    kernels = [name for name in names_of(ran) if not name.startswith((*MEMORY_ALONE, "aten::to"))]
     assert kernels == [*lengths, "mla_suite::decode"]
     assert [name.split("_")[0] for name, _ in launched] == ["decode", "combine"]
 

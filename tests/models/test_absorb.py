@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from observers import Operators
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_suite.models import absorb
 from mla_suite.models.absorb import absorbed, head_values
@@ -38,16 +38,9 @@ def called_on_gpu(compute, *given):
     """The operators that a computation calls for tensors like these on an NVIDIA GPU; nothing is computed."""
     with FakeTensorMode():
         fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") for t in given]
-        seen = []
-
-        class Recorder(TorchDispatchMode):
-            def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-                seen.append(op)
-                return op(*args, **(kwargs or {}))
-
-        with Recorder():
+        with Operators() as ran:
             made = compute(*fakes)
-    return made, seen
+    return made, ran.seen
 
 
 def test_a_gpus_products_have_no_pass_beside_them():

@@ -7,7 +7,7 @@ import struct
 
 import pytest
 import torch
-from hostile_inputs import raw
+from hostile_inputs import filled, raw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,12 +23,6 @@ from mla_suite.ops.append_kv.samples import sample
 
 NAMES = tuple(KV_FORMATS)
 few = settings(max_examples=40, deadline=None, derandomize=True)
-
-
-def filled(one, pages, page, byte=0xAA, padded=True):
-    cache = caches.empty(one, pages, page, padded=padded)
-    raw(cache).fill_(byte)
-    return cache
 
 
 def new_tokens(one, tokens, seed=0, dtype=torch.bfloat16):

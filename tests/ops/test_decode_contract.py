@@ -130,7 +130,6 @@ def ints(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-TWO_PAGES = ints(0, 1, 1, 0).view(2, 2)
 FP8_CACHE = {CACHE: torch.zeros(9, 16, 24).to(torch.float8_e4m3fn), "kv_format": "fp8"}
 BAD = [
     ({Q: torch.zeros(2, 4, 24).bfloat16()}, r"q has shape \(2, 4, 24\); it takes 4 dimensions: \[batch, q_len"),

@@ -63,6 +63,11 @@ def test_v_is_the_front_of_the_row(head_dim_v):
     assert out.shape == (2, 4, head_dim_v)
 
 
+def test_what_is_left_out_is_absent():
+    args, kwargs = problem(POOLS["v32"], 2, 4)
+    assert all(map(torch.equal, mla_suite.sparse_decode(*args[:3], **kwargs), REFERENCE.attend(args, kwargs)))
+
+
 @pytest.mark.parametrize("sink", [*sparse_runs.SINKS, -60.0])
 @pytest.mark.parametrize("splits", [1, 2])
 def test_sinks(sink, splits):

@@ -2,14 +2,11 @@
 
 import datetime
 import re
-from pathlib import Path
 
 import pytest
 import rocm_matrix
 
 from mla_suite.build.instances import instances
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

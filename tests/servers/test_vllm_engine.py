@@ -216,22 +216,7 @@ def test_query_lengths_of_a_step(starts, tokens, bound, expected):
 def test_what_vllms_selector_is_told():
     """The reasons that vLLM's own check finds against the backend, with everything on that it supports, and without."""
     backend = integration.MLASuiteBackend
-    good = dict(
-        head_size=576,
-        dtype=torch.bfloat16,
-        kv_cache_dtype="fp8",
-        block_size=16,
-        use_mla=True,
-        has_sink=False,
-        use_sparse=False,
-        use_mm_prefix=False,
-        use_per_head_quant_scales=False,
-        device_capability=None,
-        attn_type="decoder",
-        use_batch_invariant=True,
-        use_adaptive_verification=True,
-        use_dcp=True,
-    )
+    good = vllm_engine.ASKED | dict(kv_cache_dtype="fp8", block_size=16, use_sparse=False)
     assert backend.validate_configuration(**good) == []
     for change, reason in (
         (dict(use_pcp=True), "PCP not supported"),

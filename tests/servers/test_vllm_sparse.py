@@ -14,6 +14,8 @@ import torch
 
 pytest.importorskip("vllm", reason="this needs vLLM for CPUs: tox -e vllm")
 
+import tiny_deepseek
+import vllm_engine
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
@@ -30,7 +32,7 @@ from mla_suite.kv_formats import get_kv_format
 
 HEADS, TOPK, PAGE, SCALE = 4, 16, 4, 96**-0.5
 LAYER = "model.layers.0.self_attn.attn"
-CONFIG = {
+CONFIG = tiny_deepseek.SHAPE | {
     "architectures": ["DeepseekV32ForCausalLM"],
     "model_type": "deepseek_v32",
     "vocab_size": 64,
@@ -38,25 +40,11 @@ CONFIG = {
     "intermediate_size": 64,
     "moe_intermediate_size": 32,
     "num_hidden_layers": 1,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": HEADS,
     "q_lora_rank": 32,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 32,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
     "index_topk": TOPK,
     "index_n_heads": 4,
     "index_head_dim": 128,
     "max_position_embeddings": 128,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
 }
 
 
@@ -226,22 +214,7 @@ def test_what_vllms_selector_is_told():
     plugins.vllm()  # a process may load its plugins twice
     backend = AttentionBackendEnum["MLA_SUITE_SPARSE"].get_class()
     assert backend is integration.MLASuiteSparseBackend
-    good = dict(
-        head_size=576,
-        dtype=torch.bfloat16,
-        kv_cache_dtype="fp8_ds_mla",
-        block_size=64,
-        use_mla=True,
-        has_sink=False,
-        use_sparse=True,
-        use_mm_prefix=False,
-        use_per_head_quant_scales=False,
-        device_capability=None,
-        attn_type="decoder",
-        use_batch_invariant=True,
-        use_adaptive_verification=True,
-        use_dcp=True,
-    )
+    good = vllm_engine.ASKED | dict(kv_cache_dtype="fp8_ds_mla", block_size=64, use_sparse=True)
     assert backend.validate_configuration(**good) == []
     for change, reason in (
         (dict(use_pcp=True), "PCP not supported"),

@@ -20,6 +20,21 @@ OURS = "mla_suite.integrations.vllm.MLASuiteBackend"
 COMPILATION = {"custom_ops": ["all", "-rotary_embedding"]}
 """vLLM's rotary kernel for CPUs is wrong on the strided views that MLA gives it."""
 
+# What vLLM's selector asks of a backend, beside its kind of cache and of attention: all that ours support.
+ASKED = dict(
+    head_size=576,
+    dtype=torch.bfloat16,
+    use_mla=True,
+    has_sink=False,
+    use_mm_prefix=False,
+    use_per_head_quant_scales=False,
+    device_capability=None,
+    attn_type="decoder",
+    use_batch_invariant=True,
+    use_adaptive_verification=True,
+    use_dcp=True,
+)
+
 
 @contextlib.contextmanager
 def engine(folder: Path, *, ours: bool, chunks: int = 0, **settings: Any):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from backend import CPU
-from hostile_inputs import in_turn, raw
+from hostile_inputs import filled, in_turn, raw
 
 import mla_suite
 from mla_suite.kv_formats import KV_FORMATS, get_kv_format
@@ -22,8 +22,7 @@ def both(name: str, kv_c: torch.Tensor, k_pe: torch.Tensor, slots: torch.Tensor,
     sized = kind.sized(kv_c.shape[1], k_pe.shape[1]) if kind.dense else kind
     left = []
     for write in (mla_suite.append_kv, lambda *args, **options: append.run(None, (), AppendKvArgs(*args, **options))):
-        cache = caches.empty(sized, 3, 5)
-        raw(cache).fill_(0xAA)
+        cache = filled(sized, 3, 5)
         write(kv_c, k_pe, cache, slots, *rest, kv_format=name, **kwargs)
         left.append(cache)
     return left
