@@ -2,7 +2,7 @@
 //
 // A lane takes a unit of 16 values: all that share a scale are in one pass of the warp, since the first 512 values of a
 // row are one, and no row of records is longer but by a rope field. What is left of the eight rows behind their whole
-// passes shares passes of its own. Units come through shared memory, so that all of a warp's are under way at once.
+// passes shares passes of its own. Units come through shared memory, so that the next are under way while one is decoded.
 #pragma once
 
 #include "common/division.hpp"
@@ -16,8 +16,11 @@ struct ConvertKv {
   using Params = mla::ConvertKvParams;
   static constexpr int waves = 4;
   static constexpr int threads = 32 * waves;
-  static constexpr int min_waves = 6;
   static constexpr int tokens = 8;  // of a warp
+  static constexpr uint32_t unit_bytes = From::WORDS * 4;  // of the latent field
+  // Turns of a warp under way; with few of them more warps fit, whose instructions hide each other (V3 of PERF.md).
+  static constexpr int depth = unit_bytes < 16 ? 8 : unit_bytes > 32 ? 4 : 2;
+  static constexpr int min_waves = depth == 2 ? 8 : 6;
 
   MLA_DEVICE static void run(const Params& p) {
     Wave::wait_for_producer();
@@ -55,11 +58,9 @@ struct ConvertKv {
   struct Column {
     int at, stride, scale_stride;
   };
-  // A unit of the latent field, and of the second half of one of bf16 beside smaller ones; a turn of 32 of them, and the
-  // scales of their token; turns under way.
-  static constexpr uint32_t unit_bytes = From::WORDS * 4, half_at = 32 * unit_bytes;
-  static constexpr uint32_t scales_at = half_at + (From::MIXED ? 512 : 0), ring_bytes = scales_at + 32;
-  static constexpr int depth = unit_bytes > 32 ? 4 : 8;
+  // A turn in shared memory: the units of 32 lanes, second halves of bf16 units beside smaller ones, a token's scales.
+  static constexpr uint32_t half_at = 32 * unit_bytes, scales_at = half_at + (From::MIXED ? 512 : 0);
+  static constexpr uint32_t ring_bytes = scales_at + 32;
 
   // Each lane knows one of the tokens, lane % tokens: the bytes before its pages, or -1 where nothing is copied, and its
   // places there.
