@@ -4,6 +4,7 @@ import gc
 import os
 import platform
 import zlib
+from collections.abc import Callable, Iterator
 from importlib import metadata
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 
 from mla_suite import archs
 from mla_suite.archs import ArchSpec
-from mla_suite.build import BuildError, compilers, manifest
+from mla_suite.build import BuildError, KernelEntry, compilers, manifest
+from mla_suite.core import dispatch
 from mla_suite.launch import launcher
 
 # These tests need a process whose HIP runtime is AMD's own; `tox -e hip` starts it and sets the variable.
@@ -66,6 +68,21 @@ def _no_kernels_to_emulate(archs_left_out: frozenset[str], monkeypatch: pytest.M
         return record
 
     monkeypatch.setattr(launcher, "_emulable", built)
+
+
+@pytest.fixture
+def altered_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[KernelEntry, str], str]], None]]:
+    """altered_kernels(change): from now on the emulator runs change(entry, text) in the place of a kernel's text."""
+    usual = KernelEntry.read_text
+
+    def alter(change: Callable[[KernelEntry, str], str]) -> None:
+        monkeypatch.setattr(KernelEntry, "read_text", lambda entry: change(entry, usual(entry)))
+        monkeypatch.setattr(launcher, "_prepared", {})
+        monkeypatch.setattr(launcher, "_drivers", {})
+        dispatch.clear_caches()
+
+    yield alter
+    dispatch.clear_caches()
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import torch
 
 import mla_suite
 from mla_suite.__main__ import main
-from mla_suite.build import KernelEntry, manifest
+from mla_suite.build import manifest
 from mla_suite.cli import COMMANDS, demo_emulated, demo_layers, demo_model
 from mla_suite.core import dispatch
 from mla_suite.launch import launcher
@@ -297,38 +297,20 @@ def test_emulate_fails_on_a_wrong_number(
     instruction: tuple[str, str],
     sentence: str,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    altered_kernels: Any,
 ) -> None:
-    whole = KernelEntry.read_text
-    monkeypatch.setattr(KernelEntry, "read_text", lambda entry: whole(entry).replace(*instruction))
-    monkeypatch.setattr(launcher, "_drivers", {})
-    monkeypatch.setattr(launcher, "_prepared", {})
-    dispatch.clear_caches()
-    try:
-        assert main(["emulate", op]) == 1
-    finally:
-        dispatch.clear_caches()
+    altered_kernels(lambda entry, text: text.replace(*instruction))
+    assert main(["emulate", op]) == 1
     printed = capsys.readouterr()
     assert "sanitizer: no findings" in printed.out
     assert printed.err.startswith(f"emulate: {sentence}")
 
 
 def test_emulate_prints_findings_with_their_source_lines(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], altered_kernels: Any
 ) -> None:
-    whole = KernelEntry.read_text
-
-    def without_a_barrier(entry: KernelEntry) -> str:
-        return whole(entry).replace("\ts_barrier\n", "\n", 1)
-
-    monkeypatch.setattr(KernelEntry, "read_text", without_a_barrier)
-    monkeypatch.setattr(launcher, "_drivers", {})
-    monkeypatch.setattr(launcher, "_prepared", {})
-    dispatch.clear_caches()  # calls made ready with the whole kernel, and after the test with the other
-    try:
-        assert main(["emulate", "combine"]) == 1
-    finally:
-        dispatch.clear_caches()
+    altered_kernels(lambda entry, text: text.replace("\ts_barrier\n", "\n", 1))
+    assert main(["emulate", "combine"]) == 1
     printed = capsys.readouterr().out
     assert re.search(
         r"lds_race: combine_\S+: `ds_read.*` at \S*csrc/common/combine.hpp:\d+: wave \d+ touched the same", printed

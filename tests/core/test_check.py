@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,32 +73,34 @@ def reports(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 
 @pytest.fixture
-def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+def plant(altered_kernels: Callable[..., None]) -> Callable[..., None]:
     """plant(op, line, old, new): from now on `old` is `new` in the lines of the operator's machine code that match.
 
     Without a fault the kernels are as they were built.
     """
-    usual = KernelEntry.read_text
 
     def put(op: str = "", line: str = "", old: str = "", new: str = "") -> None:
-        def read(self: KernelEntry) -> str:
-            text = usual(self)
-            if not op or not self.id.startswith(op):
+        def change(entry: KernelEntry, text: str) -> str:
+            if not op or not entry.id.startswith(op):
                 return text
             return "\n".join(each.replace(old, new) if re.search(line, each) else each for each in text.split("\n"))
 
-        monkeypatch.setattr(KernelEntry, "read_text", read)
-        monkeypatch.setattr(launcher, "_prepared", {})
-        monkeypatch.setattr(launcher, "_drivers", {})
-        dispatch.clear_caches()
+        altered_kernels(change)
 
-    yield put
-    dispatch.clear_caches()
+    return put
 
 
 @pytest.fixture
 def problem() -> Calling:
     return decode_sample((130, 40), heads=16, q_len=2, num_splits=1).make(CPU)
+
+
+def assert_replays(folder: Path, plant: Callable[..., None]) -> None:
+    """The only call that was saved is wrong again with the fault that is planted, and right without it."""
+    (file,) = folder.iterdir()
+    assert main(["replay", str(file)]) == 1
+    plant()
+    assert main(["replay", str(file)]) == 0
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -141,10 +143,7 @@ def test_every_operator_is_checked_and_replays(op, plant, reports, folder):
         getattr(torch.ops.mla_suite, op)(*args, **kwargs)
     (report,) = reports()
     assert report.startswith(f"{op} ran as native ")
-    (file,) = folder.iterdir()
-    assert main(["replay", str(file)]) == 1
-    plant()
-    assert main(["replay", str(file)]) == 0
+    assert_replays(folder, plant)
 
 
 def test_every_overload_and_compiled_code_are_checked(plant, problem):
@@ -182,10 +181,7 @@ def test_a_drop_in_function_is_checked_warm_and_replays_its_strides(plant, repor
             plant("decode", *MASK)
             call()
     assert [report for report in reports() if report.startswith("decode ran as native")]
-    (file,) = folder.iterdir()
-    assert main(["replay", str(file)]) == 1
-    plant()
-    assert main(["replay", str(file)]) == 0
+    assert_replays(folder, plant)
 
 
 def test_max_logits_is_checked_and_replays(plant, folder):
@@ -195,10 +191,7 @@ def test_max_logits_is_checked_and_replays(plant, folder):
     wrong = pytest.raises(WrongResult, match=r"sparse_decode.max_logits ran as native")
     with mla_suite.emulate("gfx942"), mla_suite.check(on_difference="raise"), wrong:
         torch.ops.mla_suite.sparse_decode.max_logits(*args, **kwargs)
-    (file,) = folder.iterdir()
-    assert main(["replay", str(file)]) == 1
-    plant()
-    assert main(["replay", str(file)]) == 0
+    assert_replays(folder, plant)
 
 
 SAMPLES = {

@@ -148,41 +148,6 @@ def assert_attended(found, expected):
     torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("page", "q_len", "in_two", "fp8", "invariant"),
-    [
-        (64, 1, False, False, False),
-        (16, 3, True, False, False),
-        (1, 2, False, False, True),
-        (16, 3, True, True, True),
-        (16, 1, False, True, False),
-    ],
-)
-def test_a_step_of_vllm(vllm, page, q_len, in_two, fp8, invariant):
-    """Layers of one step share the plan that the first makes; an fp8 cache is handed over as bytes with a scale."""
-    vllm.stand_in_envs.VLLM_BATCH_INVARIANT = invariant
-    lengths, scale = [300, 9, 64], 0.25 if fp8 else 1.0
-    cache, table = paged(lengths, page, torch.float8_e4m3fn if fp8 else torch.bfloat16)
-    builder = builder_of(vllm, drafts=q_len - 1)
-    metadata = builder.build(torch.tensor(lengths, dtype=torch.int32), table, q_len)
-    assert metadata.decode.plan is None, "the first layer makes it, so that a captured step holds it"
-    assert builder.reorder_batch_threshold == (q_len if invariant else 8)
-    impl = impl_of(vllm.MLASuiteBackend, "fp8" if fp8 else "auto")
-    assert impl.supports_quant_query_input is False
-    plans = []
-    for _ in range(2):
-        q = torch.randn(3, q_len, HEADS, WIDTH).bfloat16()
-        flat = q.flatten(0, 1)
-        given = (flat[..., :LATENT], flat[..., LATENT:]) if in_two else flat
-        stored = cache.view(torch.uint8) if fp8 else cache
-        found = impl.forward_mqa(given, stored, metadata, layer_of(scale))
-        plans.append(metadata.decode.plan)
-        assert_attended(found, expected(q, cache.float() * scale, table, lengths, 0.05))
-    assert plans[0] is plans[1]
-    split_size = mla_suite.batch_invariant_split_size(HEADS, q_len)
-    assert Plan.read(plans[0]).header[Word.SPLIT_SIZE] == (split_size if invariant else 0)
-
-
 @pytest.mark.parametrize("q_len", [1, 4])
 def test_queries_that_vllm_quantised(vllm, q_len):
     lengths = [300, 9, 64]
@@ -288,18 +253,6 @@ def test_vllm_decode_context_parallel(vllm, q_lens, interleave):
         want, want_lse = expected(q[None, tokens], cache, table[b : b + 1], lengths[b : b + 1], 0.05)
         torch.testing.assert_close(merged[tokens], want, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(lse.logsumexp(0)[tokens], want_lse, rtol=1e-5, atol=1e-5)
-
-
-def test_vllm_writes_on_a_cpu(vllm):
-    """From 0.33 on vLLM says that a layer's scale is 1, where an fp8 row is stored undivided."""
-    impl, rows = impl_of(vllm.MLASuiteBackend, "fp8"), torch.randn(3, WIDTH)
-    for skip_scale, scale in (((), 0.25), ((False,), 0.25), ((True,), 1.0)):
-        cache = torch.zeros(1, 16, WIDTH, dtype=torch.uint8)
-        given = rows[:, :LATENT], rows[:, None, LATENT:], cache, torch.tensor([2, -1, 5]), "fp8", torch.tensor(0.25)
-        impl.do_kv_cache_update(*given, *skip_scale)
-        stored = cache[0].view(torch.float8_e4m3fn).float()
-        assert torch.equal(stored[[2, 5]], (rows[[0, 2]] / scale).to(torch.float8_e4m3fn).float())
-        assert not stored[[0, 1, 3, 4, *range(6, 16)]].any()
 
 
 @pytest.mark.parametrize(("name", "needs"), [("vllm", "vLLM"), ("sglang", "SGLang")])

@@ -7,15 +7,12 @@ from collections import defaultdict
 import numpy
 import pytest
 import torch
-from stub_drivers import FakeTorch, Stub, route
 
 import mla_suite  # noqa: F401  # registers the operators
-from mla_suite import archs
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
-from mla_suite.launch import has_kernel, tensor_map
-from mla_suite.launch.cuda import CudaDriver
+from mla_suite.launch import tensor_map
 
 OPS = torch.ops.mla_suite
 INT32 = {"dtype": torch.int32}
@@ -112,20 +109,8 @@ def known(word):
 
 
 @pytest.fixture
-def launches(stub_folder, monkeypatch):
+def launches(h200, monkeypatch):
     """A function that makes a call -> its launches with all their parameters, or the sentence that refused it."""
-    if not has_kernel("sm_90", "decode_dtype-bf16_dqk-576_kvsource-tma_clustermode-none"):
-        pytest.skip("decode is not built for sm_90; run `python -m mla_suite build --arch sm_90`")
-    h200, stub, found = archs.get("sm_90"), Stub(stub_folder / "libcuda.so.1"), []
-
-    class Recording(CudaDriver):
-        def bind(self, kernel, *how):
-            start = super().bind(kernel, *how)
-            return lambda params, *given: found.append((kernel.entry.id, how[:3], params)) or start(params, *given)
-
-    stub.reset(0)
-    stub.library.cuCtxSetCurrent(1)
-    route(monkeypatch, lambda: Recording(h200, 0, stub.library, FakeTorch().device()))
     # A map is its address and a number for the rest, so that a map of other contents is another.
     numbers = itertools.count()
     contents = defaultdict(lambda: next(numbers))
@@ -134,17 +119,14 @@ def launches(stub_folder, monkeypatch):
     )
 
     def launched(call):
-        found.clear()
+        h200.clear()
         try:
             call()
         except (ValueError, RuntimeError) as error:
             return str(error)
-        return [(*launch, [*map(known, numpy.frombuffer(params, dtype="<u8"))]) for *launch, params in found]
+        return [(*launch, [*map(known, numpy.frombuffer(params, dtype="<u8"))]) for *launch, params in h200]
 
-    token = dispatch.emulated.set(h200)
-    yield launched
-    dispatch.emulated.reset(token)
-    dispatch.clear_caches()
+    return launched
 
 
 MODES = [torch.inference_mode, torch.no_grad, torch.enable_grad]
