@@ -22,7 +22,7 @@ HEADS = (1, 8, 12, 24, 40, 96, 128)
 def test_against_fp64(heads):
     """Any two of heads, pools and mode meet at least once."""
     assert len(HEADS) == len(MODES)
-    sparse_runs.pools_in_modes(REFERENCE, ALL_POOLS, heads, HEADS.index(heads))
+    sparse_runs.pools_in_modes(REFERENCE, ALL_POOLS, heads, HEADS.index(heads), tokens=2, planned=3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
