@@ -37,6 +37,10 @@ class Problem(NamedTuple):
     tokens: int
     source_format: str
     destination_format: str
+    width: int  # values of a row
+    alignment: int  # largest power of two up to 16 that divides both caches' addresses and block strides, in bytes
+    countable: bool  # 31 bits count the slots of a cache, and the bytes of a page
+    copied: bool  # stored bytes go as they are to other places
 
 
 def convert_kv(
@@ -103,7 +107,22 @@ def check(args: ConvertKvArgs) -> tuple[Output, ...]:
 
 
 def describe(args: ConvertKvArgs) -> Problem:
-    return Problem(args.source_slots.shape[0], args.source_format, args.destination_format)
+    both = args.source, args.destination
+    read, written = get_kv_format(args.source_format), get_kv_format(args.destination_format)
+    return Problem(
+        tokens=args.source_slots.shape[0],
+        source_format=args.source_format,
+        destination_format=args.destination_format,
+        width=row(read, args.source),
+        alignment=min(map(caches.alignment, both)),
+        countable=all(map(_countable, both)),
+        copied=reference.copied(written, read, args.source_descale, args.destination_descale),
+    )
+
+
+def _countable(cache: torch.Tensor) -> bool:
+    pages, page, _ = cache.shape
+    return max(pages * page, cache.stride(0) * cache.element_size()) < 2**31
 
 
 def validate(args: ConvertKvArgs) -> None:

@@ -28,6 +28,13 @@ MLA_DEVICE float reciprocal_approx(float x) {
   return y;
 }
 
+// The same of a normal number whose reciprocal is one.
+MLA_DEVICE float reciprocal_of_normal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // The larger of both lower halves, and of both upper halves, unsigned.
 MLA_DEVICE uint32_t max_u16x2(uint32_t a, uint32_t b) {
   uint32_t larger;

@@ -27,6 +27,15 @@ MLA_DEVICE float largest_magnitude(float a, float b) {
   return larger;
 }
 
+// The larger magnitude of both lower halves, and of both upper halves, as fp16; NaN if one of them is NaN.
+MLA_DEVICE uint32_t largest_magnitudes(uint32_t a, uint32_t b) {
+  uint32_t larger;
+  asm("{\n.reg .b32 a, b;\nabs.f16x2 a, %1;\nabs.f16x2 b, %2;\nmax.NaN.f16x2 %0, a, b;\n}\n"
+      : "=r"(larger)
+      : "r"(a), "r"(b));
+  return larger;
+}
+
 // The smaller of both halves, as numbers without a sign.
 MLA_DEVICE uint32_t min_u16x2(uint32_t a, uint32_t b) {
   uint32_t smaller;

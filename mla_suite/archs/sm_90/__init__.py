@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import ClassVar
 
 from mla_suite.archs.base import CommonKernels
-from mla_suite.archs.sm_90 import append_kv, costs, decode, sparse_decode
+from mla_suite.archs.sm_90 import append_kv, convert_kv, costs, decode, sparse_decode
 from mla_suite.archs.sm_90.tile import BLOCK_M
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.ops.append_kv import Problem as AppendKvProblem
+from mla_suite.ops.convert_kv import Problem as ConvertKvProblem
 from mla_suite.ops.decode import Problem as DecodeProblem
 from mla_suite.ops.plan.scheduler import SchedulerCosts
 from mla_suite.ops.sparse_decode import Problem as SparseDecodeProblem
@@ -36,6 +37,9 @@ class Kernels(CommonKernels):
 
     def append_kv(self, problem: AppendKvProblem) -> Supported | Unsupported:
         return append_kv.supports(problem, self.arch)
+
+    def convert_kv(self, problem: ConvertKvProblem) -> Supported | Unsupported:
+        return convert_kv.supports(problem, self.arch)
 
     def scheduler_costs(self, num_q_rows: int) -> SchedulerCosts:
         return costs.scheduler_costs(num_q_rows)

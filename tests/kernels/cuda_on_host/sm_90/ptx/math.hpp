@@ -12,6 +12,7 @@ inline float exp2_approx(float x) {
 }
 inline float log2_approx(float x) { return std::log2(x); }
 inline float reciprocal_approx(float x) { return 1.0f / x; }
+inline float reciprocal_of_normal(float x) { return 1.0f / x; }
 
 inline uint32_t max_u16x2(uint32_t a, uint32_t b) {
   return max(a & 0xFFFFu, b & 0xFFFFu) | max(a >> 16, b >> 16) << 16;

@@ -1,6 +1,7 @@
 // What a row is quantised with, on a CPU.
 #pragma once
 
+#include "sm_90/ptx/convert.hpp"
 #include "sm_90/ptx/memory.hpp"
 
 namespace mla::sm_90 {
@@ -24,6 +25,13 @@ inline uint32_t e4m3_of(float a, float b, float c, float d) {
 
 inline float largest_magnitude(float a, float b) {
   return std::isnan(a) || std::isnan(b) ? NAN : max(std::fabs(a), std::fabs(b));
+}
+
+inline uint32_t largest_magnitudes(uint32_t a, uint32_t b) {
+  float of_a[2], of_b[2];
+  unpack_pair<fp16>(a, of_a);
+  unpack_pair<fp16>(b, of_b);
+  return pack_pair<fp16>(largest_magnitude(of_a[0], of_b[0]), largest_magnitude(of_a[1], of_b[1]));
 }
 
 inline uint32_t min_u16x2(uint32_t a, uint32_t b) {

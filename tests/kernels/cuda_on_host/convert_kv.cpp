@@ -1,0 +1,81 @@
+// convert_kv by the source of csrc/sm_90/convert_kv on a CPU, one block after the other. Arguments: the names
+// of elements.hpp that are read and written, then files of ConvertKvParams, whose addresses are set here, the source, the
+// destination, the slots of both (int32), and where there are any the descales of both. The destination is written back.
+#include <fstream>
+#include <iterator>
+#include <string>
+
+#include "block.hpp"
+
+// Words of CUDA that csrc/sm_90/wave.hpp names, for kernels that other programs run.
+inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
+inline int atomicExch(int* word, int value) { return std::exchange(*word, value); }
+inline int atomicOr(int* word, int bits) { return std::exchange(*word, *word | bits); }
+inline int __reduce_max_sync(unsigned, int x) { return x; }
+inline int __reduce_add_sync(unsigned, int x) { return x; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+
+#include "sm_90/convert_kv/kernel.hpp"
+
+namespace {
+
+namespace stored = mla::sm_90::stored;
+
+mla::ConvertKvParams params;
+
+template <class From, class To>
+void kernel() {
+  mla::sm_90::ConvertKv<From, To>::run(params);
+}
+
+using Kernel = void (*)();
+
+template <class From>
+Kernel kernel_to(const std::string& to) {
+  if (to == "bf16") return kernel<From, stored::bf16>;
+  if (to == "fp16") return kernel<From, stored::fp16>;
+  if (to == "fp32") return kernel<From, stored::fp32>;
+  if (to == "e4m3") return kernel<From, stored::e4m3>;
+  if (to == "e4m3fnuz") return kernel<From, stored::e4m3fnuz>;
+  return kernel<From, stored::e2m1>;
+}
+
+Kernel kernel_of(const std::string& from, const std::string& to) {
+  if (from == "bf16") return kernel_to<stored::bf16>(to);
+  if (from == "fp16") return kernel_to<stored::fp16>(to);
+  if (from == "fp32") return kernel_to<stored::fp32>(to);
+  if (from == "e4m3") return kernel_to<stored::e4m3>(to);
+  if (from == "e4m3fnuz") return kernel_to<stored::e4m3fnuz>(to);
+  return kernel_to<stored::e2m1>(to);
+}
+
+// A file's bytes, where a GPU's allocator would put them.
+uint8_t* read(const char* name, size_t& bytes) {
+  std::ifstream file(name, std::ios::binary);
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  bytes = text.size();
+  auto* memory = static_cast<uint8_t*>(std::aligned_alloc(256, (bytes + 256) / 256 * 256));
+  std::memcpy(memory, text.data(), bytes);
+  return memory;
+}
+
+}  // namespace
+
+int main(int count, char** names) {
+  size_t bytes, cache_bytes;
+  std::memcpy(&params, read(names[3], bytes), sizeof params);
+  params.source = read(names[4], bytes);
+  params.destination = read(names[5], cache_bytes);
+  params.source_slots = read(names[6], bytes);
+  params.destination_slots = read(names[7], bytes);
+  const auto descale = [&](int i) {
+    return i < count && names[i][0] != '-' ? reinterpret_cast<const float*>(read(names[i], bytes)) : nullptr;
+  };
+  params.source_descale = descale(8);
+  params.destination_descale = descale(9);
+  Block block(1);
+  for (blockIdx.x = 0; static_cast<int>(blockIdx.x) * 32 < params.tokens; ++blockIdx.x)
+    if (!block.run(kernel_of(names[1], names[2]))) return 1;
+  std::ofstream(names[5], std::ios::binary).write(reinterpret_cast<const char*>(params.destination), cache_bytes);
+}

@@ -1,0 +1,226 @@
+"""convert_kv's kernels of sm_90, run on a CPU (kernels_on_host.py): the reference's bytes exactly, for every pair."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from hostile_inputs import raw
+from kernels_on_host import compiled, with_a_fault
+from planted import each_of
+
+from mla_suite import archs
+from mla_suite.archs.sm_90 import Kernels
+from mla_suite.build import params
+from mla_suite.build.instances import instances
+from mla_suite.core.dispatch import Supported, Unsupported
+from mla_suite.kv_formats import KV_FORMATS
+from mla_suite.kv_formats import cache as caches
+from mla_suite.ops.convert_kv import CONVERT_KV, ConvertKvArgs, reference
+
+TOKENS = 21
+SLOTS = 24  # of either cache
+DESCALE = torch.tensor([0.3])
+build = partial(compiled, "convert_kv.cpp")
+SM_90 = Kernels(archs.get("sm_90"))
+PAIRS = [
+    (a, b)
+    for a, read in KV_FORMATS.items()
+    for b, written in KV_FORMATS.items()
+    if (read.dense or written.dense or read.head_dim == written.head_dim)
+    and (not caches.same_records(written, read) or a in ("fp8", "fp8_fnuz"))
+]
+
+
+def rows_of(width, seed):
+    """fp32 rows of every size: random bits, ties of every encoding, zeros of both signs, the largest and the least."""
+    draw = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-40, 40, (SLOTS, width // 16, 1), generator=draw)
+    rows = (torch.randn(SLOTS, width // 16, 16, generator=draw) * 2.0**exponents).flatten(1)
+    rows[:4] = torch.randn(4, width, generator=draw)
+    bounds = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])
+    rows[4:8] = bounds[torch.randint(0, 8, (4, width), generator=draw)] * torch.randint(8, 16, (4, 1), generator=draw)
+    rows[6:8] = rows[6:8].nextafter(torch.tensor([[torch.inf], [0.0]]))
+    rows[8] = torch.tensor([0.0, -0.0]).repeat(width // 2)
+    rows[9] *= 1e-38
+    rows[10] = 3e38
+    rows[11:13] = (17 + 2 * torch.randint(0, 8, (2, width), generator=draw)) * torch.tensor([[3.0], [5.0]]) / 64
+    rows[13] *= 0.005  # e4m3 has no more than a bit of some scales of these
+    rows[11:13, ::16], rows[11:13, 1::16] = torch.tensor([[21.0], [35.0]]), -0.0
+    return rows * torch.randint(0, 2, rows.shape, generator=draw).mul(2).sub(1)
+
+
+def arguments(a, b, pages=(3, 8), width=None, descale=None):
+    """Both caches hold SLOTS tokens; some tokens are skipped. dense rows are as wide as the record, or `width`."""
+    kinds = KV_FORMATS[a], KV_FORMATS[b]
+    width = width or next((kind.head_dim for kind in kinds if not kind.dense), 576)
+    descales = [descale if kind.per_tensor_descale else None for kind in kinds]
+    rows = rows_of(width, 0).view(-1, pages[0], width)
+    source = caches.pack(kinds[0], rows.clamp(-200, 200) if kinds[0].per_tensor_descale else rows, descale=descales[0])
+    destination = caches.empty(kinds[1].sized(width, 0) if kinds[1].dense else kinds[1], SLOTS // pages[1], pages[1])
+    raw(destination).fill_(0xAA)
+    slots = [torch.randperm(SLOTS, generator=torch.Generator().manual_seed(i))[:TOKENS].int() for i in (1, 2)]
+    slots[0][5], slots[1][9], slots[1][14] = -1, -7, SLOTS
+    return ConvertKvArgs(source, destination, *slots, *descales, source_format=a, destination_format=b)
+
+
+def by_kernel(program, folder, args):
+    """All bytes of the destination after the program."""
+    answer = SM_90.convert_kv(CONVERT_KV.describe(args))
+    assert isinstance(answer, Supported), answer.reason
+    (launch,) = answer.config.spec((), args).launches
+    struct = params.load("convert_kv")
+    numbers = launch.numbers | {item.name: 0 for item in struct.fields if item.name not in launch.numbers}
+    given = dict(source=raw(args.source), destination=raw(args.destination))
+    given |= dict(source_slots=args.source_slots, destination_slots=args.destination_slots)
+    given |= dict(source_descale=args.source_descale, destination_descale=args.destination_descale)
+    names = ["-" if tensor is None else str(folder / name) for name, tensor in given.items()]
+    for name, tensor in zip(names, given.values(), strict=True):
+        if tensor is not None:
+            (folder / name).write_bytes(bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist()))
+    (folder / "params").write_bytes(struct.pack(**numbers))
+    config = answer.config
+    command = [program, config.source, config.destination, folder / "params", *names]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return torch.tensor(list((folder / "destination").read_bytes()), dtype=torch.uint8)
+
+
+def by_reference(args):
+    made = raw(args.destination).clone().view(args.destination.dtype)
+    made = made.as_strided(args.destination.shape, args.destination.stride())
+    kept = args.destination_slots < args.destination.shape[0] * args.destination.shape[1]
+    slots = dict(source_slots=args.source_slots[kept], destination_slots=args.destination_slots[kept])
+    reference.run(None, (), replace(args, destination=made, **slots))
+    return made
+
+
+def differences(program, folder, args):
+    """Bytes that differ from the reference's. Of NaN the definition says nothing but that it is one."""
+    expected = by_reference(args)
+    got = by_kernel(program, folder, args)
+    if args.destination_format in ("bf16", "fp16", "fp32"):
+        values = [made.view(expected.dtype) for made in (got, raw(expected))]
+        return int((values[0].nan_to_num(7.0) != values[1].nan_to_num(7.0)).sum())
+    return int((got != raw(expected)).sum())
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("convert") / "convert", {"HOST_BLOCK_THREADS": 128})
+
+
+@pytest.mark.parametrize(("a", "b"), PAIRS, ids="-".join)
+def test_the_references_bytes(program, tmp_path, a, b):
+    assert differences(program, tmp_path, arguments(a, b, descale=DESCALE if a == b else None)) == 0
+
+
+@pytest.mark.parametrize("width", [16, 48, 160, 288, 320, 512, 1040])
+@pytest.mark.parametrize(("a", "b"), [("bf16", "fp8"), ("fp8", "fp32"), ("fp32", "bf16")], ids="-".join)
+def test_dense_rows_of_any_width_of_whole_units(program, tmp_path, a, b, width):
+    """Rows that leave lanes without a unit, and whose last units share a pass with those of other tokens."""
+    assert differences(program, tmp_path, arguments(a, b, width=width)) == 0
+
+
+@pytest.mark.parametrize("descale", [0.0371, 3.0, 1e-30, 1e30])
+@pytest.mark.parametrize(("a", "b"), [("fp8", "v41_fp4"), ("fp8", "v32_nope"), ("v41", "fp8"), ("fp32", "fp8_fnuz")])
+def test_descales(program, tmp_path, a, b, descale):
+    assert differences(program, tmp_path, arguments(a, b, descale=torch.tensor([descale]))) == 0
+
+
+def test_many_tokens_with_wide_slots(program, tmp_path):
+    """Several blocks, the last of which has fewer tokens."""
+    args = arguments("bf16", "v41", (1, 1))
+    shuffled = torch.randperm(150, generator=torch.Generator().manual_seed(3))
+    source = args.source.repeat(7, 1, 1)[:150].contiguous()
+    destination = caches.empty("v41", 150, 1)
+    raw(destination).fill_(0xAA)
+    slots = dict(source_slots=shuffled, destination_slots=shuffled.flip(0))
+    assert differences(program, tmp_path, replace(args, source=source, destination=destination, **slots)) == 0
+
+
+KERNEL, STORE, ELEMENTS, CODES = (
+    f"sm_90/{name}.hpp"
+    for name in ("convert_kv/kernel", "convert_kv/store", "convert_kv/elements", "append_kv/record_codes")
+)
+FAULTS = {
+    "a scale of a part of its units": (
+        STORE,
+        "apart < 1 << place.scale_shift",
+        "2 * apart < 1 << place.scale_shift",
+        "v41",
+        "dsv4",
+    ),
+    "an amax that is not divided exactly": (
+        *(
+            STORE,
+            "__fmaf_rn(__fmaf_rn(-near, place.divisor, most), place.reciprocal, near)",
+            "near",
+            "fp32",
+            "v32_nope",
+        ),
+    ),
+    "values of many bits as if of few": (STORE, "p.few_bits == 0", "false", "fp32", "v41_fp4"),
+    "halves exchanged in the wrong lane": (
+        STORE,
+        "words[k] = odd ? got : words[k];",
+        "words[k] = odd ? words[k] : got;",
+        "v41",
+        "bf16",
+    ),
+    "no padding": (STORE, "place.pad != 0 &&", "place.pad > 1 &&", "bf16", "dsv4"),
+    "-0 in FNUZ": (STORE, "four & ((sizes + 0x7f7f7f7f) | 0x7f7f7f7f)", "four", "bf16", "dsv4_fnuz"),
+    "no largest code of a small scale": (CODES, "stored - 8 > 0x7d - 8", "stored > 0x7d", "bf16", "v41_fp4"),
+    "rope values as codes": (KERNEL, "return decode_pairs<bf16>(words, unit);", "", "dsv4", "v41"),
+    "a scale that is 2^-127": (ELEMENTS, "stored == 0 ? 0x00400000u", "stored == 0 ? 0u", "v41", "fp32"),
+    "FNUZ's NaN": (ELEMENTS, "bit_cast<uint32_t>(value) == 0x80000000", "false", "fp8_fnuz", "v41"),
+    "tokens that are skipped": (
+        KERNEL,
+        "any ? static_cast<int>(to) : 0, to_page",
+        "static_cast<int>(to & 15), to_page",
+        "v32",
+        "bf16",
+    ),
+}
+
+
+@each_of(FAULTS, "values of many bits as if of few", place=lambda header, right, *rest: (header, right))
+def test_a_fault_is_found(tmp_path, name):
+    header, right, broken, a, b = FAULTS[name]
+    changed = with_a_fault(tmp_path / "csrc", header, right, broken)
+    program = build(tmp_path / "convert", {"HOST_BLOCK_THREADS": 128}, changed)
+    args = arguments(a, b)
+    if name.startswith(("FNUZ", "a scale that is")):  # bytes that no writer makes
+        codes = caches.fields_at(KV_FORMATS[a], args.source, torch.arange(SLOTS))
+        field = codes["scale" if "scale" in codes else "latent"].view(torch.uint8)
+        field[:, ::3] = 0 if "scale" in codes else 0x80
+        caches.put_fields(KV_FORMATS[a], args.source, torch.arange(SLOTS), codes)
+        assert differences(build(tmp_path / "right", {"HOST_BLOCK_THREADS": 128}), tmp_path, args) == 0
+    assert differences(program, tmp_path, args) > 0
+
+
+def test_every_declared_kernel_is_picked():
+    picked = {
+        SM_90.convert_kv(CONVERT_KV.describe(arguments(a, b, descale=DESCALE if a == b else None))) for a, b in PAIRS
+    }
+    assert {answer.config.instance for answer in picked} == {
+        item.id for item in instances("sm_90") if item.kernel == "convert_kv"
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (dict(width=520), "rows have 520 values"),
+        (dict(alignment=8), "aligned to 8 bytes"),
+        (dict(countable=False), "in 31 bits"),
+        (dict(copied=True), "copied as they are"),
+    ],
+)
+def test_refusals_are_sentences(change, reason):
+    answer = SM_90.convert_kv(CONVERT_KV.describe(arguments("bf16", "fp8"))._replace(**change))
+    assert isinstance(answer, Unsupported)
+    assert reason in answer.reason
