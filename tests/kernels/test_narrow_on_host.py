@@ -70,8 +70,8 @@ FAULTS = {
     "a raw stage too many": (
         "fp8",
         "producer_fp8.hpp",
-        "copied_ - converted_ < Traits::RAW",
-        "copied_ - converted_ <= Traits::RAW",
+        "copied_ - converted_ < AHEAD",
+        "copied_ - converted_ <= AHEAD",
     ),
 }
 
