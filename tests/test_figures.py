@@ -39,7 +39,7 @@ STATED = {
         "40 clocks of softmax": "what version 1 of the model assumed",
         "18.8 %, 58.3 % | 21.3 %, 41.6 % | 19.4 %, 72.3 % | 15.5 %, 113.1 %": "what it missed held-out points by",
     },
-    "docs/model_author.md": {"no score by more than 7.3 % of it": "18 sums of 33 terms, each cut by 2^-13 of the largest"},
+    "docs/model_author.md": {"no score by more than 7.3 % of it": "18 sums of 33 terms, each cut by 2^-13 of it"},
     "docs/published_work.md": {"1.3x and 1.9x by rocprof": "what the pull request says of itself"},
 }
 
