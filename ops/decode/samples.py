@@ -157,5 +157,4 @@ def samples() -> Sequence[Sample]:
         decode_sample([96, 40], q_len=2, page=1, rotate=True, causal=False, split_size=64),
         decode_sample([500, 0, 90, 131], heads=8, q_len=3, page=16, window_left=100, varlen=True),
         decode_sample([300, 5], heads=8, q_len=5, tree=True, num_splits=2),
-        decode_sample([70, 7], heads=40, kv_format="fp8", dtype=torch.float8_e4m3fn, precision="fp8"),
     )

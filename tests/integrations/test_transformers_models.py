@@ -102,7 +102,7 @@ def test_latents_of_a_width_that_no_kernel_reads_are_padded_to_the_next():
         width = latents.shape[2]
         assert width == 64 + 32
         shape = dict(batch=2, heads=4, q_len=1, context=16, context_from="", page_size=4, alignment=16, rope=0)
-        shape |= dict(planned=False, num_splits=0, split_size=0, window=False, tree=False)
+        shape |= dict(planned=False, num_splits=0, split_size=0, window=False, tree=False, precision="full")
         problem = Problem(**shape, head_dim=width, head_dim_v=64, q_dtype=torch.float32, kv_format="fp32")
         assert isinstance(triton.supports(problem, None), Supported)
 

@@ -260,6 +260,12 @@ def test_more_splits_than_keys():
     assert_close(*many, exact_decode(*args, **kwargs))
 
 
+def test_the_reference_sums_in_full_whatever_the_precision():
+    args, kwargs = problem(kv_format="fp8", dtype=torch.float8_e4m3fn)
+    full, fewer = (mla_suite.decode(*args, **kwargs, precision=name) for name in ("full", "fp8"))
+    assert all(map(torch.equal, full, fewer))
+
+
 # Nothing to do
 
 
