@@ -113,13 +113,13 @@ def program(tmp_path_factory):
     return build(tmp_path_factory.mktemp("convert") / "convert", {"HOST_BLOCK_THREADS": 128})
 
 
-@pytest.mark.parametrize(("a", "b"), PAIRS, ids="-".join)
+@pytest.mark.parametrize(("a", "b"), PAIRS)
 def test_the_references_bytes(program, tmp_path, a, b):
     assert differences(program, tmp_path, arguments(a, b, descale=DESCALE if a == b else None)) == 0
 
 
 @pytest.mark.parametrize("width", [16, 48, 160, 288, 320, 512, 1040])
-@pytest.mark.parametrize(("a", "b"), [("bf16", "fp8"), ("fp8", "fp32"), ("fp32", "bf16")], ids="-".join)
+@pytest.mark.parametrize(("a", "b"), [("bf16", "fp8"), ("fp8", "fp32"), ("fp32", "bf16")])
 def test_dense_rows_of_any_width_of_whole_units(program, tmp_path, a, b, width):
     """Rows that leave lanes without a unit, and whose last units share a pass with those of other tokens."""
     assert differences(program, tmp_path, arguments(a, b, width=width)) == 0
