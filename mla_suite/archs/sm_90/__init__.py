@@ -18,7 +18,7 @@ from mla_suite.ops.sparse_decode import Problem as SparseDecodeProblem
 PLAN_WAVES = (("search", (5, 8)), ("balanced", (5, 16)), ("uniform", (8, 8)))
 # With the kernel that quantises them, fp8 queries of 128 rows take an H100 0.96 to 0.99 of the time of 16-bit ones from
 # 32 sequences on and 1.01 to 1.07 with fewer; of 64 rows they gain with 128 sequences alone. Where scores may be sums
-# of fp8 products, those of 64 rows take 0.91 of the time with 32 sequences (decode/PERF.md).
+# of fp8 products, those of 64 rows take 0.89 to 0.96, and with 1,024 keys 1.03 (F13 in decode/PERF.md).
 FP8_QUERY_ROWS = {"full": 128, "fp8": 64}
 
 
