@@ -80,7 +80,8 @@ def without_values(op: str, options: dict[str, Any], arch: ArchSpec | None) -> t
         cache = kv_formats.empty(fmt, batch * pages + 1, page_size, device="meta")
         tensors = (q, cache, index(batch), index(batch, pages))
         keywords = dict(kv_format=fmt.name, max_seqlen_kv=keys) | _splits(options, batch, q_len, keys, arch)
-        keywords |= {name: options[name] for name in ("precision",) if name in options}
+        if "precision" in options:
+            keywords["precision"] = options["precision"]
     else:
         cache = kv_formats.empty(fmt, batch * pages, page_size, device="meta")
         tensors = (q, [cache], [index(batch, q_len, keys)])

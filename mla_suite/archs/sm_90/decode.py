@@ -241,8 +241,8 @@ def config_for(problem: Problem, arch: ArchSpec) -> Sm90Config:
         for width, q_rows in KV_LOADS["swap_ab"].stages:
             if width == problem.head_dim and rows <= q_rows:
                 return _config(arch, element, width, "swap_ab", "none", q_rows, masked)
-        dequantises = problem.precision == "full" or problem.page_size % BLOCK_N or masked
-        kv_load = "fp8" if dequantises or problem.head_dim != SCALED_WIDTH or element != "fp8" else "fp8_scores"
+        fits = element == "fp8" and problem.head_dim == SCALED_WIDTH and problem.page_size % BLOCK_N == 0 and not masked
+        kv_load = "fp8_scores" if fits and problem.precision == "fp8" else "fp8"
         return _config(arch, element, problem.head_dim, kv_load, "none", BLOCK_M, masked)
     kv_load = "tma" if problem.page_size % BLOCK_N == 0 else "cp_async"
     if problem.rope:
