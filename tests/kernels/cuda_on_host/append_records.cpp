@@ -1,20 +1,7 @@
 // Rows of append_kv's records by the source of csrc/sm_90/append_kv/record_row.hpp on a CPU: one warp writes one token
 // after the other. FORMAT is the instance's. Arguments: files of AppendKvParams, whose addresses are set here, kv_c, k_pe,
 // the cache, slots (int32), and where they are rotated cos_sin and positions (int32). The cache is written back.
-#include <fstream>
-#include <iterator>
-#include <string>
-
-#include "block.hpp"
-
-// Words of CUDA that csrc/sm_90/wave.hpp names, for kernels that other programs run.
-inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
-inline int atomicExch(int* word, int value) { return std::exchange(*word, value); }
-inline int atomicOr(int* word, int bits) { return std::exchange(*word, *word | bits); }
-inline int __reduce_max_sync(unsigned, int x) { return x; }
-inline int __reduce_add_sync(unsigned, int x) { return x; }
-inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fsub_rn(float a, float b) { return a - b; }
+#include "caches_in_files.hpp"
 
 #include "sm_90/append_kv/record_row.hpp"
 #include "sm_90/append_kv/row_buffer.hpp"
@@ -45,16 +32,6 @@ void kernel() {
     if (params.cos_sin != nullptr) return params.angle_type == mla::ENCODED_FP32 ? write_one<4>() : write_one<2>();
   }
   write_one<0>();
-}
-
-// A file's bytes, where a GPU's allocator would put them.
-uint8_t* read(const char* name, size_t& bytes) {
-  std::ifstream file(name, std::ios::binary);
-  const std::string text{std::istreambuf_iterator<char>(file), {}};
-  bytes = text.size();
-  auto* memory = static_cast<uint8_t*>(std::aligned_alloc(256, (bytes + 256) / 256 * 256));
-  std::memcpy(memory, text.data(), bytes);
-  return memory;
 }
 
 }  // namespace

@@ -1,20 +1,7 @@
 // convert_kv by the source of csrc/sm_90/convert_kv on a CPU, one block after the other. Arguments: the names
 // of elements.hpp that are read and written, then files of ConvertKvParams, whose addresses are set here, the source, the
 // destination, the slots of both (int32), and where there are any the descales of both. The destination is written back.
-#include <fstream>
-#include <iterator>
-#include <string>
-
-#include "block.hpp"
-
-// Words of CUDA that csrc/sm_90/wave.hpp names, for kernels that other programs run.
-inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
-inline int atomicExch(int* word, int value) { return std::exchange(*word, value); }
-inline int atomicOr(int* word, int bits) { return std::exchange(*word, *word | bits); }
-inline int __reduce_max_sync(unsigned, int x) { return x; }
-inline int __reduce_add_sync(unsigned, int x) { return x; }
-inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fsub_rn(float a, float b) { return a - b; }
+#include "caches_in_files.hpp"
 
 #include "sm_90/convert_kv/kernel.hpp"
 
@@ -48,16 +35,6 @@ Kernel kernel_of(const std::string& from, const std::string& to) {
   if (from == "e4m3") return kernel_to<stored::e4m3>(to);
   if (from == "e4m3fnuz") return kernel_to<stored::e4m3fnuz>(to);
   return kernel_to<stored::e2m1>(to);
-}
-
-// A file's bytes, where a GPU's allocator would put them.
-uint8_t* read(const char* name, size_t& bytes) {
-  std::ifstream file(name, std::ios::binary);
-  const std::string text{std::istreambuf_iterator<char>(file), {}};
-  bytes = text.size();
-  auto* memory = static_cast<uint8_t*>(std::aligned_alloc(256, (bytes + 256) / 256 * 256));
-  std::memcpy(memory, text.data(), bytes);
-  return memory;
 }
 
 }  // namespace
