@@ -74,24 +74,26 @@ struct fp32 {
   }
 };
 
-struct e4m3 {
+// What e4m3 of either flavour has.
+struct OneByte {
   static constexpr int WORDS = 4;
   static constexpr bool MIXED = true, SCALED = true;
+  MLA_DEVICE static float scale(const KvPlace& place, uint32_t stored, const float* descale) {
+    return scale_of(place, stored, descale);
+  }
+};
+
+struct e4m3 : OneByte {
   MLA_DEVICE static void decode(const uint32_t* words, Unit& unit) {
     uint32_t pairs[8];
 #pragma unroll
     for (int i = 0; i < 4; ++i) e4m3_to_fp16(words[i], pairs[2 * i], pairs[2 * i + 1]);
     decode_pairs<sm_90::fp16>(pairs, unit);
   }
-  MLA_DEVICE static float scale(const KvPlace& place, uint32_t stored, const float* descale) {
-    return scale_of(place, stored, descale);
-  }
 };
 
 // FNUZ. A code's fields at fp16's places are the value but for 2^7; the code of -0 is NaN.
-struct e4m3fnuz {
-  static constexpr int WORDS = 4;
-  static constexpr bool MIXED = true, SCALED = true;
+struct e4m3fnuz : OneByte {
   MLA_DEVICE static void decode(const uint32_t* words, Unit& unit) {
     uint32_t pairs[8];
     bool nan = false;
@@ -108,9 +110,6 @@ struct e4m3fnuz {
       value = is_nan ? bit_cast<float>(0x7fc00000u) : value * 0x1p7f;
     }
     unit.largest = nan ? bit_cast<float>(0x7fc00000u) : unit.largest * 0x1p7f;
-  }
-  MLA_DEVICE static float scale(const KvPlace& place, uint32_t stored, const float* descale) {
-    return scale_of(place, stored, descale);
   }
 };
 
