@@ -13,7 +13,7 @@ from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode
 
-Q, CACHE, LENS, TABLE, _, _, _, Q_DESCALE, _, SINK, COS_SIN, PLAN = range(12)
+Q, CACHE, LENS, TABLE, _, _, CU_SEQLENS_Q, Q_DESCALE, _, SINK, COS_SIN, PLAN = range(12)
 HALF = {"kv_format": "fp16", "dtype": torch.float16}
 FP8 = {"kv_format": "fp8", "dtype": torch.float8_e4m3fn}
 SHAPES = {

@@ -43,11 +43,13 @@ PROBLEMS = {
 }
 
 
-@pytest.fixture(params=[False, True], ids=["alone", "in pairs"], autouse=True)
+@pytest.fixture(params=["alone", "in pairs", "shared keys"], autouse=True)
 def every_plan_is_used(request, monkeypatch):
-    """However little it saves; and clusters walk its SM parts in pairs, or none does."""
+    """However little it saves. Clusters walk its SM parts in pairs or share keys where they can, or there are none."""
     require_kernels("sm_90")
-    monkeypatch.setattr(decode_splits, "pairing_pays", lambda *sizes: request.param)
+    if request.param != "shared keys":
+        monkeypatch.setattr(decode_splits, "unmerged", lambda config, *sizes: config)
+    monkeypatch.setattr(decode_splits, "pairing_pays", lambda *sizes: request.param == "in pairs")
     monkeypatch.setattr(Estimate, "plan_saves_little", lambda self, splits: False)
     dispatch.clear_caches()
     yield

@@ -8,6 +8,7 @@ import pytest
 import torch
 from decode_calls import (
     CACHE,
+    CU_SEQLENS_Q,
     HALF,
     LENS,
     PLAN,
@@ -41,7 +42,6 @@ def gpu():
 
 
 EXCHANGES = ("reduce_o", "exchange_p")
-CU_SEQLENS_Q = 6
 
 
 @pytest.fixture
@@ -174,9 +174,10 @@ def test_a_streaming_combine_takes_no_old_partial(monkeypatch, merging, heads, l
 
 @pytest.fixture
 def plans_in_pairs(monkeypatch):
-    """Uses every plan, however little it saves; says whether clusters walk its SM parts in pairs."""
+    """Uses every plan, however little it saves; says whether clusters walk its SM parts in pairs. None shares keys."""
 
     def pair(wanted):
+        monkeypatch.setattr(decode_splits, "unmerged", lambda config, *sizes: config)
         monkeypatch.setattr(decode_splits, "pairing_pays", lambda *sizes: wanted)
         monkeypatch.setattr(Estimate, "plan_saves_little", lambda self, splits: False)
         dispatch.clear_caches()

@@ -92,12 +92,13 @@ def test_which_cuts_a_cluster_merges(monkeypatch, options, exchange):
         (dict(heads=65, num_splits=3), True),
         (dict(heads=32, q_len=4, split_size=64), True),
         (dict(heads=32, q_len=4, split_size=64, planned=True), True),
-        (dict(heads=128, planned=True), False),  # balanced
+        (dict(heads=128, planned=True), True),  # balanced
+        (dict(heads=128, q_len=2, planned=True), False),
         (dict(heads=128, num_splits=1, lens=(700, 90) * 28), False),  # 56 of 66 pairs of SMs
         (dict(heads=64, num_splits=1), False),  # one tile
         (dict(heads=64, q_len=3, num_splits=1), False),  # three
-        (dict(heads=128, rope=0, num_splits=1), False),
-        (dict(heads=128, num_splits=1, window_left=70), False),
+        (dict(heads=128, rope=0, num_splits=1), True),
+        (dict(heads=128, num_splits=1, window_left=70), True),
         (dict(heads=128, num_splits=1, rotate=True), False),
         (dict(heads=128, num_splits=1, page=48), False),
     ],
@@ -136,9 +137,10 @@ def with_plan(options, batch, parts, bound):
 @pytest.mark.parametrize(
     ("batch", "options", "parts", "bound", "mode"),
     [
-        (33, dict(heads=128), 66, 8000, "reduce_last"),  # two SM parts for each sequence
-        (34, dict(heads=128), 66, 8000, "none"),  # most sequences have one
-        (16, dict(heads=128), 66, 8000, "none"),  # half as many partials are not worth two row tiles apart
+        (33, dict(heads=128), 66, 8000, "share_kv"),  # two row tiles
+        (33, dict(heads=128, kv_format="fp8"), 66, 8000, "reduce_last"),  # two SM parts for each sequence
+        (34, dict(heads=128, kv_format="fp8"), 66, 8000, "none"),  # most sequences have one
+        (16, dict(heads=128, kv_format="fp8"), 66, 8000, "none"),  # not worth two row tiles apart
         (16, dict(heads=64), 132, 8000, "reduce_last"),
         (16, dict(heads=16), 132, 8000, "none"),  # few rows: partials are small
         (66, dict(heads=16), 132, 8000, "reduce_last"),
@@ -159,12 +161,12 @@ def test_which_plans_are_walked_in_pairs(monkeypatch, batch, options, parts, bou
     merges = []
     given = with_plan(options, batch, parts, bound)
     (instance, grid, _, shared, _, _, _), _, _ = launched(monkeypatch, None, given=given, merges=merges)
-    assert instance.endswith(f"_clustermode-{mode}")
+    assert f"_clustermode-{mode}" in instance
     pairs = mode == "reduce_last"
     skipped = [(merge["skip_none"], merge["skip_single"]) for merge in merges]
     assert skipped == [(combine.MAY_BE_MERGED if pairs else 1, 0)]
     assert grid[:2] == (-(-options["heads"] // 64), parts)
-    if pairs:
+    if pairs and "kv_format" not in options:
         assert shared == 210992 + 5 * 4 * 64 + 8 * 20
 
 

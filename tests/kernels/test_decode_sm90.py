@@ -28,10 +28,9 @@ from mla_suite.ops.plan.metadata import most_work_tiles
 
 NATIVE = BackendCalls(DECODE, "native")
 
-SOURCES = (*(("tma", mode) for mode in ("none", "reduce_o", "reduce_last", "exchange_p")), ("cp_async", "none"))
+MODES = ("none", "reduce_o", "reduce_last", "exchange_p", "share_kv")
+SOURCES = (*(("tma", mode) for mode in MODES), ("cp_async", "none"))
 POINTS = [(*point, *source) for *point, source in itertools.product(("bf16", "fp16"), (576, 512), SOURCES)]
-SHARED = [(dtype, 576, "tma", "share_kv") for dtype in ("bf16", "fp16")]
-POINTS += SHARED
 POINTS += [(dtype, 576, "fp8", mode) for dtype in ("bf16", "fp16", "fp8") for mode in ("none", "reduce_o")]
 POINTS += [(dtype, 512, "fp8", "none") for dtype in ("bf16", "fp16", "fp8")]
 STORED = [("fp8", 576, "fp8_scores", mode) for mode in ("none", "reduce_o", "reduce_last")]
@@ -49,9 +48,7 @@ NARROW = [
 ]
 POINTS += NARROW
 SWAP_AB = [(dtype, 576, "swap_ab", "none", rows) for dtype in ("bf16", "fp16", "fp8") for rows in (16, 32)]
-MASKED = [
-    (*point, BLOCK_M, True) for point in POINTS if point[1] == 576 and point not in ROTATED + SHARED + STORED + PAIRED
-]
+MASKED = [(*point, BLOCK_M, True) for point in POINTS if point[1] == 576 and point not in ROTATED + STORED + PAIRED]
 MASKED += [(*point, True) for point in SWAP_AB]
 SCALED = [("bf16", 576, "fp8", mode, BLOCK_M, False, True) for mode in ("none", "reduce_o", "reduce_last")]
 HALF = {"kv_format": "fp16", "dtype": torch.float16}
@@ -98,8 +95,7 @@ def test_every_point_is_declared():
         ({"kv_load": "swap_ab", "q_rows": 48}, "q_rows is one of 16, 32"),
         ({"q_rows": 16}, "q_rows is one of 64"),
         ({"cluster_mode": "keys"}, "cluster_mode is one of none, reduce_o, reduce_last, exchange_p, share_kv"),
-        ({"cluster_mode": "share_kv", "width": 512}, "cluster_mode is one of none, reduce_o, reduce_last"),
-        ({"cluster_mode": "share_kv", "masked": True}, "cluster_mode is one of none, reduce_o, reduce_last"),
+        ({"cluster_mode": "share_kv", "kv_load": "fp8"}, "cluster_mode is one of none, reduce_o, reduce_last"),
         ({"kv_load": "cp_async", "cluster_mode": "reduce_o"}, "cluster_mode is one of none"),
         ({"width": 512, "masked": True}, "windows and trees are of rotated rows of 576"),
         ({"kv_load": "tma_rotated", "masked": True}, "windows and trees are of rotated rows of 576"),

@@ -51,7 +51,7 @@ class CostModel:
     exchange_streaming_gain: float = 0.7  # as streaming_gain, with exchange_p
     partial_bytes: float = 4.3e6  # bytes of partials that the device writes or reads per microsecond
     kept_partials: float = 8e6  # bytes of partials behind which the others take as long as they take to be written
-    plan: float = 4.0  # a plan of one tile a CTA: to read it, and to combine its partials behind decode
+    plan: float = 5.5  # a plan of one tile a CTA: to read it, and to combine its partials behind decode (R17)
     pairing: float = 1.4  # cluster_mode reduce_last: clusters start later, and tiles wait for a look at the plan
     pairing_apart: float = 2.5  # more of two row tiles: the SMs of a TPC no longer read the same keys
     exchange_behind: float = 0.4  # more where combine runs behind decode: both CTAs of a cluster store at once
@@ -231,7 +231,7 @@ class Estimate:
         """Whether a plan costs more than it saves over this number of equal splits for each sequence.
 
         All of them run at once, so a plan saves what the longest split takes longer than the mean: half of its stages,
-        if lengths are anything up to the longest.
+        if lengths are anything up to the longest (R17 in csrc/sm_90/plan/PERF.md).
         """
         stage = self.costs.stage + self.costs.busy_stage * self.busy(splits) / self.units
         return self.one_tile(splits) and -(-self.stages // splits) * stage <= 2 * FITTED.plan

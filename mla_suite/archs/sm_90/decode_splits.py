@@ -43,14 +43,20 @@ def scaled_for(config: Sm90Config, shape: Shape, splits: Splits) -> Sm90Config:
 def split(
     config: Sm90Config, args: DecodeArgs, shape: Shape
 ) -> tuple[Sm90Config, Splits, combine.StreamingCombineConfig | None]:
-    """The instance with its cluster mode, the splits, and the streaming combine if one may run beside decode."""
+    """The instance with its cluster mode, the splits, and the streaming combine if one may run beside decode.
+
+    Clusters of a balanced plan share keys where a sequence has two row tiles, which takes lengths of all kinds the
+    least time, or else walk SM parts in pairs where that may pay; four tiles stay alone (R16 in
+    csrc/sm_90/plan/PERF.md).
+    """
     if shape.plan_words:
         splits = Splits(1, 1, args.split_size)
         groups = groups_of(config.arch, splits.tiles(shape), config.tiles(shape.rows))
         sizes = shape.batch, shape.rows, groups, shape.keys
-        if may_pair_parts(config, args, groups) and pairing_pays(*sizes, config.kv_load == "fp8"):
-            return config.clustered["reduce_last"], splits, None
-        return unmerged(config, shape, splits) if splits.size else config, splits, None
+        chosen = config if not splits.size and config.tiles(shape.rows) > 2 else unmerged(config, shape, splits)
+        if chosen is config and may_pair_parts(config, args, groups) and pairing_pays(*sizes, config.kv_load == "fp8"):
+            chosen = config.clustered["reduce_last"]
+        return chosen, splits, None
     size = whole_blocks(args.split_size)
     by_size = int(splits_of(shape.keys, size, args.attn_sink is not None)) if size else 0
     count = args.num_splits or by_size or split_count(config, shape)
@@ -75,7 +81,7 @@ def unmerged(config: Sm90Config, shape: Shape, splits: Splits) -> Sm90Config:
     """The instance for splits that no cluster merges.
 
     Two row tiles of a sequence share keys if all have a partner and few SMs are left free: fewer CTAs take up to 1.6 %
-    longer so, and the work tiles of a balanced plan up to 0.4 % (D70 in csrc/sm_90/decode/PERF.md).
+    longer so (D70 in csrc/sm_90/decode/PERF.md).
     """
     tiles = config.tiles(shape.rows)
     crowded = 8 * splits.tiles(shape) * tiles >= 7 * config.arch.compute_units

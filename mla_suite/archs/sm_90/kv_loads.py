@@ -9,7 +9,7 @@ from mla_suite.archs.attention import NARROW, WIDTHS
 from mla_suite.archs.sm_90.tile import BLOCK_M
 
 _TO_REDUCE = ("none", "reduce_o", "reduce_last")
-CLUSTER_MODES = (*_TO_REDUCE, "exchange_p")
+CLUSTER_MODES = (*_TO_REDUCE, "exchange_p", "share_kv")
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,7 @@ _NARROW_COSTS = dict.fromkeys(NARROW, "cp_async")  # the loads of the cost model
 KV_LOADS = {
     "tma": KvLoad(
         dtypes=("bf16", "fp16"),
-        cluster_modes={576: (*CLUSTER_MODES, "share_kv"), 512: CLUSTER_MODES} | dict.fromkeys(NARROW, ("none",)),
-        unmasked=("share_kv",),
+        cluster_modes=dict.fromkeys(WIDTHS, CLUSTER_MODES) | dict.fromkeys(NARROW, ("none",)),
         stages={(576, BLOCK_M): 5, (512, BLOCK_M): 5} | _NARROW_STAGES,
         costs_as={576: "tma", 512: "tma"} | _NARROW_COSTS,
         narrow=("bf16",),
