@@ -154,7 +154,9 @@ def test_demo_fails_where_results_differ_too_much(
 ) -> None:
     monkeypatch.setattr(demo_model, "MAX_BF16_DIFFERENCE", 1e-6)
     assert main(["demo", "--tokens", "2", "--layers", "1"]) == 1
-    assert "FAILED" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "FAILED" in printed
+    assert "8 tokens after ragged prompts" in printed
 
 
 def test_demo_runs_whole_layers_on_emulated_gfx942(capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,6 +69,7 @@ class ParallelMLA(MLA):
             shard=self.shard,
             group=parallel.cp_group,
             softmax_scale=self.config.softmax_scale,
+            head_dim_v=self.config.kv_lora_rank,
             kv_format=self.kv_format,
             **options,
         )

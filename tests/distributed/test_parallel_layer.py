@@ -11,6 +11,7 @@ from ranks import on_ranks
 
 from mla_suite.distributed import ContextParallelCache, Parallel, ParallelMLA, check_agreement
 from mla_suite.models import MLA, MLAConfig, PagedLatentCache, cos_sin_table
+from mla_suite.models.config import WIDTHS
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 PROMPTS = [11, 2, 20]
@@ -40,18 +41,21 @@ def run_layer(layer, cache, config, dtype, q_lens, compiled) -> list[torch.Tenso
     return outputs
 
 
-def spread(rank: int, tp_size: int, cp_size: int, dtype: torch.dtype, interleave: int, compiled: bool) -> None:
-    config = dataclasses.replace(MLAConfig.tiny(), num_layers=1, num_heads=8)
+def spread(
+    rank: int, tp_size: int, cp_size: int, dtype: torch.dtype, interleave: int, compiled: bool, **widths: int
+) -> None:
+    config = dataclasses.replace(MLAConfig.tiny(), num_layers=1, num_heads=8, **widths)
     weights = weights_of(config, dtype)
     kv_format = "fp32" if dtype == torch.float32 else "bf16"
+    stored = dict(kv_format=kv_format, head_dim=config.cached_dim)
     parallel = Parallel.create(tp_size=tp_size, cp_size=cp_size, device_type="cpu")
     with torch.no_grad():
         whole = MLA(config, kv_format=kv_format, dtype=dtype)
         whole.load_weights(weights)
-        exact = run_layer(whole, PagedLatentCache(1, 30, 4, kv_format=kv_format), config, dtype, (1, 4, 1), False)
+        exact = run_layer(whole, PagedLatentCache(1, 30, 4, **stored), config, dtype, (1, 4, 1), False)
         layer = ParallelMLA(config, parallel, interleave=interleave, kv_format=kv_format, dtype=dtype)
         layer.load_full_weights(weights)
-        cache = ContextParallelCache(1, 30, 4, shard=layer.shard, kv_format=kv_format)
+        cache = ContextParallelCache(1, 30, 4, shard=layer.shard, **stored)
         mine = run_layer(layer, cache, config, dtype, (1, 4, 1), compiled)
     for found, wanted in zip(mine, exact, strict=True):
         difference = (found.float() - wanted.float()).abs().max() / wanted.float().abs().max()
@@ -61,6 +65,11 @@ def spread(rank: int, tp_size: int, cp_size: int, dtype: torch.dtype, interleave
 def several(rank: int, cases: list[tuple[int, int, torch.dtype, int, bool]]) -> None:
     for tp_size, cp_size, dtype, interleave, compiled in cases:
         spread(rank, tp_size, cp_size, dtype, interleave, compiled)
+
+
+def other_widths(rank: int) -> None:
+    for latent, rope in WIDTHS[1:]:
+        spread(rank, 1, 2, torch.float32, 1, False, kv_lora_rank=latent, qk_rope_head_dim=rope)
 
 
 # Starting a rank costs more than a case, so the cases of one number of ranks share their processes.
@@ -74,6 +83,10 @@ CASES = {
 @pytest.mark.parametrize("world", CASES)
 def test_a_spread_layer_equals_one_process(world):
     on_ranks(world, several, CASES[world])
+
+
+def test_keys_of_every_width_are_spread():
+    on_ranks(2, other_widths)
 
 
 def test_a_spread_layer_compiles_without_a_break():
