@@ -62,6 +62,8 @@ def test_no_command_prints_the_list(capsys: pytest.CaptureFixture[str]) -> None:
         ("explain --on sm_90 --heads 16 --kv 64", "needs an operator: decode or sparse_decode"),
         ("explain plan --on sm_90 --heads 16 --kv 64", "is one of decode or sparse_decode, not of plan"),
         ("explain decode --on sm_90 --kv 64", "explain: a problem of decode needs --heads"),
+        (f"explain decode --on sm_90 --heads 16 --kv {10**20}", "a problem of more values than a tensor holds"),
+        (f"explain decode --on sm_90 --heads {10**19} --kv 64", "a problem of more values than a tensor holds"),
         ("explain decode --on sm_90 --heads 16 --kv 64 --topk 8", "--topk is not an option of decode; it takes --kv"),
         ("explain decode --on sm_90 --heads 16 --kv -1", "--kv -1; it is a number of keys, 0 at least"),
         ("explain decode --on sm_90 --heads 16 --kv 64 --kv-format nope", "explain: kv_format 'nope' is unknown"),

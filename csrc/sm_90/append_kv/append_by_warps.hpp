@@ -48,7 +48,7 @@ struct AppendByWarps {
     uint32_t seen = 0;
 #pragma unroll 1
     for (;;) {
-      seen |= among(p, base + thread, later, slots);
+      seen |= among(p, base + thread, later, slots, count);
       base += ahead * threads;
       if (base >= p.tokens) break;
       load(p, base + thread, later);
@@ -74,14 +74,15 @@ struct AppendByWarps {
       later[i].load(p.slot_mapping, p.wide_slots, min(token + i * threads, p.tokens - 1));
   }
 
-  // A bit for each of the first lanes' slots that a lane of the warp has loaded.
-  MLA_DEVICE static uint32_t among(const Params& p, int token, const RawIndex (&later)[ahead], int slots) {
+  // Bit k: a lane of the warp has loaded the slot of the block's k-th token. The block has `count` tokens.
+  MLA_DEVICE static uint32_t among(const Params& p, int token, const RawIndex (&later)[ahead], int slots, int count) {
     int those[ahead];
 #pragma unroll
     for (int i = 0; i < ahead; ++i) those[i] = token + i * threads < p.tokens ? later[i].slot(p) : -1;
     uint32_t bits = 0;
 #pragma unroll
     for (int k = 0; k < warps; ++k) {
+      if (k == 1 && count == 1) break;  // for each k, its shuffle would wait for the one before
       const int slot = Wave::from_lane(slots, k);
       bool any = false;
 #pragma unroll
