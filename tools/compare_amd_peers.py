@@ -57,12 +57,15 @@ class Row(NamedTuple):
     bound: str
 
 
+UNKNOWN = ("tokenspeed-gluon",)
+"""Implementations of whose geometry nothing is known here."""
 KINDS = dict.fromkeys(("heads", "q_len", "batch", "keys"), int) | dict.fromkeys(("published", "peer", "ours"), float)
 
 
 def chosen(sources: Sequence[str] = (), batches: Sequence[int] = ()) -> list[Point]:
-    """The published points of dense decode on `CARDS`, and the problems of `ASKED`."""
+    """The published points of dense decode on `CARDS` by kernels of `amd_peers`, and the problems of `ASKED`."""
     found = [p for p in amd_points.points() if p.kind.startswith("dense") and p.card.gpu in CARDS]
+    found = [p for p in found if p.implementation not in UNKNOWN]
     known = amd_points.cards()
     for gpu, implementation, dtype, *shape in ASKED:
         source = amd_points.Source("asked", "held_out", "device", "")
