@@ -62,6 +62,8 @@ def test_no_command_prints_the_list(capsys: pytest.CaptureFixture[str]) -> None:
         ("explain --on sm_90 --heads 16 --kv 64", "needs an operator: decode or sparse_decode"),
         ("explain plan --on sm_90 --heads 16 --kv 64", "is one of decode or sparse_decode, not of plan"),
         ("explain decode --on sm_90 --kv 64", "explain: a problem of decode needs --heads"),
+        (f"explain decode --on sm_90 --heads 16 --kv {10**20}", "a problem of more values than a tensor holds"),
+        (f"explain decode --on sm_90 --heads {10**19} --kv 64", "a problem of more values than a tensor holds"),
         ("explain decode --on sm_90 --heads 16 --kv 64 --topk 8", "--topk is not an option of decode; it takes --kv"),
         ("explain decode --on sm_90 --heads 16 --kv -1", "--kv -1; it is a number of keys, 0 at least"),
         ("explain decode --on sm_90 --heads 16 --kv 64 --kv-format nope", "explain: kv_format 'nope' is unknown"),
@@ -154,7 +156,9 @@ def test_demo_fails_where_results_differ_too_much(
 ) -> None:
     monkeypatch.setattr(demo_model, "MAX_BF16_DIFFERENCE", 1e-6)
     assert main(["demo", "--tokens", "2", "--layers", "1"]) == 1
-    assert "FAILED" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "FAILED" in printed
+    assert "8 tokens after ragged prompts" in printed
 
 
 def test_demo_runs_whole_layers_on_emulated_gfx942(capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,6 +102,32 @@ def test_outputs_in_memory_that_is_still_needed_are_refused(op, sample):
             packet(op).out(first, *rest, **kwargs, **outputs | {name: shared})
 
 
+@each([pair for pair in FIRST if pair[0].outputs])
+def test_outputs_that_are_no_tensors_are_refused(op, sample):
+    args, kwargs = sample.make(CPU)
+    for name in op.outputs:
+        with pytest.raises(TypeError, match=f"{op.name}.out: {name} is None; it takes a tensor"):
+            packet(op).out(*args, **kwargs, **outputs_for(op, args, kwargs) | {name: None})
+
+
+@pytest.mark.parametrize("arch", [None, "gfx942"])
+@each([pair for pair in FIRST if pair[0].outputs])
+def test_outputs_made_in_inference_mode_are_written_outside_of_it(op, sample, arch):
+    """Those that a backend copies its results to, because their rows lie apart, as well."""
+    args, kwargs = sample.make(CPU)
+    with mla_suite.emulate(arch) if arch else contextlib.nullcontext():
+        expected = packet(op)(*args, **kwargs)
+        with torch.inference_mode():
+            made = [torch.empty(o.shape, dtype=o.dtype) for o in op.specify(*args, **kwargs)]
+            first, second, *rest = made[0].shape
+            made[0] = torch.empty(first, 2 * second, *rest, dtype=made[0].dtype)[:, :second]
+        for _ in range(3):
+            packet(op).out(*args, **kwargs, **dict(zip(op.outputs, made, strict=True)))
+            assert all(map(torch.equal, made, expected))
+            with torch.inference_mode():
+                made[0].zero_()
+
+
 def equal_to_eager(op, sample, backend):
     args, kwargs = sample.make(CPU)
     torch._dynamo.reset()

@@ -10,10 +10,12 @@ names both instructions, the wait states found and required, and the section of 
 """
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from hazards.check import sentences
@@ -42,8 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if not texts:
         parser.error("no AMD kernel of that arch and name was built")
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
-        each_text = pool.map if len(texts) > 1 else map
+    processes = min(os.cpu_count() or 1, len(texts))
+    # A process takes neighbours, whose instructions are mostly the same, and makes no cycles for a collector to find.
+    with ProcessPoolExecutor(processes, initializer=gc.disable) as pool:
+        each_text = partial(pool.map, chunksize=-(-len(texts) // (2 * processes))) if processes > 1 else map
         found = [sentence for each in each_text(sentences, *zip(*texts, strict=True)) for sentence in each]
     print(*found, f"{len(texts)} texts checked, {len(found)} findings", sep="\n")
     return 1 if found else 0

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
@@ -49,8 +48,6 @@ class ArchKernels(Protocol):
     arch: ArchSpec
     wavefront: int  # lanes that the kernels are written for
     tile_rows: int  # query rows that a workgroup of decode holds
-    # decode's precision -> rows of a sequence from which fp8 queries of an fp8 cache beat 16-bit ones; absent: none do
-    fp8_query_rows: Mapping[str, int]
 
     def decode(self, problem: Any) -> Supported | Unsupported: ...
 
@@ -63,6 +60,11 @@ class ArchKernels(Protocol):
     def append_kv(self, problem: Any) -> Supported | Unsupported: ...
 
     def convert_kv(self, problem: Any) -> Supported | Unsupported: ...
+
+    def fp8_query_rows(self, precision: str, page_size: int) -> int | None:
+        """Rows of a sequence from which fp8 queries of an fp8 cache beat 16-bit ones, with decode's `precision`; None:
+        none do."""
+        ...
 
     def scheduler_costs(self, num_q_rows: int) -> SchedulerCosts:
         """Costs for the load balancer of plan, with this number of query rows per sequence."""

@@ -40,18 +40,23 @@ class AppendConfig:
     one_run: bool = field(default=False, kw_only=True)
 
     @property
+    def bulk(self) -> bool:
+        """Whether a workgroup has all waves that it can."""
+        return self.tokens > 1
+
+    @property
     def instance(self) -> str:
-        tokens = f"tokens-{1 if self.tokens == 1 else MAX_TOKENS}"
+        tokens = f"tokens-{MAX_TOKENS if self.bulk else 1}"
         return f"append_kv_run_{tokens}_onerun-1" if self.one_run else f"append_kv_{tokens}"
 
     @property
     def threads(self) -> int:
-        return WAVES * self.arch.wavefront if self.tokens == 1 else THREADS
+        return THREADS if self.bulk else WAVES * self.arch.wavefront
 
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory."""
-        return self.bulk_bytes if self.tokens > 1 and not self.one_run else 0
+        return self.bulk_bytes if self.bulk and not self.one_run else 0
 
     def spec(self, outputs: tuple[torch.Tensor, ...], args: AppendKvArgs) -> CallSpec:
         """One launch."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
 from mla_suite.archs import ArchSpec, append_kv, combine, plan
 from mla_suite.archs.plan import PlanConfig
 from mla_suite.core.dispatch import Supported, Unsupported
@@ -19,16 +16,17 @@ class CommonKernels:
     plan_waves         as in `PlanConfig`
     append_bulk_bytes  as in `AppendConfig`
     append_has_runs    append_kv has kernels of rows that are one scaled run
-    fp8_query_rows     as in `ArchKernels`
     """
 
     plan_waves: tuple[tuple[str, tuple[int, int]], ...]
     append_bulk_bytes = 0
     append_has_runs = False
-    fp8_query_rows: ClassVar[Mapping[str, int]] = {}
 
     def __init__(self, arch: ArchSpec) -> None:
         self.arch = arch
+
+    def fp8_query_rows(self, precision: str, page_size: int) -> int | None:
+        return None
 
     def combine(self, problem: CombineProblem) -> Supported | Unsupported:
         return combine.supports(problem, self.arch)

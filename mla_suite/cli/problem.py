@@ -71,6 +71,8 @@ def without_values(op: str, options: dict[str, Any], arch: ArchSpec | None) -> t
     defaults = {"batch": 1, "q_len": 1, "page_size": 64}
     batch, q_len, page_size = (options.get(name, default) for name, default in defaults.items())
     keys, fmt = options[length], kv_formats.get_kv_format(options.get("kv_format", KV_FORMATS[op]))
+    if batch * max(q_len * options["heads"] * fmt.head_dim, (keys + page_size) * fmt.token_bytes) >= 2**62:
+        raise UsageError("a problem of more values than a tensor holds; give fewer sequences, heads or keys")
     pages, index = -(-keys // page_size), partial(torch.empty, dtype=torch.int32, device="meta")
     q_dtype = getattr(torch, options.get("q_dtype", "bfloat16"))
     q = torch.empty(batch, q_len, options["heads"], fmt.head_dim, dtype=q_dtype, device="meta")

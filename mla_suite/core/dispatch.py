@@ -10,7 +10,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -84,10 +84,16 @@ def reference_backend(run: Callable[[Any, tuple[torch.Tensor, ...], Any], None])
 
     def in_fp32(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         # autocast would round the operands of its products to 16 bits
-        with torch.autocast(first_tensor(_tensors(args)).device.type, enabled=False):
+        with torch.autocast(first_tensor(_tensors(args)).device.type, enabled=False), writable(outputs):
             run(config, outputs, args)
 
     return Backend("reference", lambda problem, arch: reason, partial(_prepare_run, in_fp32))
+
+
+def writable(outputs: tuple[torch.Tensor, ...]) -> AbstractContextManager[Any]:
+    """In this context torch's functions may write to the outputs, as kernels may: also to those that were made in
+    inference mode, which torch lets nobody write to outside of it."""
+    return torch.inference_mode() if any(output.is_inference() for output in outputs) else nullcontext()
 
 
 def _prepare_run(
@@ -136,7 +142,7 @@ def triton_backend(module: str) -> Backend:
         return answer
 
     def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
-        with torch.cuda.device_of(first_tensor(_tensors(args))):
+        with torch.cuda.device_of(first_tensor(_tensors(args))), writable(outputs):
             import_module(module).run(config, outputs, args)
 
     return Backend("triton", supports, partial(_prepare_run, run), devices=("cuda",))

@@ -257,6 +257,7 @@ def _check_outputs(op: Op) -> Callable[..., None]:
         device = dispatch.first_tensor(args).device
         for name, expected in zip(op.outputs, op.specify(*args, **functional), strict=True):
             given = kwargs[name]
+            checks.is_tensor(f"{op.name}.out", name, given)
             same_shape = given.dim() == len(expected.shape) and all(
                 g == e for g, e in zip(given.shape, expected.shape, strict=True)
             )

@@ -27,7 +27,7 @@ from mla_suite.integrations.flash_mla_metadata import FlashMLASchedMeta as Flash
 from mla_suite.integrations.flash_mla_metadata import get_mla_decoding_metadata as get_mla_decoding_metadata
 from mla_suite.integrations.flash_mla_metadata import get_mla_metadata as get_mla_metadata
 from mla_suite.integrations.flash_mla_prefill import flash_mla_sparse_fwd as flash_mla_sparse_fwd
-from mla_suite.ops.decode import DECODE
+from mla_suite.ops.decode import DECODE, PRECISIONS
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
 
 _WORDS = {
@@ -130,6 +130,8 @@ def flash_mla_with_kvcache(
     flags = dict(causal=causal, enable_batch_invariant=enable_batch_invariant, use_legacy=use_legacy)
     flags |= {} if is_fp8_kvcache is None else dict(is_fp8_kvcache=is_fp8_kvcache)
     check_kinds(name, dict(q=q, k_cache=k_cache), optional, dict(head_dim_v=head_dim_v), flags)
+    if precision not in PRECISIONS:
+        _refuse(name, f"precision is {precision!r}", f"it takes {' or '.join(map(repr, PRECISIONS))}")
     if q.dim() != 4:
         _refuse(name, f"q has shape {tuple(q.shape)}", "it takes [batch, q_len, heads, head_dim]")
     if k_cache.dim() == 4 and k_cache.shape[2] > 1:

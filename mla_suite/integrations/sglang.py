@@ -244,7 +244,7 @@ class MLASuiteAttnBackend(TritonAttnBackend):
             self._cu_seqlens_q = torch.nn.functional.pad(own.cumsum(0), (1, 0)).int()
             # One bound for all short extends, so that a sequence's kernel does not depend on its batch.
             self._max_seqlen_q = SHORT_EXTEND
-        fewest = fp8_query_rows(self._one)
+        fewest = fp8_query_rows(self._one, self.page_size)
         # As many drafts as the server verifies count in every pass, so that a token's queries are of one kind.
         rows = heads * (self.num_draft_tokens or 1)
         self._fp8_queries = scaled_fp8_quant is not None and fewest is not None and rows >= fewest

@@ -348,13 +348,16 @@ class MLASuiteImpl(MLASuiteLayer, MLACommonImpl):
 
 def _fp8_queries_are_faster(heads: int) -> bool:
     """Whether it is so for a token, with as many drafts as the server verifies, on the device where models are made."""
-    rows = fp8_query_rows(torch.empty(0))
-    if rows is None:
+    here = torch.empty(0)
+    if fp8_query_rows(here, PAGE_SIZE) is None:
         return False
     config = get_current_vllm_config()
+    # Where the user gives no page size, vLLM enters the preferred one only after it has made the layers.
+    given = getattr(config.cache_config, "user_specified_block_size", False)
+    rows = fp8_query_rows(here, config.cache_config.block_size if given else PAGE_SIZE)
     drafts = getattr(config.speculative_config, "num_speculative_tokens", 0) or 0
     # Results for fp8 queries are bfloat16, which vLLM goes on with in the model's own type.
-    return config.model_config.dtype == torch.bfloat16 and heads * (1 + drafts) >= rows
+    return config.model_config.dtype == torch.bfloat16 and rows is not None and heads * (1 + drafts) >= rows
 
 
 @cache

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mla_suite.build.params import load, struct_format
-from mla_suite.core.dispatch import Launch, bounded
+from mla_suite.core.dispatch import Launch, bounded, writable
 from mla_suite.launch import launcher, tensor_map
 from mla_suite.launch.driver import Buffer, Driver, DriverError, LaunchError
 from mla_suite.launch.scratch import take
@@ -80,7 +80,8 @@ def prepare(op: str, call: CallSpec, outputs: tuple[torch.Tensor, ...], tensors:
             buffers = _buffers(call, step, places.position_of, values, scratch)
             raise _explained(op, call.launches[step], buffers, driver, error) from error
         if replaced is not None:
-            _copy_back(call, values[len(tensors) :], outputs)
+            with writable(outputs):
+                _copy_back(call, values[len(tensors) :], outputs)
 
     return run
 

@@ -181,21 +181,56 @@ class Plan:
             checks.fail(op, "plan", given, "pass a tensor made by mla_suite.plan")
         header = {word: words[word] for word in Word}
         layout = Layout(header[Word.BATCH], header[Word.NUM_SM_PARTS], header[Word.WORK_TILE_CAPACITY])
-        if len(words) != layout.words:
+        if len(words) != layout.words or layout.batch < 0 or layout.num_sm_parts < 1:
             checks.fail(op, "plan", f"has {len(words)} words but its header describes {layout.words}", "pass it whole")
+        used, first = header[Word.WORK_TILES_USED], layout.work_tiles
         work_tiles = [
             (words[at], words[at + 1], words[at + 2], words[at + 3])
-            for at in range(
-                layout.work_tiles, layout.work_tiles + header[Word.WORK_TILES_USED] * WORK_TILE_WORDS, WORK_TILE_WORDS
-            )
+            for at in range(first, min(first + used * WORK_TILE_WORDS, len(words)), WORK_TILE_WORDS)
         ]
-        return cls(
+        read = cls(
             header,
             words[layout.split_indptr : layout.work_indptr],
             words[layout.work_indptr : layout.counters],
             words[layout.counters : layout.counters + layout.batch * COUNTERS],
             work_tiles,
         )
+        if broken := read._broken(layout):
+            checks.fail(op, "plan", f"is damaged: {broken}", "make it anew with mla_suite.plan")
+        return read
+
+    def _broken(self, layout: Layout) -> str:
+        """What breaks one of the rules above, in words; empty where all hold. Counters may be in use."""
+        of_lengths = Word.WORK_TILES_USED, Word.PARTIAL_ROWS
+        made = layout.header(
+            num_splits=self.header[Word.NUM_SPLITS],
+            split_size=self.header[Word.SPLIT_SIZE],
+            max_seqlen_kv=self.header[Word.MAX_SEQLEN_KV],
+        )
+        for word, value in zip(Word, made, strict=True):
+            if self.header[word] != value and word not in of_lengths:
+                return f"header word {word.name} is {self.header[word]}, not {value}"
+        used = self.header[Word.WORK_TILES_USED]
+        bounds = self.work_indptr
+        if len(self.work_tiles) != used or bounds[0] != 0 or bounds[-1] != used or bounds != sorted(bounds):
+            return f"its header has {used} work tiles, its SM parts those at {bounds}"
+        own: list[list[tuple[int, int, int, int]]] = [[] for _ in self.split_indptr[1:]]
+        for tile in self.work_tiles:
+            if not 0 <= tile[WorkTile.SEQUENCE] < len(own):
+                return f"a work tile is of sequence {tile[WorkTile.SEQUENCE]}"
+            own[tile[WorkTile.SEQUENCE]].append(tile)
+        row = 0
+        for b, tiles in enumerate(own):
+            edges = [0, *[end for _, _, end, _ in tiles]]
+            if [first for _, first, _, _ in tiles] != edges[:-1] or edges[-1] != OPEN:
+                return f"the work tiles of sequence {b} do not cover each key once"
+            split = len(tiles) if len(tiles) > 1 else 0
+            rows = [*range(row, row + split)] or [-1]
+            if [found for _, _, _, found in tiles] != rows or self.split_indptr[b] != row:
+                return f"sequence {b} does not own the partial rows {rows}"
+            row += split
+        rows_used = self.header[Word.PARTIAL_ROWS], self.split_indptr[-1]
+        return "" if rows_used == (row, row) else f"it has {rows_used[0]} partial rows for {row} splits"
 
     def splits(self) -> list[list[tuple[int, int]]]:
         """(first_key, end_key) of every work tile of each sequence, in order."""

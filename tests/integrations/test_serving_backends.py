@@ -143,6 +143,14 @@ def builder_of(vllm, **config):
     return backend.get_builder_cls()(None, ["layer"], SimpleNamespace(**{"heads": HEADS} | config), torch.device("cpu"))
 
 
+def config_of(dtype, block_size=None, speculation=None):
+    """The parts of vLLM's configuration that a layer reads."""
+    # vLLM's default is replaced by the backend's own after layers are made.
+    pages = SimpleNamespace(block_size=block_size or 16, user_specified_block_size=block_size is not None)
+    parts = dict(model_config=SimpleNamespace(dtype=dtype), cache_config=pages)
+    return SimpleNamespace(**parts, speculative_config=speculation)
+
+
 def assert_attended(found, expected):
     torch.testing.assert_close(found[0].float(), expected[0], rtol=2**-8, atol=2e-5)
     torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-5)
@@ -173,8 +181,18 @@ def test_queries_that_vllm_quantised(vllm, q_len):
 )
 def test_vllm_is_asked_for_fp8_queries_where_they_are_faster(vllm, monkeypatch, arch, heads, drafts, dtype, asked):
     speculation = None if drafts is None else SimpleNamespace(num_speculative_tokens=drafts)
-    vllm.stand_in_config = SimpleNamespace(model_config=SimpleNamespace(dtype=dtype), speculative_config=speculation)
+    vllm.stand_in_config = config_of(dtype, None, speculation)
     monkeypatch.setattr(integrations, "current_arch", lambda tensor: archs.get(arch))
+    assert impl_of(vllm.MLASuiteBackend, "fp8", num_heads=heads).supports_quant_query_input is asked
+
+
+@pytest.mark.parametrize(
+    ("heads", "page", "asked"), [(64, 64, True), (64, 16, False), (128, 16, True), (64, None, True)]
+)
+def test_fp8_queries_are_for_pages_whose_scores_may_be_sums_of_fp8(vllm, monkeypatch, heads, page, asked):
+    vllm.stand_in_config = config_of(torch.bfloat16, page)
+    monkeypatch.setattr(integrations, "current_arch", lambda tensor: archs.get("sm_90"))
+    monkeypatch.setattr(integrations, "PRECISION", "fp8")
     assert impl_of(vllm.MLASuiteBackend, "fp8", num_heads=heads).supports_quant_query_input is asked
 
 

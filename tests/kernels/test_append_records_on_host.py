@@ -1,8 +1,10 @@
-"""Rows of sm_90's records that scale all values, run on a CPU (kernels_on_host.py): the reference's bytes exactly."""
+"""sm_90's blocks of few tokens of records that scale all values, run on a CPU (kernels_on_host.py): the reference's
+bytes exactly."""
 
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -65,12 +67,13 @@ def arguments(name, seed, angles, interleaved):
     )
 
 
-def by_kernel(program, folder, args):
-    """The cache after the program."""
+def by_kernel(program, folder, args, group):
+    """The cache after the program, whose blocks have `group` tokens."""
     answer = Kernels(archs.get("sm_90")).append_kv(APPEND_KV.describe(args))
     (launch,) = answer.config.spec((), args).launches
     struct = params.load("append_kv")
     numbers = launch.numbers | {field.name: 0 for field in struct.fields if field.name not in launch.numbers}
+    numbers["group"] = group
     given = {"params": None, "kv_c": args.kv_c, "k_pe": args.k_pe, "cache": None, "slots": args.slot_mapping}
     given |= {} if args.cos_sin is None else {"cos_sin": args.cos_sin, "positions": args.positions}
     for name, tensor in given.items():
@@ -94,28 +97,54 @@ def with_positive_nan(kind, cache):
     return raw(cache)
 
 
+def differs(program, folder, args, group):
+    """The number of bytes that differ from the reference's."""
+    got = by_kernel(program, folder, args, group)
+    reference.run(None, (), args)
+    kind = get_kv_format(args.kv_format)
+    return int((with_positive_nan(kind, got) != with_positive_nan(kind, args.kv_cache)).sum())
+
+
 def differences(program, folder, name):
     """Bytes that differ from the reference's, over all ways to rotate."""
     found = 0
     for seed, angles in enumerate(ANGLES if RECORDS[name] != "v32nope" else ["none"]):
         for interleaved in (True, False) if angles != "none" else (True,):
-            args = arguments(name, seed, angles, interleaved)
-            got = by_kernel(program, folder, args)
-            reference.run(None, (), args)
-            kind = get_kv_format(name)
-            found += int((with_positive_nan(kind, got) != with_positive_nan(kind, args.kv_cache)).sum())
+            found += differs(program, folder, arguments(name, seed, angles, interleaved), 8 - seed)
     return found
 
 
 @pytest.mark.parametrize("record", ["v41", "v41_fp4", "v32nope"])
 def test_the_references_bytes(tmp_path, record):
-    program = build(tmp_path / "append", {"FORMAT": record, "HOST_BLOCK_THREADS": 32})
+    program = build(tmp_path / "append", {"FORMAT": record, "HOST_BLOCK_THREADS": 256})
     for name in (name for name, of in RECORDS.items() if of == record):
         assert differences(program, tmp_path, name) == 0, name
 
 
+def repeated(tokens, wide, seed):
+    """Rows of which many have a slot that others have, in the same block and in others, or none."""
+    args = arguments("v41", 0, "fp32", True)
+    draw = torch.Generator().manual_seed(seed)
+    which = torch.arange(tokens) % TOKENS
+    slots = torch.randint(-2, PAGES * PAGE - 1, (tokens,), generator=draw)
+    slots[torch.randint(0, tokens, (tokens // 2,), generator=draw)] = 7
+    few = torch.randperm(tokens, generator=draw)[: tokens // 4]
+    slots[few] = slots[few.roll(1)]
+    slots[1] = slots[-1] = PAGES * PAGE - 1  # no other token has it
+    kind = torch.int64 if wide else torch.int32
+    rows = dict(kv_c=args.kv_c[which], k_pe=args.k_pe[which], positions=args.positions[which].to(kind))
+    return replace(args, slot_mapping=slots.to(kind), **rows)
+
+
+@pytest.mark.parametrize(("tokens", "wide", "group"), [(24, False, 1), (60, True, 8), (61, False, 8), (1100, True, 7)])
+def test_the_last_of_a_slots_tokens_is_written(tmp_path, tokens, wide, group):
+    """1,100 tokens: more slots than the block's threads load at once."""
+    program = build(tmp_path / "append", {"FORMAT": "v41", "HOST_BLOCK_THREADS": 256})
+    assert differs(program, tmp_path, repeated(tokens, wide, tokens), group) == 0
+
+
 ROUNDED = "__fmaf_rn(__fmaf_rn(-near, scale, value), inverse, near)"
-ROW, CODES = (f"sm_90/append_kv/record_{name}.hpp" for name in ("row", "codes"))
+ROW, CODES, WARPS = (f"sm_90/append_kv/{name}.hpp" for name in ("record_row", "record_codes", "append_by_warps"))
 FAULTS = {
     "rounded to even": (ROW, "(bits & 0xffff) != 0 ? 1 : 0", "bits >> 15 & 1"),
     "a tie goes up": (CODES, "+ (pair >> 9 & 0x00010001)", "+ 0x00010001"),
@@ -124,6 +153,14 @@ FAULTS = {
     "codes of NaN": (CODES, "& some;", ";"),
     "halves exchanged": (CODES, "(even >> 1 & 0x07070707)", "(odd >> 1 & 0x07070707)"),
     "the scale of half a tile": (ROW, "apart < LANES", "apart < LANES / 2"),
+    "later tokens of the block": (WARPS, "!again &&", ""),
+    "a block that looks at the next only": (WARPS, "base >= p.tokens", "true"),
+    "what other warps have seen": (WARPS, "seen |= shared.found[i];", ";"),
+    "the last token for those behind it": (
+        WARPS,
+        "token + i * threads < p.tokens ? later[i].slot(p) : -1",
+        "later[i].slot(p)",
+    ),
     "a quotient that is not rounded": (CODES, f"copysignf({ROUNDED}", "copysignf(near"),
     "-0 becomes +0": (CODES, f"copysignf({ROUNDED}, value)", ROUNDED),
 }
@@ -135,6 +172,8 @@ FAULTY = {"the scale of half a tile": "v41", "a quotient that is not rounded": "
 @each_of(FAULTS, "a tie goes up", place=lambda header, right, broken: (header, right))
 def test_a_fault_is_found(tmp_path, name):
     changed = with_a_fault(tmp_path / "csrc", *FAULTS[name])
-    record = FAULTY.get(name, "v41_fp4")
-    program = build(tmp_path / "append", {"FORMAT": RECORDS[record], "HOST_BLOCK_THREADS": 32}, changed)
-    assert differences(program, tmp_path, record) > 0
+    record = FAULTY.get(name, "v41" if FAULTS[name][0] == WARPS else "v41_fp4")
+    program = build(tmp_path / "append", {"FORMAT": RECORDS[record], "HOST_BLOCK_THREADS": 256}, changed)
+    looks = FAULTS[name][0] == WARPS
+    found = differs(program, tmp_path, repeated(1100, False, 3), 8) if looks else differences(program, tmp_path, record)
+    assert found > 0

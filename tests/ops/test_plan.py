@@ -289,6 +289,10 @@ def test_bad_input_is_refused_in_one_sentence(change, words):
         mla_suite.plan(**(arguments | change))
 
 
+FREE_WORDS = Word.NUM_SPLITS, Word.SPLIT_SIZE, Word.MAX_SEQLEN_KV
+"""Words that repeat arguments of `plan`, so that any number may be right."""
+
+
 @pytest.mark.parametrize("damage", ["magic", "version", "short", "empty"])
 def test_a_tensor_that_is_no_plan_is_refused(damage):
     plan = make([5])
@@ -297,6 +301,22 @@ def test_a_tensor_that_is_no_plan_is_refused(damage):
         damaged[{"magic": 0, "version": 1}[damage]] += 1
     with pytest.raises(ValueError, match=r"plan (does not begin with|has \d+ words)"):
         Plan.read(damaged)
+
+
+def test_a_damaged_word_is_found():
+    """In any word that a kernel reads, but counters, which may be in use."""
+    plan = make([700, 5, 0], num_sm_parts=4)
+    read = Plan.read(plan)
+    counters = range(read.header[Word.COUNTERS], read.header[Word.COUNTERS] + 3 * COUNTERS)
+    end = read.header[Word.WORK_TILES] + 4 * len(read.work_tiles)
+    free = {*counters, *range(counters.stop, read.header[Word.WORK_TILES]), *FREE_WORDS}
+    for word in set(range(end)) - free:
+        for number in {-1, 2**31 - 1, -(2**31)} - {int(plan[word])}:
+            damaged = plan.clone()
+            damaged[word] = number
+            with pytest.raises(ValueError, match="plan (is damaged: |does not begin with|has .* words)"):
+                Plan.read(damaged)
+    assert Plan.read(plan) == read
 
 
 def test_no_host_read_while_planning():

@@ -173,7 +173,7 @@ def test_queries_of_an_fp8_cache_are_fp8_where_decode_gains(monkeypatch, decodes
     theirs.settings(monkeypatch)
     assert integration.scaled_fp8_quant is not None, "this SGLang has it"
     monkeypatch.setattr(integration, "scaled_fp8_quant", quantised)
-    monkeypatch.setattr(integration, "fp8_query_rows", lambda like: fewest)
+    monkeypatch.setattr(integration, "fp8_query_rows", lambda like, page_size: fewest)
     monkeypatch.setattr(theirs.memory_pool.MLATokenToKVPool, "_scatter_mla_rows", scatter)
     runner = theirs.runner(64, torch.float8_e4m3fn)
     backend = integration.MLASuiteAttnBackend(runner)

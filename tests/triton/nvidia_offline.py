@@ -51,7 +51,7 @@ def shared_bytes(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, A
     code = backend.get_codegen_implementation(options)
     module = source.make_ir(target, options, code, backend.get_module_map(), context)
     # Shared memory is known before LLVM optimises, which takes a third of the time.
-    with patch.object(llvm, "optimize_module", lambda *given: None):
+    with patch.object(llvm, "optimize_module", lambda *given, **named: None):
         for stage in ("ttir", "ttgir", "llir"):
             module = stages[stage](module, metadata)
     return int(metadata["shared"])

@@ -40,7 +40,7 @@ class Finding:
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class _Producer:
     """An effect of the instruction at `index`; compared by identity."""
 

@@ -8,9 +8,9 @@ instruction does to a register is named by the classes of `table.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import cache
+from typing import NamedTuple
 
 from hazards.table import passes_of
 
@@ -46,16 +46,14 @@ _READS_ONLY = re.compile(r"ds_(write|store)|ds_(?!.*rtn)(add|sub|rsub|inc|dec|mi
 _PARTIAL = re.compile(r"v_cvt_(scalef32_)?(sr_)?(pk_)?(fp8|bf8|fp4)_")
 
 
-@dataclass(frozen=True)
-class Effect:
+class Effect(NamedTuple):
     """One thing that an instruction did to a register, or does with it: see the classes of `table.py`."""
 
     kind: str
     register: Register
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """Meaning of an instruction's text: `does` are producers, `needs` consumers. `passes` is 0 outside matrix ones."""
 
     opcode: str
@@ -66,8 +64,7 @@ class Operation:
     waits: int
 
 
-@dataclass(frozen=True)
-class Instruction:
+class Instruction(NamedTuple):
     """An operation at a line (counted from 1), and the indices of the instructions that may follow it."""
 
     line: int
@@ -285,32 +282,34 @@ def instructions(lines: Iterable[str]) -> list[Instruction]:
     labels: dict[str, int] = {}
     addresses: dict[int, int] = {}
     ends: dict[int, int] = {}  # address behind the instruction at an index
-    for number, line in _outside_metadata(lines):
-        text = line.partition(";")[0].partition("//")[0].strip()
-        if not text or text[0] == ".":
-            label = _LABEL.match(text)
-            if label:
-                labels[label[1]] = len(code)
-        elif _CODE.match(text):
+    metadata = False
+    for number, line in enumerate(lines, 1):
+        if line.startswith("\t."):  # a directive; more than half of an assembly text names source lines
+            metadata = (metadata or ".amdgpu_metadata" in line) and ".end_amdgpu_metadata" not in line
+            continue
+        found = None if metadata else _meaning(line)
+        if isinstance(found, str):
+            labels[found] = len(code)
+        elif found is not None:
             place = _ADDRESS.search(line) if "//" in line else None
             if place:
                 addresses[int(place[1], 16)] = len(code)
                 ends[len(code)] = int(place[1], 16) + 4 * len(place[2].split())
-            code.append((number, operation(" ".join(text.split()))))
-        elif label := _LABEL.match(text):
-            labels[label[1]] = len(code)
+            code.append((number, found))
     return [
         Instruction(number, found, _follows(index, found, len(code), labels, addresses, ends, number))
         for index, (number, found) in enumerate(code)
     ]
 
 
-def _outside_metadata(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
-    inside = False
-    for number, line in enumerate(lines, 1):
-        inside = (inside or ".amdgpu_metadata" in line) and ".end_amdgpu_metadata" not in line
-        if not inside:
-            yield number, line
+@cache
+def _meaning(line: str) -> Operation | str | None:
+    """The operation of a line, or the name of its label."""
+    text = line.partition(";")[0].partition("//")[0].strip()
+    if _CODE.match(text):
+        return operation(" ".join(text.split()))
+    label = _LABEL.match(text)
+    return label[1] if label else None
 
 
 def _follows(

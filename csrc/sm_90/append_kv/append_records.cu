@@ -1,11 +1,12 @@
 // append_kv on sm_90 of bf16 rows into records that scale all 512 values of a row: the entry. FORMAT is a type of
 // record_row.hpp. A block writes up to TOKENS tokens.
 #include "sm_90/append_kv/append_bulk.hpp"
-#include "sm_90/append_kv/append_single.hpp"
+#include "sm_90/append_kv/append_by_warps.hpp"
 #include "sm_90/append_kv/record_row.hpp"
 
 namespace {
-using Kernel = mla::AppendKv<mla::sm_90::Wave, TOKENS>;
+constexpr bool bulk = TOKENS > mla::sm_90::AppendByWarps::warps;
+using Kernel = mla::AppendKv<mla::sm_90::Wave, bulk ? TOKENS : 1>;
 template <int angle_bytes>
 using Row = mla::sm_90::RecordRow<mla::sm_90::FORMAT, angle_bytes>;
 
@@ -20,10 +21,11 @@ MLA_DEVICE void with_row(const mla::AppendKvParams& p, Body body) {
 
 MLA_KERNEL(Kernel::threads, Kernel::min_waves) void MLA_SUITE_KERNEL(mla::AppendKvParams p) {
   using namespace mla::sm_90;
-  if constexpr (TOKENS == 1) {
-    with_row(p, [&](auto row) { AppendSingle::run_whole(p, row); });
-  } else {
+  if constexpr (bulk) {
     MLA_SHARED AppendBulk::Shared shared;
     with_row(p, [&](auto row) { AppendBulk::write(p, shared, row); });
+  } else {
+    MLA_SHARED AppendByWarps::Shared shared;
+    with_row(p, [&](auto row) { AppendByWarps::run(p, shared, row); });
   }
 }

@@ -3,7 +3,7 @@
 // the first is waited for.
 #pragma once
 
-#include "sm_90/append_kv/row_buffer.hpp"
+#include "sm_90/append_kv/row.hpp"
 
 namespace mla::sm_90 {
 
@@ -31,33 +31,6 @@ struct AppendSingle {
     if (__syncthreads_or(later) != 0 || slot < 0) return;
     if (wave == 0) row.store_latent(p, Row::offset(p, slot), lane);
     if (wave == 1) row.store_rope(p, Row::offset(p, slot), lane);
-  }
-
-  // The same of a row that one warp holds, and that comes through shared memory.
-  template <class Row>
-  MLA_DEVICE static void run_whole(const Params& p, Row row) {
-    MLA_SHARED __align__(16) uint8_t memory[RowBuffer<Row>::bytes];
-    const RowBuffer<Row> buffer{smem_address(memory)};
-    const int token = mla::block_id_x(), thread = mla::thread_id(), lane = thread % 32;
-    const bool writes = Wave::uniform(thread / 32) == 0;
-    Wave::wait_for_producer();
-    Wave::release_consumer();
-    RawIndex own, position;
-    own.load(p.slot_mapping, p.wide_slots, token);
-    if (writes) {
-      if constexpr (Row::rotated) position.load(p.positions, p.wide_positions, token);
-      buffer.copy(p, token, lane);
-    }
-    const bool later = seen_later(p, own, token + 1 + thread);
-    const int slot = own.slot(p);
-    if (writes && slot >= 0) buffer.copy_angle(p, position.low, lane);
-    cp_async_commit();
-    if (__syncthreads_or(later) != 0 || slot < 0) return;
-    if (!writes) return;
-    cp_async_wait<0>();
-    __syncwarp();
-    row.read(p, buffer.at, lane);
-    row.store(p, Row::offset(p, slot), lane);
   }
 
  private:

@@ -39,18 +39,32 @@ struct RecordRow {
   // Where a token's row goes, which two fields follow from.
   MLA_DEVICE static int64_t offset(const Params&, int slot) { return slot; }
 
-  MLA_DEVICE void store(const Params& p, int64_t slot, int lane) const {
-    const Format format(mla::tile_scale<Wave>(p, bit_cast<int>(largest_of_tile())));
+  // The row as it is stored, but for where.
+  struct Encoded {
+    Format format;
     uint32_t codes[Format::CODE_WORDS];
-    format.encode([&](int i) { return i % 2 == 0 ? bf16_low(values[i / 2]) : bf16_high(values[i / 2]); }, codes);
-    const mla::Record record = mla::AppendKv<Wave, 1>::record_of(p, static_cast<int>(slot));
-    using Codes = mla::Vec<uint32_t, Format::CODE_WORDS>;
-    auto* row = reinterpret_cast<Codes*>(record.field(p.latent_per_block, p.latent_stride, p.latent_offset));
-    Codes words;
-    for (int i = 0; i < Format::CODE_WORDS; ++i) words[i] = codes[i];
-    row[lane] = words;
-    if (lane % LANES == 0)
-      format.store_scale(record.field(p.scale_per_block, p.scale_stride, p.scale_offset), lane / LANES);
+
+    MLA_DEVICE void store(const Params& p, int slot, int lane) const {
+      const mla::Record record = mla::AppendKv<Wave, 1>::record_of(p, slot);
+      using Codes = mla::Vec<uint32_t, Format::CODE_WORDS>;
+      auto* row = reinterpret_cast<Codes*>(record.field(p.latent_per_block, p.latent_stride, p.latent_offset));
+      Codes words;
+      for (int i = 0; i < Format::CODE_WORDS; ++i) words[i] = codes[i];
+      row[lane] = words;
+      if (lane % LANES == 0)
+        format.store_scale(record.field(p.scale_per_block, p.scale_stride, p.scale_offset), lane / LANES);
+    }
+  };
+
+  MLA_DEVICE Encoded encoded(const Params& p) const {
+    Encoded made{Format(mla::tile_scale<Wave>(p, bit_cast<int>(largest_of_tile()))), {}};
+    made.format.encode([&](int i) { return i % 2 == 0 ? bf16_low(values[i / 2]) : bf16_high(values[i / 2]); },
+                       made.codes);
+    return made;
+  }
+
+  MLA_DEVICE void store(const Params& p, int64_t slot, int lane) const {
+    encoded(p).store(p, static_cast<int>(slot), lane);
   }
 
  private:
@@ -77,14 +91,15 @@ struct RecordRow {
     return bits >> 16 | ((bits & 0xffff) != 0 ? 1 : 0);
   }
 
-  // NaN where there is one among the values.
+  // NaN where there is one among the values. Magnitudes of bf16 as integers are in order, and NaN's are the largest.
   MLA_DEVICE float largest_of_tile() const {
-    float most = 0.0f;
+    uint32_t most[2] = {};  // two chains
 #pragma unroll
-    for (int i = 0; i < 8; ++i) most = largest_magnitude(largest_magnitude(most, bf16_low(values[i])), bf16_high(values[i]));
+    for (int i = 0; i < 8; ++i) most[i % 2] = max_u16x2(most[i % 2], values[i] & 0x7fff7fff);
+    most[0] = max_u16x2(most[0], most[1]);
 #pragma unroll
-    for (int apart = 1; apart < LANES; apart *= 2) most = largest_magnitude(most, __shfl_xor_sync(~0u, most, apart));
-    return most;
+    for (int apart = 1; apart < LANES; apart *= 2) most[0] = max_u16x2(most[0], __shfl_xor_sync(~0u, most[0], apart));
+    return largest_magnitude(bf16_low(most[0]), bf16_high(most[0]));
   }
 };
 

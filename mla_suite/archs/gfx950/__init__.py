@@ -12,7 +12,6 @@ from mla_suite.archs.cdna.decode import ELEMENTS, FP8_KV_FORMATS, NARROW, TILE, 
 from mla_suite.archs.cdna.sparse_decode import CdnaSparseConfig
 from mla_suite.archs.cdna.splits import LoopCosts
 from mla_suite.archs.sparse_attention import RECORDS, bare_rows
-from mla_suite.ops.decode import PRECISIONS
 from mla_suite.ops.decode import Problem as DecodeProblem
 
 WAVES = 4
@@ -89,8 +88,10 @@ class SparseConfig(CdnaSparseConfig):
 
 class Kernels(CdnaKernels):
     sparse_config = SparseConfig
-    # fp8 is multiplied as it is stored; gfx942 converts it whatever the queries are.
-    fp8_query_rows: ClassVar = dict.fromkeys(PRECISIONS, 1)
+
+    def fp8_query_rows(self, precision: str, page_size: int) -> int:
+        """fp8 is multiplied as it is stored; gfx942 converts it whatever the queries are."""
+        return 1
 
     def decode_config(self, problem: DecodeProblem, most: int) -> Gfx950Config:
         """The instance for a problem, in tiles of at most `most` rows.

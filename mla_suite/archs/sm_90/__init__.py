@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from mla_suite.archs.base import CommonKernels
 from mla_suite.archs.sm_90 import append_kv, convert_kv, costs, decode, sparse_decode
-from mla_suite.archs.sm_90.tile import BLOCK_M
+from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.ops.append_kv import Problem as AppendKvProblem
 from mla_suite.ops.convert_kv import Problem as ConvertKvProblem
@@ -27,7 +25,10 @@ class Kernels(CommonKernels):
     tile_rows = BLOCK_M
     plan_waves = PLAN_WAVES
     append_bulk_bytes = append_kv.BULK_BYTES
-    fp8_query_rows: ClassVar = FP8_QUERY_ROWS
+
+    def fp8_query_rows(self, precision: str, page_size: int) -> int:
+        """In pages of other sizes scores are in full precision."""
+        return FP8_QUERY_ROWS[precision if page_size % BLOCK_N == 0 else "full"]
 
     def decode(self, problem: DecodeProblem) -> Supported | Unsupported:
         return decode.supports(problem, self.arch)

@@ -8,7 +8,7 @@ import torch
 
 from mla_suite.archs import ArchSpec
 from mla_suite.archs import append_kv as common
-from mla_suite.archs.append_kv import MAX_TOKENS, AppendConfig, tokens_of_workgroup
+from mla_suite.archs.append_kv import MAX_TOKENS, WAVES, AppendConfig
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.launch import missing
 from mla_suite.ops.append_kv import Problem
@@ -31,8 +31,12 @@ class RecordConfig(AppendConfig):
     record: str = ""
 
     @property
+    def bulk(self) -> bool:
+        return self.tokens > WAVES
+
+    @property
     def instance(self) -> str:
-        return f"append_records_format-{self.record}_tokens-{1 if self.tokens == 1 else MAX_TOKENS}"
+        return f"append_records_format-{self.record}_tokens-{MAX_TOKENS if self.bulk else WAVES}"
 
 
 def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
@@ -43,7 +47,8 @@ def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
         return common.supports(problem, arch, BULK_BYTES)
     if why is not None:
         return why
-    config = RecordConfig(arch, tokens_of_workgroup(problem.tokens, arch), RECORD_BULK_BYTES, record)
+    tokens = min(max(-(-problem.tokens // arch.compute_units), 1), MAX_TOKENS)  # up to WAVES a warp writes one
+    config = RecordConfig(arch, tokens, RECORD_BULK_BYTES, record)
     answer = Supported(config, f"{config.instance}, {config.tokens} to a workgroup")
     return missing(arch, config.instance) or answer
 

@@ -1,37 +1,26 @@
-// Rows of append_kv's records by the source of csrc/sm_90/append_kv/record_row.hpp on a CPU: one warp writes one token
-// after the other. FORMAT is the instance's. Arguments: files of AppendKvParams, whose addresses are set here, kv_c, k_pe,
-// the cache, slots (int32), and where they are rotated cos_sin and positions (int32). The cache is written back.
+// append_kv's records by the source of csrc/sm_90/append_kv/append_by_warps.hpp on a CPU, one block after the other, the
+// last first, so that a row that should not be written stays. FORMAT is the instance's. Arguments: files of
+// AppendKvParams, whose addresses are set here, kv_c, k_pe, the cache, slots, and where they are rotated cos_sin and
+// positions. The cache is written back.
 #include "caches_in_files.hpp"
 
+#include "sm_90/append_kv/append_by_warps.hpp"
 #include "sm_90/append_kv/record_row.hpp"
-#include "sm_90/append_kv/row_buffer.hpp"
 
 namespace {
 
+using mla::sm_90::AppendByWarps;
 mla::AppendKvParams params;
-int token, slot;
-uint32_t position;
+AppendByWarps::Shared shared;
 
 template <int angle_bytes>
-void write_one() {
-  using namespace mla::sm_90;
-  RecordRow<FORMAT, angle_bytes> row;
-  const int lane = current;
-  const RowBuffer<decltype(row)> buffer{1024};
-  buffer.copy(params, token, lane);
-  buffer.copy_angle(params, position, lane);
-  cp_async_commit();
-  cp_async_wait<0>();
-  __syncwarp();
-  row.read(params, buffer.at, lane);
-  row.store(params, row.offset(params, slot), lane);
-}
+using Row = mla::sm_90::RecordRow<mla::sm_90::FORMAT, angle_bytes>;
 
 void kernel() {
-  if constexpr (mla::sm_90::FORMAT::ROTATES) {
-    if (params.cos_sin != nullptr) return params.angle_type == mla::ENCODED_FP32 ? write_one<4>() : write_one<2>();
-  }
-  write_one<0>();
+  if constexpr (mla::sm_90::FORMAT::ROTATES)
+    mla::sm_90::with_row_of<Row>(params, [](auto row) { AppendByWarps::run(params, shared, row); });
+  else
+    AppendByWarps::run(params, shared, Row<0>());
 }
 
 }  // namespace
@@ -42,14 +31,11 @@ int main(int count, char** names) {
   params.kv_c = read(names[2], bytes);
   params.k_pe = read(names[3], bytes);
   params.kv_cache = read(names[4], cache_bytes);
-  const auto* slots = reinterpret_cast<const int32_t*>(read(names[5], bytes));
+  params.slot_mapping = read(names[5], bytes);
   params.cos_sin = count > 6 ? read(names[6], bytes) : nullptr;
-  const auto* positions = count > 6 ? reinterpret_cast<const int32_t*>(read(names[7], bytes)) : nullptr;
+  params.positions = count > 6 ? read(names[7], bytes) : nullptr;
   Block block(1);
-  for (token = 0; token < params.tokens; ++token) {
-    slot = slots[token];
-    position = positions != nullptr ? positions[token] : 0;
+  for (blockIdx.x = (params.tokens + params.group - 1) / params.group; blockIdx.x-- != 0;)
     if (!block.run(kernel)) return 1;
-  }
   std::ofstream(names[4], std::ios::binary).write(reinterpret_cast<const char*>(params.kv_cache), cache_bytes);
 }
