@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import geometric_mean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import amd_points
 from amd_peers import predict
@@ -59,7 +59,10 @@ class Row(NamedTuple):
 
 UNKNOWN = ("tokenspeed-gluon",)
 """Implementations of whose geometry nothing is known here."""
-KINDS = dict.fromkeys(("heads", "q_len", "batch", "keys"), int) | dict.fromkeys(("published", "peer", "ours"), float)
+KINDS: dict[str, Any] = {
+    **dict.fromkeys(("heads", "q_len", "batch", "keys"), int),
+    **dict.fromkeys(("published", "peer", "ours"), float),
+}
 
 
 def chosen(sources: Sequence[str] = (), batches: Sequence[int] = ()) -> list[Point]:
@@ -67,10 +70,11 @@ def chosen(sources: Sequence[str] = (), batches: Sequence[int] = ()) -> list[Poi
     found = [p for p in amd_points.points() if p.kind.startswith("dense") and p.card.gpu in CARDS]
     found = [p for p in found if p.implementation not in UNKNOWN]
     known = amd_points.cards()
-    for gpu, implementation, dtype, *shape in ASKED:
-        source = amd_points.Source("asked", "held_out", "device", "")
+    source = amd_points.Source("asked", "held_out", "device", "")
+    for gpu, implementation, dtype, heads, q_len, batch, keys in ASKED:
         kind = "dense fp8" if dtype == "fp8" else "dense 16-bit"
-        found.append(Point(source, known[gpu], implementation, kind, dtype, dtype, *shape, 0, 0.0))
+        problem = dtype, dtype, heads, q_len, batch, keys
+        found.append(Point(source, known[gpu], implementation, kind, *problem, splits=0, us=0.0))
     return [p for p in found if (not sources or p.source.name in sources) and (not batches or p.batch in batches)]
 
 
@@ -106,7 +110,7 @@ def summary(found: Iterable[Row]) -> list[str]:
     groups: dict[tuple[str, str, str, str], list[Row]] = {}
     for row in found:
         groups.setdefault((row.source, row.gpu, row.implementation, row.cache), []).append(row)
-    lines = ["| source | GPU | kernel | cache | rows | over its modelled time; worst | over its published time; worst |"]
+    lines = ["| source | GPU | kernel | cache | rows | over its modelled time; worst | over the published; worst |"]
     lines.append("|---|---|---|---|---|---|---|")
     for (source, gpu, kernel, cache), group in groups.items():
         cells = [_ratios([row.ours / row.peer for row in group])]
