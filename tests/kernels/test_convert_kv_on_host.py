@@ -83,7 +83,7 @@ def by_kernel(program, folder, args):
             (folder / name).write_bytes(bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist()))
     (folder / "params").write_bytes(struct.pack(**numbers))
     config = answer.config
-    command = [program, config.source, config.destination, folder / "params", *names]
+    command = [program, config.source, config.destination, str(launch.grid[0]), folder / "params", *names]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     return torch.tensor(list((folder / "destination").read_bytes()), dtype=torch.uint8)

@@ -1,7 +1,7 @@
-// convert_kv: a warp converts eight tokens from the record of one cache to that of another.
+// convert_kv: a warp converts eight tokens, or four, from the record of one cache to that of another.
 //
 // A lane takes a unit of 16 values: all that share a scale are in one pass of the warp, since the first 512 values of a
-// row are one, and no row of records is longer but by a rope field. What is left of the eight rows behind their whole
+// row are one, and no row of records is longer but by a rope field. What is left of a warp's rows behind their whole
 // passes shares passes of its own. Units come through shared memory, so that the next are under way while one is decoded.
 #pragma once
 
@@ -16,7 +16,10 @@ struct ConvertKv {
   using Params = mla::ConvertKvParams;
   static constexpr int waves = 4;
   static constexpr int threads = 32 * waves;
-  static constexpr int tokens = 8;  // of a warp
+  // Between rows of 16-bit values and of e4m3 a warp goes through all passes without a break, and has half of the tokens
+  // (V6 of PERF.md).
+  static constexpr bool streams = From::WORDS * To::WORDS == 32 && From::PLAIN && To::PLAIN;
+  static constexpr int tokens = streams ? 4 : 8;  // of a warp; archs/sm_90/convert_kv.py knows it
   static constexpr uint32_t unit_bytes = From::WORDS * 4;  // of the latent field
   // Turns of a warp under way; with few of them more warps fit, whose instructions hide each other (V3 of PERF.md).
   static constexpr int depth = unit_bytes < 16 ? 8 : unit_bytes > 32 ? 4 : 2;
@@ -31,20 +34,9 @@ struct ConvertKv {
     if (warp * tokens >= p.tokens) return;
     const uint32_t ring = smem_address(memory) + mla::thread_id() / 32 * (depth * ring_bytes);
     const ConvertKv own(p, warp * tokens + lane % tokens, ring, lane);
+    if constexpr (streams) return own.stream(p);
 #pragma unroll 1
-    for (int part = 0; part < p.parts; ++part) {
-      Task task{part * 32 + lane, 0, 1, p.place[0].scale_words, true};
-      if (part == p.whole) {
-        // Lanes without a unit have a token that is none.
-        const int number = static_cast<int>(static_cast<uint32_t>(lane) / static_cast<uint32_t>(p.rest));
-        task.unit -= number * p.rest;
-        task.first = number < p.rest_tokens ? number : tokens;
-        task.step = p.rest_tokens;
-        task.scale_words = 0;
-        task.paired = p.rest % 2 == 0;
-      }
-      own.convert(p, task);
-    }
+    for (int part = 0; part < p.parts; ++part) own.convert(p, own.task_of(p, part));
   }
 
  private:
@@ -54,6 +46,20 @@ struct ConvertKv {
     int scale_words;  // of a token, where the lanes have one
     bool paired;
   };
+  MLA_DEVICE Task task_of(const Params& p, int part) const {
+    Task task{part * 32 + lane, 0, 1, p.place[0].scale_words, true};
+    if (part == p.whole) {
+      // Lanes without a unit have a token that is none.
+      const int number = static_cast<int>(static_cast<uint32_t>(lane) / static_cast<uint32_t>(p.rest));
+      task.unit -= number * p.rest;
+      task.first = number < p.rest_tokens ? number : tokens;
+      task.step = p.rest_tokens;
+      task.scale_words = 0;
+      task.paired = p.rest % 2 == 0;
+    }
+    return task;
+  }
+
   // Where that lies in a page, and how far tokens' scales are apart.
   struct Column {
     int at, stride, scale_stride;
@@ -102,27 +108,67 @@ struct ConvertKv {
   MLA_DEVICE void convert(const Params& p, const Task& task) const {
     const Column from = column<From::WORDS>(p.place[0], task.unit), to = column<To::WORDS>(p.place[1], task.unit);
 #pragma unroll 4
-    for (int turn = 0; turn < depth; ++turn) copy(p, task, from, turn);
+    for (int turn = 0; turn < depth; ++turn) copy(p, task, from, turn, turn);
 #pragma unroll 1
     for (int turn = 0; turn * task.step < tokens; ++turn) {
       cp_async_wait<depth - 1>();
       __syncwarp();
-      write(p, task, to, turn);
+      write(p, task, to, turn, turn);
       __syncwarp();
-      if constexpr (depth < tokens) copy(p, task, from, turn + depth);
+      if constexpr (depth < tokens) copy(p, task, from, turn + depth, turn + depth);
       else cp_async_commit();  // an empty group keeps the count
     }
     cp_async_wait<0>();
   }
 
-  // Copies a turn's units to its place in the ring, as a group. Of several times 16 bytes neighbouring lanes share the
+  // A turn of all that a warp has.
+  template <int side>
+  struct Stream {
+    int part = -1, turn = 0, count = 0;
+    Task task{0, 0, tokens};
+    Column column;
+
+    MLA_DEVICE void next(const Params& p, const ConvertKv& own) {
+      ++count;
+      if (++turn * task.step < tokens) return;
+      turn = 0;
+      if (++part >= p.parts) return;
+      task = own.task_of(p, part);
+      column = own.template column<side == 0 ? From::WORDS : To::WORDS>(p.place[side], task.unit);
+    }
+  };
+
+  MLA_DEVICE void stream(const Params& p) const {
+    Stream<0> from;
+    Stream<1> to;
+    from.next(p, *this);
+    to.next(p, *this);
+    const auto copy_next = [&] {
+      if (from.part >= p.parts) return cp_async_commit();
+      copy(p, from.task, from.column, from.turn, from.count);
+      from.next(p, *this);
+    };
+#pragma unroll 1
+    for (int i = 0; i < depth; ++i) copy_next();
+#pragma unroll 1
+    while (to.part < p.parts) {
+      cp_async_wait<depth - 1>();
+      __syncwarp();
+      write(p, to.task, to.column, to.turn, to.count);
+      to.next(p, *this);
+      __syncwarp();
+      copy_next();
+    }
+  }
+
+  // Copies a turn's units to its place in the ring, the `count`-th, as a group. Of several times 16 bytes neighbouring lanes share the
   // copies, so that each instruction reads whole sectors.
-  MLA_DEVICE void copy(const Params& p, const Task& task, const Column& column, int turn) const {
+  MLA_DEVICE void copy(const Params& p, const Task& task, const Column& column, int turn, int count) const {
     const int number = task.first + turn * task.step;
     const int64_t page = __shfl_sync(~0u, from_page, number);
     const int token = __shfl_sync(~0u, from_token, number);
     const bool any = number < tokens && page >= 0;
-    const uint32_t place = ring + turn % depth * ring_bytes;
+    const uint32_t place = ring + count % depth * ring_bytes;
     const uint64_t block = reinterpret_cast<uint64_t>(p.source) + page;
     const uint64_t row = block + (column.at + token * column.stride);
     constexpr int width = unit_bytes < 16 ? unit_bytes : 16;
@@ -166,12 +212,12 @@ struct ConvertKv {
     }
   }
 
-  MLA_DEVICE void write(const Params& p, const Task& task, const Column& column, int turn) const {
+  MLA_DEVICE void write(const Params& p, const Task& task, const Column& column, int turn, int count) const {
     const int number = task.first + turn * task.step;
     const int64_t page = __shfl_sync(~0u, to_page, number);
     const int token = __shfl_sync(~0u, to_token, number);
     Unit unit;
-    load(p, task, ring + turn % depth * ring_bytes, unit);
+    load(p, task, ring + count % depth * ring_bytes, unit);
     uint8_t* block = p.destination + page;
     const Target to{block + (column.at + token * column.stride),
                     block + (p.place[1].scale_base + token * column.scale_stride),

@@ -17,7 +17,8 @@ from mla_suite.ops.convert_kv import ConvertKvArgs, Problem
 
 UNIT = 16  # values of a lane
 LANES = 32
-TOKENS = 8  # of a warp
+TOKENS = 8  # of a warp; between rows of PLAIN encodings half as many
+PLAIN = {("bf16", "e4m3"), ("fp16", "e4m3"), ("e4m3", "bf16"), ("e4m3", "fp16")}
 WARPS = 4  # of a block
 ELEMENTS = {"e4m3fn": "e4m3"}
 """Encoding -> its name in csrc/sm_90/convert_kv/elements.hpp, where that differs."""
@@ -34,6 +35,11 @@ class ConvertConfig:
     @property
     def instance(self) -> str:
         return f"convert_kv_source-{self.source}_destination-{self.destination}"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a warp."""
+        return TOKENS // 2 if (self.source, self.destination) in PLAIN else TOKENS
 
     def spec(self, outputs: tuple[torch.Tensor, ...], args: ConvertKvArgs) -> CallSpec:
         """One launch."""
@@ -59,7 +65,7 @@ class ConvertConfig:
                 block_bytes=cache.stride(0) * cache.element_size(), slots=cache.shape[0] * cache.shape[1], **place
             )
             numbers |= {f"{key}_{side}": value for key, value in place.items()}
-        grid = (-(-tokens // (TOKENS * WARPS)), 1, 1)
+        grid = (-(-tokens // (self.tokens * WARPS)), 1, 1)
         pointers = present(args, _POINTERS)
         return CallSpec((LaunchSpec(self.instance, grid, WARPS * LANES, 0, True, "convert_kv", numbers, pointers),))
 
@@ -77,7 +83,7 @@ def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
         return Unsupported("a cache has 2^31 slots or more, or as many bytes in a page; the kernel counts in 31 bits")
     source, destination = (_element(name) for name in (problem.source_format, problem.destination_format))
     config = ConvertConfig(arch, source, destination)
-    return missing(arch, config.instance) or Supported(config, f"{config.instance}, {TOKENS} tokens to a warp")
+    return missing(arch, config.instance) or Supported(config, f"{config.instance}, {config.tokens} tokens to a warp")
 
 
 def _element(kv_format: str) -> str:

@@ -1,6 +1,7 @@
 // convert_kv by the source of csrc/sm_90/convert_kv on a CPU, one block after the other. Arguments: the names
-// of elements.hpp that are read and written, then files of ConvertKvParams, whose addresses are set here, the source, the
-// destination, the slots of both (int32), and where there are any the descales of both. The destination is written back.
+// of elements.hpp that are read and written and the number of blocks, then files of ConvertKvParams, whose addresses are
+// set here, the source, the destination, the slots of both, and where there are any the descales of both. The destination
+// is written back.
 #include "caches_in_files.hpp"
 
 #include "sm_90/convert_kv/kernel.hpp"
@@ -41,18 +42,18 @@ Kernel kernel_of(const std::string& from, const std::string& to) {
 
 int main(int count, char** names) {
   size_t bytes, cache_bytes;
-  std::memcpy(&params, read(names[3], bytes), sizeof params);
-  params.source = read(names[4], bytes);
-  params.destination = read(names[5], cache_bytes);
-  params.source_slots = read(names[6], bytes);
-  params.destination_slots = read(names[7], bytes);
+  std::memcpy(&params, read(names[4], bytes), sizeof params);
+  params.source = read(names[5], bytes);
+  params.destination = read(names[6], cache_bytes);
+  params.source_slots = read(names[7], bytes);
+  params.destination_slots = read(names[8], bytes);
   const auto descale = [&](int i) {
     return i < count && names[i][0] != '-' ? reinterpret_cast<const float*>(read(names[i], bytes)) : nullptr;
   };
-  params.source_descale = descale(8);
-  params.destination_descale = descale(9);
+  params.source_descale = descale(9);
+  params.destination_descale = descale(10);
   Block block(1);
-  for (blockIdx.x = 0; static_cast<int>(blockIdx.x) * 32 < params.tokens; ++blockIdx.x)
+  for (blockIdx.x = 0; static_cast<int>(blockIdx.x) < std::atoi(names[3]); ++blockIdx.x)
     if (!block.run(kernel_of(names[1], names[2]))) return 1;
-  std::ofstream(names[5], std::ios::binary).write(reinterpret_cast<const char*>(params.destination), cache_bytes);
+  std::ofstream(names[6], std::ios::binary).write(reinterpret_cast<const char*>(params.destination), cache_bytes);
 }
