@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import amd_points
 import bench_flashmla
+import compare_amd_peers
 import fit_amd_time
 import scale_model
 import vllm_engine
@@ -411,10 +412,12 @@ def check_mode() -> Iterator[Sourced]:
 
 
 def amd_time() -> Iterator[Sourced]:
-    """The tables of the page are the report of the program that fits the model."""
+    """The tables of the page are the reports of the programs that fit the model and compare kernels in it."""
     report = fit_amd_time.table(amd_points.points())
     blocks = [" ".join(block.split()) for block in report.split("\n\n")]
     yield Sourced("docs/amd_time_model.md", "tools/fit_amd_time.py", blocks)
+    compared = " ".join(compare_amd_peers.summary(compare_amd_peers.stored()))
+    yield Sourced("docs/amd_time_model.md", "tools/compare_amd_peers.py", [compared])
 
 
 SOURCES: tuple[Callable[[], Iterator[Sourced]], ...] = (

@@ -68,7 +68,7 @@ class Tile:
 COUNTERS = tuple(
     entry.name
     for entry in fields(Report)
-    if entry.name not in ("kernel", "arch", "findings", "names", "classes", "passes", "modelled")
+    if entry.name not in ("kernel", "arch", "findings", "names", "classes", "passes", "modelled", "groups")
 )
 """The fields of a Report that count: arrays over instructions, and bytes by buffer."""
 
@@ -89,7 +89,7 @@ def total(parts: Sequence[tuple[int, Report]]) -> Report:
             counts[name] = {key: sum(factor * table.get(key, 0) for factor, table in tables) for key in tables[0][1]}
         else:
             counts[name] = sum(factor * table for factor, table in tables)
-    return replace(first, modelled=None, **counts)
+    return replace(first, modelled=None, groups=None, **counts)
 
 
 def launches(op: Op, run: Run, call: Call, *, time: bool = False) -> tuple[list[Report], tuple[torch.Tensor, ...]]:

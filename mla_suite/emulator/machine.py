@@ -177,7 +177,7 @@ class Emulator:
         times = np.zeros((len(models), workgroups), np.dtype(core.GroupTime))
         request.model, request.models, request.times = c.addressof(played), len(models), times.ctypes.data
         report = run(program, request, grid, block, lds_bytes, buffers)
-        return replace(report, modelled=timing.launch(arch, models[0].copies, times))
+        return replace(report, modelled=timing.launch(arch, models[0].copies, times), groups=times)
 
 
 def run(

@@ -125,7 +125,8 @@ class Report:
     """Findings, and counts per instruction of the program summed over all waves.
 
     `times`, `lanes`, `global_bytes`, `lds_bytes`, `lds_clocks_128`, `lds_clocks_256` are arrays over instructions;
-    `loaded` and `stored` are bytes per buffer name; `modelled` is there where the launch's `Schedule` asked for it.
+    `loaded` and `stored` are bytes per buffer name; `modelled` is there where the launch's `Schedule` asked for it, and
+    with it `groups`, what each workgroup took: [models of `timing.models`, workgroups] of `core.GroupTime`.
     """
 
     kernel: str
@@ -143,6 +144,7 @@ class Report:
     loaded: dict[str, int]
     stored: dict[str, int]
     modelled: ModelledTime | None = None
+    groups: np.ndarray | None = None
 
     def mix(self) -> Counter[str]:
         """Wave instructions by mnemonic."""

@@ -70,11 +70,13 @@ class PagedLatentCache(PagePool):
         head_dim: int = LATENT + ROPE,
         device: torch.device | str | None = None,
     ) -> None:
+        num_layers = checks.as_int("PagedLatentCache", "num_layers", num_layers)
         if num_layers < 1:
             raise ValueError(f"PagedLatentCache: num_layers {num_layers}; it must be 1 or more")
         super().__init__(num_pages, page_size)
         self.kv_format = kv_format
-        self.layers = tuple(_storage(kv_format, head_dim, num_pages, page_size, device) for _ in range(num_layers))
+        sizes = head_dim, self.num_pages, self.page_size
+        self.layers = tuple(_storage(kv_format, *sizes, device) for _ in range(num_layers))
 
     @classmethod
     def contiguous(

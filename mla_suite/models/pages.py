@@ -34,6 +34,8 @@ class PagePool:
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
+        num_pages = checks.as_int(type(self).__name__, "num_pages", num_pages)
+        page_size = checks.as_int(type(self).__name__, "page_size", page_size)
         if num_pages < 1 or page_size < 1:
             raise ValueError(f"{type(self).__name__}: {num_pages} pages of {page_size} tokens; both must be 1 or more")
         self.num_pages = num_pages

@@ -240,6 +240,19 @@ def test_pools_refuse_no_pages():
 
 
 @pytest.mark.parametrize(
+    ("sizes", "sentence"),
+    [
+        ((1.5, 8, 4), "num_layers is 1.5; it takes an int"),
+        ((2, "8", 4), "num_pages is '8'; it takes an int"),
+        ((2, 8, 4.0), "page_size is 4.0; it takes an int"),
+    ],
+)
+def test_sizes_that_are_no_ints_are_refused(sizes, sentence):
+    with pytest.raises(TypeError, match=f"PagedLatentCache: {sentence}"):
+        PagedLatentCache(*sizes)
+
+
+@pytest.mark.parametrize(
     ("call", "sentence"),
     [
         (lambda cache, own: cache.append([own], [1.5]), r"append: counts\[0\] is 1.5; it takes an int"),

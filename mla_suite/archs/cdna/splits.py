@@ -2,25 +2,24 @@
 
 More splits shorten a workgroup's loop, and each brings a workgroup more whose queries and partials pass through memory:
 
-    clocks(splits) = key * keys / splits                 of the loop
+    clocks(splits) = key * keys of the longest split
                      + partial * sequences * splits      queries, partials written, and read again by combine
-                     + combine                           a second launch, where anything is split
+                     + combine                           a second launch; the last two where anything is split
 
-The least of that lies at sqrt(key * keys / (partial * sequences)) splits. There are no more than saturate memory with
-keys, no more than fill the device once, and at least MIN_SPLIT keys in each; as many as give each COARSE_SPLIT keys are
-taken in any case, since a long context's loop overlaps with little else.
+A split has a multiple of SPLIT_ALIGNMENT keys and at least as many; `key` is the longer of what a key takes in the loop
+and in memory, which all workgroups share. The splits of the least clocks are taken, among those that fill the device
+once at most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil, sqrt
 
 from mla_suite.archs import ArchSpec
+from mla_suite.core.prepared import ceil_div
+from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT
 
-MIN_SPLIT = 64  # keys
-COARSE_SPLIT = 256  # keys
 LOOP_ROWS = (16, 64, 128)
 
 Kind = tuple[str, str]
@@ -34,7 +33,8 @@ class LoopCosts:
     unit_bytes  that one compute unit draws from memory per clock, at most
     chip_bytes  that all of them together sustain per clock
     combine     clocks of a combine of few splits and its launch
-    loop        (queries, cache) -> clocks of a workgroup's loop for a key of 576 values, with tiles of LOOP_ROWS
+    loop        (queries, cache) -> clocks of a workgroup's loop for a key of 576 values, with tiles of LOOP_ROWS, at
+                the highest clock: under matrix load the model's clock falls
     """
 
     unit_bytes: float
@@ -69,12 +69,12 @@ def default_splits(
     """
     sequences = max(batch * tiles, 1)
     key_bytes = width * (1 if kind[1] == "fp8" else 2)
-    key = max(key_bytes / cost.unit_bytes, cost.loop_clocks(kind, rows) * width / 576)
+    loop = max(key_bytes / cost.unit_bytes, cost.loop_clocks(kind, rows) * width / 576)
     partial = rows * (2 * 4 * head_dim_v + 2 * width) / cost.chip_bytes
-    cheapest = round(sqrt(key * keys / (partial * sequences)))
-    saturating = ceil(key * cost.chip_bytes / (key_bytes * sequences))
-    once = arch.compute_units // sequences
-    finer = min(once, keys // MIN_SPLIT, cheapest, saturating)
-    splits = max(finer, min(once, keys // COARSE_SPLIT), 1)
-    saved = key * (keys - keys / splits) - partial * sequences * (splits - 1)
-    return splits if saved > cost.combine else 1
+
+    def clocks(splits: int) -> float:
+        longest = ceil_div(ceil_div(keys, splits), SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT
+        key = max(loop, key_bytes * sequences * splits / cost.chip_bytes)
+        return key * longest + (partial * sequences * splits + cost.combine if splits > 1 else 0.0)
+
+    return min(range(1, max(min(arch.compute_units // sequences, keys // SPLIT_ALIGNMENT), 1) + 1), key=clocks)

@@ -16,8 +16,8 @@ class Gfx942Config(CdnaConfig):
     costs = LoopCosts(
         unit_bytes=38,
         chip_bytes=2059,
-        combine=12_000,
-        loop={("16bit", "16bit"): (31, 110, 190), ("16bit", "fp8"): (36, 122, 216), ("fp8", "fp8"): (40, 122, 216)},
+        combine=15_000,
+        loop={("16bit", "16bit"): (45, 146, 266), ("16bit", "fp8"): (43, 157, 288), ("fp8", "fp8"): (45, 157, 288)},
     )
 
 

@@ -32,8 +32,8 @@ class Gfx950Config(CdnaConfig):
     costs = LoopCosts(
         unit_bytes=27,
         chip_bytes=2720,
-        combine=12_000,
-        loop={("16bit", "16bit"): (46, 83, 109), ("16bit", "fp8"): (20, 67, 125), ("fp8", "fp8"): (24, 53, 50)},
+        combine=15_000,
+        loop={("16bit", "16bit"): (47, 99, 145), ("16bit", "fp8"): (26, 84, 159), ("fp8", "fp8"): (25, 66, 100)},
     )
 
     def __post_init__(self) -> None:
