@@ -33,6 +33,7 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
   static constexpr int64_t MOST = 0x7fffffffffffffff;
   static constexpr int INDEX_BITS = 11;  // of a candidate's number; a cost has at most 43
   static_assert(2 * max_sm_parts <= 1 << INDEX_BITS, "a candidate's number fits below its cost");
+  static constexpr int read_together = 16;  // partials of a sequence, where the whole device reads them
 
   // The list of split points within a sequence.
   struct Entries {
@@ -144,7 +145,9 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
     int64_t cost = static_cast<int64_t>(p.shared_cost) * partials;
     if (p.partial_cost > 0 && partials > 0) {
       const int64_t spacing = larger(divide(costs.at[p.batch] + used - 1, used), int64_t{1});
-      cost += p.partial_cost * (1 + divide(costs.longest + spacing - 1, spacing));
+      const int64_t reads = p.partial_cost * (1 + divide(costs.longest + spacing - 1, spacing));
+      const bool by_all = !DEALS && p.shared_cost > 0;
+      cost += by_all ? p.partial_cost + reads / read_together : reads;
     }
     return cost;
   }

@@ -9,11 +9,13 @@ work per (candidate, split): a binary search in the prefix sum and a few additio
     cost(SM part)   = sum over its work tiles
     cost(plan)      = max over the SM parts
                       + (partial_rows x n if anything is split)           the last arriver reads n partials; n is at
-                                                                          most 1 + ceil(longest / distance of splits)
+                                                                          most 1 + ceil(longest / distance of splits).
+                                                                          Where partial is not 0 it is 1 and a
+                                                                          READ_TOGETHER-th of that
                       + partial x partials                                the whole device writes and reads them all
 
 `tile`, `partial_rows` and `partial` are the arch's `SchedulerCosts`: the first two where a workgroup combines what its
-neighbours left, the first and the last where a kernel of the whole device does.
+neighbours left, all or the first and the last where a kernel of the whole device does.
 
 Plans of two kinds compete. One has the sequences in order, as follows; the other, for archs whose `SchedulerCosts`
 allow it, deals them out of order (`dealing.py`) and is taken where it costs less.
@@ -39,6 +41,7 @@ SPLIT_ALIGNMENT = 64  # keys
 # rows where it takes 33 ns, so about 220 and 150 keys. Further work tiles of a block of the native kernel there were
 # measured at about 4 us, where a key takes 28 ns at 128 rows and 35 at fewer: 140 and 115 keys.
 TILE_COST = 128
+READ_TOGETHER = 16  # partials of a sequence, where a kernel of the whole device reads them
 TILE_ROWS = 128  # query rows that a workgroup holds, where an arch says nothing else
 
 
@@ -46,7 +49,7 @@ class SchedulerCosts(NamedTuple):
     """Figures of an arch that a plan's cost follows from, all in keys."""
 
     tile: int  # fixed cost of a work tile: loading its queries, and what else it takes before and after its keys
-    partial_rows: int  # query rows of a tile, each as a key to the workgroup that writes or reads the tile's partial
+    partial_rows: int  # a tile's partial costs twice as many keys to write, and once to a workgroup that reads it
     partial: int  # cost of each partial to the whole device
     max_dealt: int = 0  # most sequences that a plan may deal out of order; then partial_rows is 0
 
@@ -119,6 +122,8 @@ def balanced_splits(kv_lens: torch.Tensor, costs: SchedulerCosts, num_sm_parts: 
     cost = _cost(cost_sum, sequences, inside, fixed, partial_rows)
     spacing = ((cost_sum[-1] + used - 1) // used)[:, 0]
     combine = partial_rows * (1 + (keys.amax() + spacing - 1) // spacing)
+    if partial > 0:
+        combine = partial_rows + combine // READ_TOGETHER
     cost = (cost + torch.where((inside > 0).any(-1), combine, 0) + partial * _partials(sequences, inside)).reshape(-1)
     # The index in the low digits makes the first of equals the minimum on every device.
     best = (cost * cost.numel() + torch.arange(cost.numel(), device=cost.device)).amin()

@@ -21,6 +21,7 @@ from mla_suite.ops.plan import dealing, metadata, scheduler
 from mla_suite.ops.plan.metadata import Word, WorkTile
 
 SPLIT_ALIGNMENT = tl.constexpr(scheduler.SPLIT_ALIGNMENT)
+READ_TOGETHER = tl.constexpr(scheduler.READ_TOGETHER)
 OPEN = tl.constexpr(metadata.OPEN)
 WORK_TILE_WORDS = tl.constexpr(metadata.WORK_TILE_WORDS)
 SEQUENCE, FIRST_KEY, END_KEY, PARTIAL_ROW = (tl.constexpr(int(word)) for word in WorkTile)
@@ -66,7 +67,8 @@ def candidates_kernel(
     parts = slowest_sm_part(cost_sum, split, key, next_split, next_key, fixed, partial_cost)
     if tl.max(key, 0) > 0:
         spacing = tl.maximum((tl.load(cost_sum + batch) + used - 1) // used, 1)
-        parts += partial_cost * (1 + (tl.load(longest) + spacing - 1) // spacing)
+        reads = partial_cost * (1 + (tl.load(longest) + spacing - 1) // spacing)
+        parts += tl.where(shared > 0, partial_cost + reads // READ_TOGETHER, reads)
     begins, begins_sequence = work_tiles_begun(split, key, next_split, next_key)
     parts += shared * (tl.sum(begins, 0) + tl.sum(begins_sequence, 0))
     tl.store(costs + used - 1, whole)

@@ -34,11 +34,12 @@ def record(name):
     return found
 
 
-def words(args, kwargs, arch=None):
-    """The words of a plan in poisoned memory: the reference's, or those of an arch's kernels."""
+def words(args, kwargs, arch, definition=False):
+    """The words of a plan for an arch in poisoned memory: those of its kernels, or the reference's."""
     made = [poison(torch.empty(o.shape, dtype=o.dtype)) for o in PLAN.specify(*args, **kwargs)]
-    if arch is None:
-        reference.run(None, tuple(made), PLAN.Args(*args, **kwargs))
+    if definition:
+        with mla_suite.emulate(arch.name):
+            reference.run(None, tuple(made), PLAN.Args(*args, **kwargs))
         return made[0]
     answer = NATIVE.supports(PLAN.problem(*args, **kwargs), arch)
     assert isinstance(answer, dispatch.Supported), answer
@@ -48,9 +49,8 @@ def words(args, kwargs, arch=None):
 
 
 def check(args, kwargs, names=ARCHS):
-    expected = words(args, kwargs)
     for name in names:
-        made = words(args, kwargs, record(name))
+        expected, made = (words(args, kwargs, record(name), definition) for definition in (True, False))
         different = (made != expected).nonzero().flatten().tolist()
         assert not different, f"{name}: words {different[:8]} of {made.numel()} differ"
 

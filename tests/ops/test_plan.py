@@ -61,6 +61,7 @@ def by_hand(lens, sums, num_sm_parts):
             partials = (key > 0) + (end_key > 0) - (b == end_b and key > 0 and end_key > 0)
             loads.append(0 if (b, key) == (end_b, end_key) else load + 2 * tile * partials)
         merge = tile * (1 - (-max(keys) // -(-cost_sum[-1] // used)))
+        merge = tile + merge // 16 if shared else merge
         inner = {point for point in points if point[1]}
         return max(loads) + (merge if inner else 0) + shared * (len(inner) + len({b for b, _ in inner}))
 
@@ -93,7 +94,10 @@ def test_balanced_plans_keep_every_promise(lens, num_sm_parts, rows):
             assert min(sizes) >= SPLIT_ALIGNMENT
 
 
-@given(lengths, st.integers(1, 24), st.sampled_from([1, 16, 128, 512]), st.sampled_from([None, arch.get("sm_90")]))
+planned_for = st.sampled_from([None, arch.get("sm_90"), arch.get("gfx942"), arch.get("gfx950")])
+
+
+@given(lengths, st.integers(1, 24), st.sampled_from([1, 16, 128, 512]), planned_for)
 @few
 def test_balanced_plans_are_what_scalar_integers_give(lens, num_sm_parts, rows, planned_for):
     with pytest.MonkeyPatch.context() as patch:

@@ -24,9 +24,12 @@ def on_sm_90(monkeypatch):
 
 
 def test_the_figures_of_an_arch():
-    """One workgroup merges, unless the arch is sm_90: there a row of partials counts by the time of decode's stages."""
+    """One workgroup merges, unless the arch is sm_90: there a row of partials counts by the time of decode's stages; or
+    tiles have more than 80 rows on CDNA, where it counts by memory's."""
     for name in ("gfx942", "gfx950"):
-        assert scheduler_costs(arch.get(name), 48) == scheduler_costs(None, 48) == (TILE_COST + 48, 48, 0, 0)
+        for rows in (16, 48, 80):
+            found = scheduler_costs(arch.get(name), rows)
+            assert found == scheduler_costs(None, rows) == (TILE_COST + rows, rows, 0, 0)
     assert scheduler_costs(None, 500) == (TILE_COST + 128, 128, 0, 0)
     assert scheduler_costs(SM_90, 16) == scheduler_costs(SM_90, 24) == (TILE_COST, 0, 1, costs.MAX_DEALT)
     assert scheduler_costs(SM_90, 128) == (TILE_COST, 0, 6, costs.MAX_DEALT)
@@ -34,6 +37,41 @@ def test_the_figures_of_an_arch():
     partial_us = 2 * costs.ROWS_PER_KEY * 2048 / 4.3e6  # bytes a us, each way
     of_cta = costs.CTA_COSTS["tma"]
     assert of_cta.stage <= partial_us * tile.BLOCK_N <= of_cta.stage + of_cta.busy_stage
+
+
+@pytest.mark.parametrize("name", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("rows", [96, 128, 200, 256, 10**12])
+def test_a_partial_on_cdna_counts_as_the_keys_of_its_bytes(name, rows):
+    """Of a sequence's rows among all compute units; of its tile's, beside the results it stands for, in one."""
+    found = arch.get(name)
+    tile, partial_rows, partial, dealt = scheduler_costs(found, rows)
+    held = -(-rows // -(-rows // 128))
+    key_bytes = 576 * 2
+    of_all = min(rows, 2**16) * (512 * 4 * 2 + 576 * 2)  # written, read, and the queries
+    assert (tile, dealt) == (TILE_COST + held, 0)
+    assert abs(2 * partial_rows * key_bytes - held * 512 * (4 - 2)) <= key_bytes
+    assert abs(partial * key_bytes * found.compute_units - of_all) <= key_bytes * found.compute_units / 2
+
+
+@pytest.mark.parametrize("name", ["gfx942", "gfx950"])
+@pytest.mark.parametrize(
+    ("batch", "length", "low", "high"),
+    [
+        (1, 8192, 40, 70),
+        (1, 1024, 8, 8),
+        (1, 256, 1, 1),
+        (16, 256, 1, 1),  # halves would save 128 keys of 512 and cost about as many
+        (16, 2048, 4, 8),
+        (128, 2048, 2, 2),
+        (300, 512, 1, 1),
+    ],
+)
+def test_splits_of_128_rows_on_cdna(monkeypatch, name, batch, length, low, high):
+    monkeypatch.setattr(reference, "current_arch", lambda tensor: arch.get(name))
+    parts = arch.get(name).compute_units
+    made = make([length] * batch, rows=128, num_sm_parts=parts)
+    read = check(made, batch, parts, most=batch + parts)
+    assert all(low <= len(splits) <= high for splits in read.splits())
 
 
 @pytest.mark.parametrize(

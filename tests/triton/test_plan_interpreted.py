@@ -60,9 +60,10 @@ def test_random_lengths(kind: str, mode: str) -> None:
         )
 
 
-def test_the_figures_of_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["gfx942", "sm_90"])
+def test_the_figures_of_an_arch(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     for module in (plan, reference):
-        monkeypatch.setattr(module, "current_arch", lambda tensor: arch.get("sm_90"))
+        monkeypatch.setattr(module, "current_arch", lambda tensor: arch.get(name))
     chance = random.Random(0)
     for rows, num_sm_parts, lens in ((16, 64, [8192]), (128, 15, lengths("ragged", 33, chance)), (512, 9, [9000] * 5)):
         assert_same_words(sample(lens, num_heads=rows, num_sm_parts=num_sm_parts, max_seqlen_kv=max(lens)))

@@ -6,11 +6,12 @@ from mla_suite.archs.base import CommonKernels
 from mla_suite.archs.cdna import decode
 from mla_suite.archs.cdna.decode import MAX_ROWS, CdnaConfig
 from mla_suite.archs.cdna.sparse_decode import CdnaSparseConfig
+from mla_suite.archs.cdna.splits import plan_costs
 from mla_suite.archs.sparse_attention import sparse_supports
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.ops.combine import Problem as CombineProblem
 from mla_suite.ops.decode import Problem as DecodeProblem
-from mla_suite.ops.plan.scheduler import SchedulerCosts, workgroup_costs
+from mla_suite.ops.plan.scheduler import SchedulerCosts
 from mla_suite.ops.sparse_decode import Problem as SparseDecodeProblem
 
 PLAN_WAVES = (("search", (4, 4)), ("balanced", (8, 8)), ("uniform", (4, 4)))
@@ -42,5 +43,5 @@ class CdnaKernels(CommonKernels):
         return super().combine(problem)
 
     def scheduler_costs(self, num_q_rows: int) -> SchedulerCosts:
-        """Costs for plan: one workgroup combines the partials of a sequence."""
-        return workgroup_costs(num_q_rows)
+        """Costs for plan, whose partials a kernel of the whole device combines."""
+        return plan_costs(self.arch, num_q_rows, MAX_ROWS)

@@ -1,4 +1,5 @@
-"""How many splits a sequence of decode has on CDNA where neither arguments nor a plan say it.
+"""How many splits a sequence of decode has on CDNA where neither arguments nor a plan say it, and what splits cost a
+plan.
 
 More splits shorten a workgroup's loop, and each brings a workgroup more whose queries and partials pass through memory:
 
@@ -9,6 +10,8 @@ More splits shorten a workgroup's loop, and each brings a workgroup more whose q
 A split has a multiple of SPLIT_ALIGNMENT keys and at least as many; `key` is the longer of what a key takes in the loop
 and in memory, which all workgroups share. The splits of the least clocks are taken, among those that fill the device
 once at most.
+
+A plan counts the same partials in keys, each with the time that memory takes for it where all compute units are busy.
 """
 
 from __future__ import annotations
@@ -18,9 +21,11 @@ from dataclasses import dataclass
 
 from mla_suite.archs import ArchSpec
 from mla_suite.core.prepared import ceil_div
-from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT
+from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT, SchedulerCosts, tile_cost, workgroup_costs
 
 LOOP_ROWS = (16, 64, 128)
+MAX_WORKGROUP_ROWS = 80  # of a tile, up to which a plan's partials cost as if one workgroup combined them
+MAX_COSTED_ROWS = 2**16  # of a plan's partials; more rows count as this number, which keeps sums far from 64 bits
 
 Kind = tuple[str, str]
 """Types of queries and cache in the words of decode's tuned table, 16bit or fp8."""
@@ -78,3 +83,19 @@ def default_splits(
         return key * longest + (partial * sequences * splits + cost.combine if splits > 1 else 0.0)
 
     return min(range(1, max(min(arch.compute_units // sequences, keys // SPLIT_ALIGNMENT), 1) + 1), key=clocks)
+
+
+def plan_costs(arch: ArchSpec, rows: int, max_rows: int) -> SchedulerCosts:
+    """Figures for plans of sequences of `rows` query rows, in tiles of at most `max_rows`.
+
+    A partial counts as many keys as have its bytes: to its workgroup what it has beside the result it stands for, and
+    its queries, what is written and what combine reads to the whole chip. Tiles of MAX_WORKGROUP_ROWS and fewer keep
+    the figures of one workgroup that combines: there few compute units draw all that memory sustains, so that each key
+    takes longer where more of them share a context, which no plan counts.
+    """
+    tile = ceil_div(rows, ceil_div(rows, max_rows))
+    if tile <= MAX_WORKGROUP_ROWS:
+        return workgroup_costs(rows)
+    width, head_dim_v = 576, 512  # of the widest rows; keys, queries and results have 16 bits
+    partial = min(rows, MAX_COSTED_ROWS) * (2 * 4 * head_dim_v + 2 * width) / (2 * width * arch.compute_units)
+    return SchedulerCosts(tile_cost(tile), round(tile * head_dim_v / width / 2), round(partial))
