@@ -136,11 +136,11 @@ def table(points: Sequence[Point]) -> str:
     return "\n".join(lines)
 
 
-def page_with(report: str) -> str:
-    text = PAGE.read_text()
-    before, _, rest = text.partition(MARKS[0])
-    _, _, after = rest.partition(MARKS[1])
-    return f"{before}{MARKS[0]}\n\n{report}\n\n{MARKS[1]}{after}"
+def page_with(report: str, marks: tuple[str, str] = MARKS) -> str:
+    """The text of `PAGE` with the report between the marks."""
+    before, _, rest = PAGE.read_text().partition(marks[0])
+    _, _, after = rest.partition(marks[1])
+    return f"{before}{marks[0]}\n\n{report}\n\n{marks[1]}{after}"
 
 
 def plot(points: Sequence[Point]) -> None:

@@ -25,9 +25,9 @@ from mla_suite.core.prepared import ceil_div
 from mla_suite.emulator import ModelledTime, Report, timing
 from mla_suite.launch import emulate
 from mla_suite.ops.decode.samples import decode_sample
+from mla_suite.ops.plan.scheduler import round_up
 
 TABLE = 3  # decode's positional argument
-SPLIT_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,7 @@ def modelled(arch_name: str, problem: Problem, num_splits: int = 0) -> ModelledT
         config, args = choice.supported.config, op.Args(*call.args, **call.kwargs)
         chosen = config.spec(inputs.outputs_for(op, call), args).launches[0].numbers["num_splits"]
         splits = num_splits or int(chosen)
-        chunk = ceil_div(ceil_div(problem.keys, splits), SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT
-        left_out = max(0, (chunk - STEADY) // PERIOD)
+        left_out = max(0, (round_up(ceil_div(problem.keys, splits)) - STEADY) // PERIOD)
 
         def reports(periods: int) -> list[Report]:
             """Of the first sequence alone, with `periods` left out of each of its splits."""

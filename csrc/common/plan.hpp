@@ -146,7 +146,7 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
     if (p.partial_cost > 0 && partials > 0) {
       const int64_t spacing = larger(divide(costs.at[p.batch] + used - 1, used), int64_t{1});
       const int64_t reads = p.partial_cost * (1 + divide(costs.longest + spacing - 1, spacing));
-      const bool by_all = !DEALS && p.shared_cost > 0;
+      const bool by_all = !DEALS && p.shared_cost > 0;  // where sequences are dealt partial_cost is 0
       cost += by_all ? p.partial_cost + reads / read_together : reads;
     }
     return cost;

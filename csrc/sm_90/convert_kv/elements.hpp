@@ -46,25 +46,24 @@ MLA_DEVICE float scale_of(const KvPlace& place, uint32_t stored, const float* de
 }
 
 // What an instance reads and writes, as SOURCE and DESTINATION name it. WORDS hold a unit's values. MIXED: a row may end in a rope
-// field of bf16. SCALED: a scale or a descale multiplies the values. PLAIN:
-// of 16 bits, or e4m3 as the hardware encodes it.
+// field of bf16. SCALED: a scale or a descale multiplies the values.
 namespace stored {
 
 struct bf16 {
   static constexpr int WORDS = 8;
-  static constexpr bool MIXED = false, SCALED = false, PLAIN = true;
+  static constexpr bool MIXED = false, SCALED = false;
   MLA_DEVICE static void decode(const uint32_t* words, Unit& unit) { decode_pairs<sm_90::bf16>(words, unit); }
 };
 
 struct fp16 {
   static constexpr int WORDS = 8;
-  static constexpr bool MIXED = false, SCALED = false, PLAIN = true;
+  static constexpr bool MIXED = false, SCALED = false;
   MLA_DEVICE static void decode(const uint32_t* words, Unit& unit) { decode_pairs<sm_90::fp16>(words, unit); }
 };
 
 struct fp32 {
   static constexpr int WORDS = 16;
-  static constexpr bool MIXED = false, SCALED = false, PLAIN = true;
+  static constexpr bool MIXED = false, SCALED = false;
   MLA_DEVICE static void decode(const uint32_t* words, Unit& unit) {
     unit.largest = 0.0f;
 #pragma unroll
@@ -85,7 +84,6 @@ struct OneByte {
 };
 
 struct e4m3 : OneByte {
-  static constexpr bool PLAIN = true;
   MLA_DEVICE static void decode(const uint32_t* words, Unit& unit) {
     uint32_t pairs[8];
 #pragma unroll
@@ -96,7 +94,6 @@ struct e4m3 : OneByte {
 
 // FNUZ. A code's fields at fp16's places are the value but for 2^7; the code of -0 is NaN.
 struct e4m3fnuz : OneByte {
-  static constexpr bool PLAIN = false;
   MLA_DEVICE static void decode(const uint32_t* words, Unit& unit) {
     uint32_t pairs[8];
     bool nan = false;
@@ -119,7 +116,7 @@ struct e4m3fnuz : OneByte {
 // With an e4m3 scale. Its values times the scale are bf16.
 struct e2m1 {
   static constexpr int WORDS = 2;
-  static constexpr bool MIXED = false, SCALED = true, PLAIN = false;
+  static constexpr bool MIXED = false, SCALED = true;
   MLA_DEVICE static void decode(const uint32_t* words, Unit& unit) {
     uint32_t pairs[8];
     dequant_e2m1(words[0], ONE, reinterpret_cast<uint32_t(&)[4]>(pairs[0]));

@@ -5,6 +5,8 @@
 // passes shares passes of its own. Units come through shared memory, so that the next are under way while one is decoded.
 #pragma once
 
+#include <type_traits>
+
 #include "common/division.hpp"
 #include "sm_90/convert_kv/store.hpp"
 #include "sm_90/ptx/cp_async.hpp"
@@ -17,8 +19,10 @@ struct ConvertKv {
   static constexpr int waves = 4;
   static constexpr int threads = 32 * waves;
   // Between rows of 16-bit values and of e4m3 a warp goes through all passes without a break, and has half of the tokens
-  // (V6 of PERF.md).
-  static constexpr bool streams = From::WORDS * To::WORDS == 32 && From::PLAIN && To::PLAIN;
+  // (V8 of PERF.md).
+  template <class Wide, class Narrow>
+  static constexpr bool halves = Wide::WORDS == 8 && std::is_same_v<Narrow, stored::e4m3>;
+  static constexpr bool streams = halves<From, To> || halves<To, From>;
   static constexpr int tokens = streams ? 4 : 8;  // of a warp; archs/sm_90/convert_kv.py knows it
   static constexpr uint32_t unit_bytes = From::WORDS * 4;  // of the latent field
   // Turns of a warp under way; with few of them more warps fit, whose instructions hide each other (V3 of PERF.md).
@@ -161,8 +165,8 @@ struct ConvertKv {
     }
   }
 
-  // Copies a turn's units to its place in the ring, the `count`-th, as a group. Of several times 16 bytes neighbouring lanes share the
-  // copies, so that each instruction reads whole sectors.
+  // Copies a turn's units to its place in the ring, the `count`-th, as a group. Of several times 16 bytes neighbouring
+  // lanes share the copies, so that each instruction reads whole sectors.
   MLA_DEVICE void copy(const Params& p, const Task& task, const Column& column, int turn, int count) const {
     const int number = task.first + turn * task.step;
     const int64_t page = __shfl_sync(~0u, from_page, number);

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from mla_suite.archs import ArchSpec
 from mla_suite.core.prepared import ceil_div
-from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT, SchedulerCosts, tile_cost, workgroup_costs
+from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT, SchedulerCosts, round_up, tile_cost, workgroup_costs
 
 LOOP_ROWS = (16, 64, 128)
 MAX_WORKGROUP_ROWS = 80  # of a tile, up to which a plan's partials cost as if one workgroup combined them
@@ -78,9 +78,9 @@ def default_splits(
     partial = rows * (2 * 4 * head_dim_v + 2 * width) / cost.chip_bytes
 
     def clocks(splits: int) -> float:
-        longest = ceil_div(ceil_div(keys, splits), SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT
         key = max(loop, key_bytes * sequences * splits / cost.chip_bytes)
-        return key * longest + (partial * sequences * splits + cost.combine if splits > 1 else 0.0)
+        merge = partial * sequences * splits + cost.combine if splits > 1 else 0.0
+        return key * round_up(ceil_div(keys, splits)) + merge
 
     return min(range(1, max(min(arch.compute_units // sequences, keys // SPLIT_ALIGNMENT), 1) + 1), key=clocks)
 

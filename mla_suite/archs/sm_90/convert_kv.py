@@ -17,8 +17,8 @@ from mla_suite.ops.convert_kv import ConvertKvArgs, Problem
 
 UNIT = 16  # values of a lane
 LANES = 32
-TOKENS = 8  # of a warp; between rows of PLAIN encodings half as many
-PLAIN = {("bf16", "e4m3"), ("fp16", "e4m3"), ("e4m3", "bf16"), ("e4m3", "fp16")}
+TOKENS = 8  # of a warp; half as many between the encodings that STREAMS names
+STREAMS = {("bf16", "e4m3"), ("fp16", "e4m3"), ("e4m3", "bf16"), ("e4m3", "fp16")}
 WARPS = 4  # of a block
 ELEMENTS = {"e4m3fn": "e4m3"}
 """Encoding -> its name in csrc/sm_90/convert_kv/elements.hpp, where that differs."""
@@ -39,7 +39,7 @@ class ConvertConfig:
     @property
     def tokens(self) -> int:
         """Tokens of a warp."""
-        return TOKENS // 2 if (self.source, self.destination) in PLAIN else TOKENS
+        return TOKENS // 2 if (self.source, self.destination) in STREAMS else TOKENS
 
     def spec(self, outputs: tuple[torch.Tensor, ...], args: ConvertKvArgs) -> CallSpec:
         """One launch."""
