@@ -151,11 +151,12 @@ def call_of(
     temporaries: Sequence[Temporary],
     notes: Sequence[str],
 ) -> CallSpec:
-    """The call of a kernel that leaves `slots` partials to a combine, where there is one."""
+    """The call of a kernel that has `slots` partials, and leaves them to a combine where there is one."""
     launches: tuple[LaunchSpec, ...] = (launch,)
     scratch = dict[str, tuple[int, ...]]()
     if combine_launch is not None:
         launches += (combine_launch,)
+    if slots:
         scratch = {"partial_out": (slots, shape.rows, head_dim_v), "partial_lse": (slots, shape.rows)}
     return CallSpec(launches, scratch, tuple(copies), tuple(temporaries), tuple(notes))
 

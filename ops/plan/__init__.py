@@ -106,7 +106,7 @@ def batch_invariant_split_size(num_heads: int, max_seqlen_q: int = 1) -> int:
         given = f"are {num_heads} and {max_seqlen_q}"
         checks.fail("batch_invariant_split_size", "num_heads and max_seqlen_q", given, "both must be 1 or more")
     rows = num_heads * max_seqlen_q
-    return 512 if rows <= 16 else 1024 if rows <= 128 else 2048
+    return 512 if rows <= 128 else 1024
 
 
 def _check_kinds(seq_lens: Any, num_heads: Any, max_seqlen_q: Any) -> None:

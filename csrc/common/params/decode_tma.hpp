@@ -48,6 +48,8 @@ struct alignas(64) DecodeTmaParams {
   uint32_t splits_reciprocal;    // of num_splits
   uint32_t splits_shift;         // of num_splits
   int32_t split_size;            // keys per split in the batch-invariant mode, with a plan, too; else 0
+  int32_t fold_size;             // keys of the splits that a CTA folds to the results of its work tiles; 0: none
+  int32_t fold_slot;             // of partial_out: behind it each CTA has 64 rows to fold in
   int32_t page_ids_width;        // entries of a sequence, 0 with kv_indptr
   int32_t plan_words;            // 0 without a plan
   int32_t grid_stride;           // rows of the grid, each of which walks the work list

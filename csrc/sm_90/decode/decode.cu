@@ -18,6 +18,9 @@
 #ifndef SCALE_Q
 #define SCALE_Q 0
 #endif
+#ifndef FOLD
+#define FOLD 0
+#endif
 #ifndef D_V
 #define D_V 512
 #endif
@@ -66,7 +69,7 @@ template <class Traits, class Scheduler>
 using Producer =
     typename ProducerOf<KvLoad::KV_SOURCE, cluster_mode::CLUSTER_MODE, ROTATE != 0, Traits, Scheduler>::Type;
 
-using Policy = DecodePolicyOf<KvLoad::KV_SOURCE, cluster_mode::CLUSTER_MODE, D_QK, ROTATE, SCALE_Q>;
+using Policy = DecodePolicyOf<KvLoad::KV_SOURCE, cluster_mode::CLUSTER_MODE, D_QK, ROTATE, SCALE_Q, FOLD>;
 using Traits = DecodeTraits<DecodeProblem<DTYPE, D_QK, ROTATE, D_V>, Policy>;
 using Kernel = DecodeKernel<Traits, TileSchedulerOf<Traits::Cluster::MERGES_LAST>, Producer>;
 

@@ -172,7 +172,7 @@ class Epilogue {
   // afterwards (ClusterMode::LATE_EPILOGUE).
   template <int PAIRS, class Meanwhile>
   MLA_DEVICE void carry(int piece, uint32_t from, const OutputTarget& target, const Meanwhile& meanwhile) const {
-    constexpr bool LATE = Traits::Cluster::LATE_EPILOGUE;
+    constexpr bool LATE = Traits::Cluster::LATE_EPILOGUE || Traits::FOLDS;
     const int lane = warpgroup_thread() % 32;
     uint4 columns[4];
     __syncwarp();

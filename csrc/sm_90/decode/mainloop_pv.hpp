@@ -3,6 +3,7 @@
 
 #include "sm_90/decode/cluster/none.hpp"
 #include "sm_90/decode/epilogue.hpp"
+#include "sm_90/decode/fold.hpp"
 #include "sm_90/decode/max_logits.hpp"
 #include "sm_90/decode/named_barriers.hpp"
 #include "sm_90/ptx/dsmem.hpp"
@@ -55,6 +56,10 @@ class PvMma {
       }
       if constexpr (Cluster::MERGES_SPLITS) return Cluster::finish_tile(*this, command);
       if (command & MULTIPLY) {
+        if constexpr (Traits::FOLDS) {
+          multiply_splits(command);
+          continue;
+        }
         multiply(command, [] {});
         if constexpr (Cluster::MERGES_LAST)
           if (command_of_stage() & MERGE) return Cluster::finish_last(*this);
@@ -232,6 +237,39 @@ class PvMma {
     if (group_ == 0) epilogue_.store_lse(target, p_stage() + Storage::P_LSE);
     if (group_ == 1) MaxLogitsOf<Traits>::store(params_, p_stage());
     release_p();
+  }
+
+  // All products of a work tile that is a node. Its sum begins with the first split's result, and is stored with the last.
+  MLA_DEVICE void multiply_splits(int command) {
+    for (;;) {
+      multiply(command, [] {});
+      const int last = p_.stage;
+      p_.next();
+      command = next_command();
+      wait_for_product();
+      mbarrier_arrive(barriers_.p_empty(last));
+      const NodeSum::Factors factors(p_stage());
+      const bool goes_on = (command & GOES_ON) != 0;
+      if (goes_on) {
+        release_p();
+        release_kv();
+      }
+      const NodeSum sum(params_, group_);
+      if (command & FOLDED)
+        sum.add(o_, factors);
+      else
+        sum.begin(o_, factors);
+      if (!goes_on) break;
+#pragma unroll
+      for (int i = 0; i < VALUES; ++i) o_[0][i] = o_[LAST_PRODUCT][i] = 0.0f;
+      command = next_command();
+    }
+    NodeSum(params_, group_).load(o_);
+    OutputTarget target = find_rows();
+    finish_rows(target);
+    store(target);
+    __syncwarp();
+    release_kv();
   }
 
   // The epilogue's buffers are in the stage that was read last, once both warpgroups are done with it, or apart.

@@ -7,6 +7,7 @@
 
 #include "sm_90/decode/cluster/pair_lse_merge.hpp"
 #include "sm_90/decode/descales.hpp"
+#include "sm_90/decode/fold.hpp"
 #include "sm_90/decode/max_logits.hpp"
 #include "sm_90/decode/named_barriers.hpp"
 #include "sm_90/decode/q_as_stored.hpp"
@@ -225,11 +226,12 @@ class QkSoftmax {
     write_command(command);
     if constexpr (LAST_BLOCK) {
       publish_p();
-      finish_tile();
+      finish_tile(first);
     }
   }
 
-  MLA_DEVICE void finish_tile() {
+  // Of a stage of keys that begins at `first`, and is the last.
+  MLA_DEVICE void finish_tile(int first) {
     if constexpr (MAY_MERGE)
       if (merges())
         return pair_lse_merge<Traits>(params_, shared_, row_max_, {quad_sum(row_sum_[0]), quad_sum(row_sum_[1])},
@@ -239,6 +241,7 @@ class QkSoftmax {
     finish_rows(inverse, lse);
     const uint32_t row = p_stage() + quad_row() * 4;
     mbarrier_wait(barriers_.p_empty(p_.stage), p_.parity ^ 1);
+    if constexpr (Traits::FOLDS) fold(row, inverse, lse);
     if (warpgroup_thread() % 4 == 0) {
       st_shared(row + Storage::P_INVERSE, inverse[0]);
       st_shared(row + Storage::P_INVERSE + 32, inverse[1]);
@@ -246,8 +249,29 @@ class QkSoftmax {
       st_shared(row + Storage::P_LSE + 32, lse[1]);
     }
     MaxLogits::publish(params_, shared_, p_stage());
-    write_command(FINISH);
+    int command = FINISH;
+    if constexpr (Traits::FOLDS) {
+      command |= first - tile_.first_key < params_.fold_size ? 0 : FOLDED;
+      command |= first + BLOCK_N < tile_.end_key ? GOES_ON : 0;
+    }
+    write_command(command);
     publish_p();
+  }
+
+  // Folds the split's log-sum-exps, which become the node's; what PV folds results with goes to where P was.
+  MLA_DEVICE void fold(uint32_t row, float (&inverse)[2], float (&lse)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float before, factor;
+      fold_[half].add(lse[half], before, factor);
+      lse[half] = fold_[half].lse();
+      if (warpgroup_thread() % 4 == 0) {
+        st_shared(row + half * 32 + FoldStage::BEFORE, before);
+        st_shared(row + half * 32 + FoldStage::OF_SPLIT, factor);
+        st_shared(row + half * 32 + FoldStage::INVERSE, inverse[half]);
+      }
+      inverse[half] = fold_[half].scale();
+    }
   }
 
   // Scores of keys that a row does not see become -inf.
@@ -368,6 +392,7 @@ class QkSoftmax {
       return;
     }
     load_q();
+    if constexpr (Traits::FOLDS) return fold_splits();
     int first = tile_.template first_stage<Traits::SPLIT_ALIGNMENT>();
     if constexpr (HAS_MASKS && Traits::SPLIT_ALIGNMENT > 1)
       if (first < tile_.first_key) {  // here, because scores take registers
@@ -386,6 +411,33 @@ class QkSoftmax {
       });
     }
     softmax_step<true>(s, first);
+    stage_ready_ = false;
+  }
+
+  // The splits of a work tile that is a node, each as if it were the tile, but for the queries.
+  MLA_DEVICE void fold_splits() {
+    fold_[0] = fold_[1] = SplitFold<Wave>();
+    for (int first = tile_.first_key; first < tile_.end_key;) {
+      const int end = min(first + params_.fold_size, tile_.end_key);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (row_max_[half] != INFINITE) row_max_[half] = LOWEST;  // a row without a query stays one
+        row_sum_[half] = 0.0f;
+      }
+      float s[SCORES];
+      multiply(s, [](int) {});
+      mask(s, first);
+      float factor[2];
+      raise_row_max(s, factor);
+      for (; first + BLOCK_N < end; first += BLOCK_N) {
+        softmax_step<false>(s, first);
+        multiply(s, [&](int k) {
+          if (k == Traits::P_COMMIT_STEP) publish_p();
+        });
+      }
+      softmax_step<true>(s, first);
+      first += BLOCK_N;
+    }
     stage_ready_ = false;
   }
 
@@ -408,6 +460,7 @@ class QkSoftmax {
   float row_sum_[2];
   PipelineState<Traits::RAW_STAGES> raw_;  // used only with SCORES_AS_STORED
   QOperand q_;
+  SplitFold<Wave> fold_[2];  // used only with FOLDS: of this thread's rows
 };
 
 }  // namespace mla::sm_90

@@ -50,8 +50,19 @@ struct PipelineState {
 // The command to a PV warp for a P stage, as flags: RESCALE O, then MULTIPLY; LAST marks the tile's last product;
 // FINISH the tile with the stage's reciprocal denominators; Q_PASSED goes with FINISH where two stages of queries went
 // through the ring although the tile has no keys; STOP ends the role. MERGE goes with LAST or FINISH where the two CTAs
-// of a cluster merge this tile and the peer's (ClusterReduceLast); it is the CTA's last.
-enum MmaCommand : int { MULTIPLY = 1, RESCALE = 2, LAST = 4, FINISH = 8, Q_PASSED = 16, STOP = 32, MERGE = 64 };
+// of a cluster merge this tile and the peer's (ClusterReduceLast); it is the CTA's last. FOLDED goes with FINISH where the
+// tile has had a split before, GOES_ON where it has another (fold.hpp).
+enum MmaCommand : int {
+  MULTIPLY = 1,
+  RESCALE = 2,
+  LAST = 4,
+  FINISH = 8,
+  Q_PASSED = 16,
+  STOP = 32,
+  MERGE = 64,
+  FOLDED = 128,
+  GOES_ON = 256
+};
 
 // The flags that the producer publishes with a work tile: its queries are loaded even if it has no keys; or the list of
 // tiles has ended, and this is no tile; or the cluster merges it with the peer's.

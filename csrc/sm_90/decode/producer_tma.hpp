@@ -153,9 +153,10 @@ class ProducerTma : protected ProducerBase<Traits> {
   // Whether CTAs that read the same keys, and are not of one cluster that shares them, do so at different times. In the batch-invariant mode a large batch
   // has more partials than L2 holds, and what these take to store differs from CTA to CTA. Keys that are not the first
   // to leave L2 are then read from memory once, not twice (D69 in csrc/sm_90/combine/PERF.md).
+  // A CTA that folds stores little to memory, and needs its sum in L2 more.
   MLA_DEVICE bool drifts_apart(const WorkTile& tile) const {
     constexpr int TOGETHER = Cluster::SHARES_KV ? 2 * BLOCK_M : BLOCK_M;
-    if (params_.split_size == 0 || tile.partial_row < 0 || params_.rows <= TOGETHER) return false;
+    if (Traits::FOLDS || params_.split_size == 0 || tile.partial_row < 0 || params_.rows <= TOGETHER) return false;
     return static_cast<int64_t>(params_.batch) * tile.length * (Traits::KEY_BYTES / BLOCK_N) > MOST_IN_L2;
   }
 

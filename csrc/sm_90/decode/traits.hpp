@@ -61,12 +61,13 @@ struct DecodeProblem {
 
 // How it is computed: where keys come from, what a cluster of two CTAs shares, and how resources are divided.
 template <KvLoad LOAD_, class Cluster_, int STAGES_ = Cluster_::STAGES, bool ROTATES = false, int RAW_STAGES_ = 2,
-          bool SCALES_Q_ = false>
+          bool SCALES_Q_ = false, bool FOLDS_ = false>
 struct DecodePolicy {
   using Cluster = Cluster_;
   static constexpr KvLoad LOAD = LOAD_;
   static constexpr int STAGES = STAGES_;
   static constexpr int RAW_STAGES = RAW_STAGES_;  // of e4m3 rows as they are stored
+  static constexpr bool FOLDS = FOLDS_;        // work tiles are nodes of splits (fold.hpp)
   static constexpr bool SCALES_Q = SCALES_Q_;  // bf16 queries of e4m3 keys become fp16 (scaled_queries.hpp)
   // Registers per thread (setmaxnreg). A block is launched with 128 for each thread; the sum over the four warpgroups
   // may not exceed 512, or the increase waits forever. One thread that issues TMA, or threads that copy from addresses
@@ -108,9 +109,10 @@ MLA_DEVICE constexpr int raw_stages() {
 }
 
 // The policy of dense decode.
-template <KvLoad LOAD, class Cluster, int HEAD_DIM_QK, bool ROTATES = false, bool SCALES_Q = false>
+template <KvLoad LOAD, class Cluster, int HEAD_DIM_QK, bool ROTATES = false, bool SCALES_Q = false,
+          bool FOLDS = false>
 using DecodePolicyOf = DecodePolicy<LOAD, Cluster, decode_stages<LOAD, Cluster, HEAD_DIM_QK, ROTATES>(), ROTATES,
-                                    raw_stages<LOAD, HEAD_DIM_QK>(), SCALES_Q>;
+                                    raw_stages<LOAD, HEAD_DIM_QK>(), SCALES_Q, FOLDS>;
 
 // The type that the tensor cores multiply.
 template <bool SCALES_Q, class Element>
@@ -129,6 +131,7 @@ struct DecodeTraits {
   using Problem = Problem_;
   using Policy = Policy_;
   static constexpr bool SCALES_Q = Policy::SCALES_Q;
+  static constexpr bool FOLDS = Policy::FOLDS;
   using Element = typename Multiplied<SCALES_Q, typename Problem::Element>::Type;
   using OutElement = typename Problem::OutElement;
   using Params = typename Problem::Params;
@@ -223,7 +226,7 @@ struct DecodeTraits {
   // Whether combine can run beside this kernel; ClusterReduceO and ROTATES leave the producer no idle warp to fill
   // partials, ClusterShareKv is for calls that leave combine no SM, and a streaming combine has no instances of narrower
   // results.
-  static constexpr bool STREAMABLE = LOAD == KvLoad::tma && !Cluster::REDUCES_O && !Cluster::SHARES_KV && !ROTATES &&
+  static constexpr bool STREAMABLE = LOAD == KvLoad::tma && !Cluster::REDUCES_O && !Cluster::SHARES_KV && !ROTATES && !FOLDS &&
                                      HEAD_DIM_V == WIDEST_HEAD_DIM_V;
 
   MLA_DEVICE static bool combine_streams(const Params& params) { return Problem::combine_streams(params); }

@@ -27,6 +27,7 @@ template <class... Words>
 MLA_DEVICE void pin_registers(Words&... words) {
   (pin_register(words), ...);
 }
+MLA_DEVICE void pin_floats(float& a, float& b) { asm volatile("" : "+f"(a), "+f"(b)); }
 MLA_DEVICE void pin_together(uint32_t& a, uint32_t& b) { asm volatile("" : "+r"(a), "+r"(b)); }
 MLA_DEVICE void pin_together(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t& e, uint32_t& f,
                              uint32_t& g) {
@@ -100,6 +101,13 @@ MLA_DEVICE void red_max_global(float* to, float value) {
     asm volatile("red.relaxed.gpu.global.min.u32 [%0], %1;" ::"l"(to), "r"(bits) : "memory");
 }
 
+// Adds to floats in memory; subnormal numbers count as zeros.
+MLA_DEVICE void red_add_global(float* to, const float (&words)[4]) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(words[0]), "f"(words[1]),
+               "f"(words[2]), "f"(words[3])
+               : "memory");
+}
+
 // Relaxed accesses for data that another running kernel loads or stores: each 32-bit word is whole by itself, and
 // nothing is ordered.
 MLA_DEVICE uint4 ld_relaxed_gpu_v4(const float* from) {
@@ -113,6 +121,11 @@ MLA_DEVICE uint4 ld_relaxed_gpu_v4(const float* from) {
 MLA_DEVICE void st_relaxed_gpu(uint4* to, const uint4& words) {
   asm volatile("st.relaxed.gpu.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x), "r"(words.y),
                "r"(words.z), "r"(words.w)
+               : "memory");
+}
+MLA_DEVICE void st_relaxed_gpu(float* to, const float (&words)[4]) {
+  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(words[0]), "f"(words[1]),
+               "f"(words[2]), "f"(words[3])
                : "memory");
 }
 MLA_DEVICE void st_relaxed_gpu(float* to, float word) {

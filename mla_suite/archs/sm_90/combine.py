@@ -110,6 +110,43 @@ class StreamingCombineConfig:
         return rows * self.slices
 
 
+@dataclass(frozen=True)
+class FoldCombineConfig:
+    """An instance of csrc/sm_90/combine/fold_combine.hpp: `merge` as it is in batch-invariant mode, but for partials that
+    are folded to nodes first, for rows read and written 16 bytes at a time."""
+
+    merge: CombineConfig
+
+    @property
+    def arch(self) -> ArchSpec:
+        return self.merge.arch
+
+    @property
+    def head_dim_v(self) -> int:
+        return self.merge.head_dim_v
+
+    @property
+    def vec(self) -> int:
+        return self.merge.vec
+
+    @property
+    def instance(self) -> str:
+        return f"fold_{self.merge.instance}"
+
+    @property
+    def threads(self) -> int:
+        return self.merge.threads
+
+    def grid(self, rows: int) -> int:
+        """Workgroups for `rows` rows over the whole batch."""
+        return self.merge.grid(rows)
+
+
+def fold_instances(arch: ArchSpec, head_dim_v: int) -> tuple[str, ...]:
+    """The instances that fold."""
+    return tuple([f"fold_{name}" for name in combine.invariant_instances(arch, head_dim_v)])
+
+
 def for_plan(
     arch: ArchSpec, head_dim_v: int, rows: int, batch: int, merges: bool
 ) -> ResidentCombineConfig | PersistentCombineConfig | None:
@@ -166,9 +203,13 @@ def config_for(
     fixed: bool,
     planned: bool,
     merges: bool = False,
-) -> CombineConfig | ResidentCombineConfig | PersistentCombineConfig:
+    folds: bool = False,
+) -> CombineConfig | ResidentCombineConfig | PersistentCombineConfig | FoldCombineConfig:
     """The kernel that combines `splits` per sequence of `rows` rows, or those of a plan; `fixed` asks for the one that
-    does not depend on the batch, `merges` says that a decode with a plan merges some rows itself."""
+    does not depend on the batch, and folds partials to nodes if `folds`; `merges` says that a decode with a plan merges
+    some rows itself."""
+    if fixed and folds:
+        return FoldCombineConfig(combine.invariant(arch, head_dim_v, rows * batch))
     if planned and not fixed:
         chosen = for_plan(arch, head_dim_v, rows, batch, merges)
         if chosen is not None:

@@ -50,6 +50,9 @@ class CostModel:
     cluster_exchange: float = -0.5  # cluster_mode exchange_p: one read of the queries serves both CTAs
     exchange_streaming_gain: float = 0.7  # as streaming_gain, with exchange_p
     partial_bytes: float = 4.3e6  # bytes of partials that the device writes or reads per microsecond
+    invariant_bytes: float = 1.2e6  # bytes of partials per microsecond where every split has one: to begin it, too
+    fold_node: float = 10.0  # a node of 64 rows: its sum begins and ends in L2
+    fold_split: float = 2.0  # more for each split that is added to it
     kept_partials: float = 8e6  # bytes of partials behind which the others take as long as they take to be written
     plan: float = 5.5  # a plan of one tile a CTA: to read it, and to combine its partials behind decode (R17)
     pairing: float = 1.4  # cluster_mode reduce_last: clusters start later, and tiles wait for a look at the plan
@@ -81,6 +84,7 @@ _LEAST_COMBINE = FITTED.combine - max(FITTED.streaming_gain, FITTED.exchange_str
 """More than two splits take no less to combine, but for cluster_mode reduce_o, which saves a share of decode's time."""
 _LEAST_REDUCE = FITTED.combine + FITTED.cluster_reduce
 SCALED_STAGES = 24
+NODE_SPLITS = 16  # splits of a node, which a CTA may fold (csrc/common/split_fold.hpp)
 MAX_WAVES = 8  # waves of CTAs through equal splits; more even out the last wave by little and cost scratch
 PROLOGUE_ROWS = 32  # rows whose sentinels a CTA writes while its first TMA loads are in flight
 PROLOGUE_STAGES = 4  # stages that a split must have where more rows than that are filled
@@ -235,6 +239,20 @@ class Estimate:
         """
         stage = self.costs.stage + self.costs.busy_stage * self.busy(splits) / self.units
         return self.one_tile(splits) and -(-self.stages // splits) * stage <= 2 * FITTED.plan
+
+    def folding_pays(self, splits: int, nodes: int) -> bool:
+        """Whether work tiles that are nodes take less time than those of so many `splits` of each sequence."""
+        if nodes >= splits:
+            return False
+        waves = -(-self.batch * nodes // self.max_groups)
+        share = min(self.rows, BLOCK_M) / BLOCK_M
+        folds = waves * share * (FITTED.fold_node + -(-splits // nodes) * FITTED.fold_split)
+        busy = self.busy(nodes)
+        folded = float(self._with_memory(self.ctas(nodes) + folds, busy))
+        if nodes > 1:
+            folded += self.combine(self.units - busy, nodes)
+        partials = self.batch * self.rows * splits * 2048
+        return folded < self.decode(splits) + FITTED.combine + partials / FITTED.invariant_bytes
 
     def in_pairs(self, splits: int) -> bool:
         """Whether the two CTAs of a cluster can combine each two splits."""

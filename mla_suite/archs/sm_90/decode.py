@@ -53,7 +53,8 @@ NARROW_RAW_STAGES = 8
 EXCHANGE_BYTES = 2 * BLOCK_N * 512 + 2 * P_BYTES + 5 * 4 * BLOCK_M + 8 * (2 + 2 * 2 + 2 * 2 + 2 * 4) + 16 + 1024
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
 ROPE = 64
-MASKED_WIDTH = SCALED_WIDTH = 576
+MASKED_WIDTH = SCALED_WIDTH = FOLDED_WIDTH = 576
+FOLDING_MODES = ("none", "share_kv")
 _NARROW = "decode_narrow_dtype-{dtype}_dqk-{width}_kvsource-{kv_load}_clustermode-none_dv-{head_dim_v}"
 ROTATED_KEY_BYTES = 2 * ROPE + 4 * ROPE  # beside an un-rotated key: what rounding its rope part leaves, and its angles
 
@@ -73,6 +74,7 @@ class Sm90Config:
     masked    it has windows and trees, whose code would make a short call of the others longer
     scaled    bf16 queries of e4m3 rows are multiplied as fp16, to which keys are converted in fewer instructions; each
               row is scaled to it first, which only long work tiles repay (csrc/sm_90/decode/scaled_queries.hpp)
+    folds     its work tiles are nodes of batch-invariant splits, whose results a CTA adds (csrc/sm_90/decode/fold.hpp)
     """
 
     arch: ArchSpec = field(repr=False)
@@ -83,6 +85,7 @@ class Sm90Config:
     q_rows: int = BLOCK_M
     masked: bool = False
     scaled: bool = False
+    folds: bool = False
 
     def __post_init__(self) -> None:
         if self.arch.name != "sm_90":
@@ -98,6 +101,9 @@ class Sm90Config:
             self._raise("windows and trees are of keys in full precision")
         if self.scaled and not self.may_scale:
             self._raise(f"only bf16 queries of e4m3 rows of {SCALED_WIDTH} without windows and trees are scaled")
+        if self.folds and not (self.may_fold and self.cluster_mode in FOLDING_MODES):
+            modes = " and ".join(FOLDING_MODES)
+            self._raise(f"splits are folded with cluster_mode {modes}, of bf16 and fp16 rows of {FOLDED_WIDTH} by TMA")
         if self.lds > self.arch.lds_bytes:
             self._raise(f"it needs {self.lds} bytes of shared memory of {self.arch.lds_bytes}")
 
@@ -113,6 +119,11 @@ class Sm90Config:
     def may_scale(self) -> bool:
         """Whether an instance like this one scales queries."""
         return (self.dtype, self.width, self.kv_load, self.masked) == ("bf16", SCALED_WIDTH, "fp8", False)
+
+    @property
+    def may_fold(self) -> bool:
+        """Whether an instance like this one folds splits."""
+        return (self.width, self.kv_load, self.masked) == (FOLDED_WIDTH, "tma", False)
 
     @property
     def fp8_scores(self) -> bool:
@@ -152,7 +163,7 @@ class Sm90Config:
             return rotated + (0 if self.cluster_mode == "none" else REDUCE_BYTES) + 8 * self.stages
         alone = block_bytes(self.width, self.stages, REGISTER_STEPS[self.kv_load])
         reduced = dict.fromkeys(("reduce_o", "reduce_last"), REDUCE_BYTES)
-        others = {"none": SENTINEL_BYTES, "exchange_p": EXCHANGE_BYTES, "share_kv": 0}
+        others = {"none": 0 if self.folds else SENTINEL_BYTES, "exchange_p": EXCHANGE_BYTES, "share_kv": 0}
         beside = (others | reduced)[self.cluster_mode]
         if self.kv_load == "fp8":
             cluster = 0 if self.cluster_mode == "none" else beside
@@ -171,6 +182,8 @@ class Sm90Config:
         name = self.load.instance.format_map(vars(self))
         if self.scaled:
             return f"scaled_{name}_scaleq-1"
+        if self.folds:
+            return f"fold_{name}_fold-1"
         return f"masked_{name}_masked-1" if self.masked else name
 
     @cached_property
@@ -198,11 +211,20 @@ class Sm90Config:
         return _config(*point, True) if self.may_scale else self
 
     @cached_property
+    def folding(self) -> dict[str, Sm90Config]:
+        """Cluster modes -> the instance that folds splits with each; none where there is none."""
+        point = self.arch, self.dtype, self.width, self.kv_load
+        modes = FOLDING_MODES if self.may_fold else ()
+        return {mode: _config(*point, mode, self.q_rows, False, False, True) for mode in modes}
+
+    @cached_property
     def built_from(self) -> tuple[str, ...]:
         """Names of the instances that may run in its place, and of the combines behind them."""
         combines = combine_kernels.invariant_instances(self.arch, self.head_dim_v)
+        if self.may_fold:
+            combines += combine.fold_instances(self.arch, self.head_dim_v)
         variants = [variant for config in self.clustered.values() for variant in (config, config.scaling)]
-        return (*dict.fromkeys(variant.instance for variant in variants), *combines)
+        return (*dict.fromkeys(variant.instance for variant in (*variants, *self.folding.values())), *combines)
 
     @property
     def box_blocks(self) -> int:
@@ -228,9 +250,10 @@ def _config(
     q_rows: int,
     masked: bool,
     scaled: bool = False,
+    folds: bool = False,
 ) -> Sm90Config:
     """A configuration, which takes 15 us to prove itself legal: calls share those that there are."""
-    return Sm90Config(arch, dtype, width, kv_load, cluster_mode, q_rows, masked, scaled)
+    return Sm90Config(arch, dtype, width, kv_load, cluster_mode, q_rows, masked, scaled, folds)
 
 
 def config_for(problem: Problem, arch: ArchSpec) -> Sm90Config:
@@ -341,7 +364,9 @@ def _spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArg
     )
     if shape.plan_words:
         numbers["split_size"] = splits.size  # says whether CTAs drift apart (decode/producer_tma.hpp)
-    pointers = decode_pointers(args, slots > 0)
+    fold_slots = -(-groups * tiles * BLOCK_M // shape.rows) if config.folds else 0
+    numbers.update(fold_size=decode_splits.whole_blocks(args.split_size) if config.folds else 0, fold_slot=slots)
+    pointers = decode_pointers(args, slots + fold_slots > 0)
     in_table, in_list = pointers.pop("block_table"), pointers.pop("kv_indices")
     pointers["page_ids"] = in_list if in_table is None else in_table
     launch = LaunchSpec(
@@ -361,6 +386,7 @@ def _spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArg
             splits.size > 0,
             shape.plan_words > 0,
             merges,
+            config.may_fold and not config.folds,
         )
         # A plan says itself how many partials a sequence has; which of them decode merges depends on `groups`.
         merge = combined(chosen, args, shape, results, wanted_lse, groups if merges else splits.partials, merges)
@@ -370,4 +396,4 @@ def _spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArg
     mode = config.cluster_mode
     pairs = "" if mode == "none" else f"; clusters of two CTAs: the call has cluster_mode {mode}"
     notes.append(f"{splits.note(shape, 'sequence')}{beside}{pairs}")
-    return call_of(launch, merge, shape, slots, args.head_dim_v, copies, temporaries, notes)
+    return call_of(launch, merge, shape, slots + fold_slots, args.head_dim_v, copies, temporaries, notes)

@@ -8,7 +8,7 @@ import torch
 
 from mla_suite.archs.attention import Shape, Splits, decode_shape
 from mla_suite.archs.sm_90 import combine
-from mla_suite.archs.sm_90.costs import Estimate, best_splits, pairing_pays, scaling_pays
+from mla_suite.archs.sm_90.costs import NODE_SPLITS, Estimate, best_splits, pairing_pays, scaling_pays
 from mla_suite.archs.sm_90.tile import BLOCK_N, groups_of
 from mla_suite.ops.decode import DecodeArgs
 from mla_suite.ops.plan.metadata import splits_of
@@ -61,8 +61,10 @@ def split(
     by_size = int(splits_of(shape.keys, size, args.attn_sink is not None)) if size else 0
     count = args.num_splits or by_size or split_count(config, shape)
     if size:
-        splits = Splits(count, count, size)
-        return unmerged(config, shape, splits), splits, None
+        nodes = folded(config, args, shape)
+        splits = Splits(nodes, nodes, size * NODE_SPLITS) if nodes else Splits(count, count, size)
+        chosen = unmerged(config, shape, splits)
+        return config.folding[chosen.cluster_mode] if nodes else chosen, splits, None
     estimate = Estimate(config.arch, config.costs_as, shape.batch, shape.rows, -(-shape.keys // BLOCK_N))
     mode = estimate.cluster_mode(count)
     partials, runs = (count, 2) if mode == "none" else (count // 2, 4)
@@ -75,6 +77,18 @@ def split(
     if mode == "none" and streaming is None:
         return unmerged(config, shape, splits), splits, None
     return config.clustered[mode], splits, streaming
+
+
+def folded(config: Sm90Config, args: DecodeArgs, shape: Shape) -> int:
+    """The nodes of each sequence if work tiles of batch-invariant calls are nodes, whose splits a CTA adds; else 0.
+
+    Results have the same bits either way (csrc/common/split_fold.hpp), so what is estimated may decide.
+    """
+    size, may_have_sink = whole_blocks(args.split_size), args.attn_sink is not None
+    splits = int(splits_of(shape.keys, size, may_have_sink))
+    nodes = int(splits_of(shape.keys, size * NODE_SPLITS, may_have_sink))
+    estimate = Estimate(config.arch, config.costs_as, shape.batch, shape.rows, -(-shape.keys // BLOCK_N))
+    return nodes if config.folding and estimate.folding_pays(splits, nodes) else 0
 
 
 def unmerged(config: Sm90Config, shape: Shape, splits: Splits) -> Sm90Config:
@@ -103,13 +117,18 @@ def needs_no_plan(config: Sm90Config, args: DecodeArgs, out: torch.Tensor) -> bo
 
     A plan shares sequences out. One sequence leaves nothing to share, and short ones little: equal splits of the
     longest that there may be are then done before a plan is read and its partials are combined. Without a plan the CTAs
-    of a cluster combine their splits among themselves, and the rest is combined while decode runs. A plan's split_size
-    or num_splits stays.
+    of a cluster combine their splits among themselves, and the rest is combined while decode runs. A plan's num_splits
+    stays, and its split_size unless there are sequences for all SMs and their splits are folded: the bits are then the
+    same without it.
     """
-    if args.plan is None or args.split_size or args.num_splits:
+    if args.plan is None or args.num_splits:
         return False
-    if args.seq_lens.shape[0] == 1:
-        return True
     shape = decode_shape(args, out)
+    if args.split_size:
+        same = args.attn_sink is None and args.split_size % BLOCK_N == 0
+        crowded = 8 * shape.batch * config.tiles(shape.rows) >= 7 * config.arch.compute_units
+        return same and crowded and folded(config, args, shape) > 0
+    if shape.batch == 1:
+        return True
     estimate = Estimate(config.arch, config.costs_as, shape.batch, shape.rows, -(-shape.keys // BLOCK_N))
     return estimate.plan_saves_little(split_count(config, shape))

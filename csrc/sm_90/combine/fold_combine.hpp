@@ -1,0 +1,133 @@
+// combine in batch-invariant mode for a decode that may fold nodes of splits itself (decode/fold.hpp): the results of a
+// node's splits are added as that decode adds them, then nodes are merged as combine merges splits. So a row has the
+// same bits whether its nodes or their splits were the work tiles.
+//
+// A team has a row, or some of its columns, to itself. Every lane folds the log-sum-exps of a node as it comes to it;
+// they are the same words for the whole team, and few beside the partials.
+#pragma once
+
+#include "common/combine.hpp"
+#include "common/split_fold.hpp"
+
+namespace mla {
+
+template <class Wave, class Shape>
+struct FoldCombine : Combine<Wave, Shape> {
+  using Base = Combine<Wave, Shape>;
+  using Fold = SplitFold<Wave>;
+  using typename Base::RowAssignment;
+  using Base::chunks, Base::quad, Base::team, Base::vec;
+  static constexpr int in_flight = Base::alone ? 8 : 4;  // partials read together
+  static constexpr int min_waves = 4;                     // resident: they and two sums take registers
+
+  static_assert(Base::parts == 1, "combine: one team adds all splits of a row");
+  static_assert(NODE_SPLITS % in_flight == 0, "combine: a node's splits are read in whole groups");
+
+  MLA_DEVICE static void run(const CombineParams& p) {
+    RowAssignment at;
+    const uint32_t sequence = Base::team_of(p, static_cast<uint32_t>(block_id_x()), static_cast<uint32_t>(p.batch), at);
+    Base::materialize_params(p);
+    Wave::release_consumer();
+    Wave::wait_for_producer();
+    Base::resolve_splits(p, sequence, at);
+    if (!at.wanted) return;
+    const int nodes = (at.splits + NODE_SPLITS - 1) / NODE_SPLITS;
+    if (nodes <= 1)
+      take_node(p, at);
+    else
+      merge_nodes(p, at, nodes);
+  }
+
+ private:
+  // This lane's columns of a node's result.
+  struct Node {
+    Fold fold;
+    float sum[chunks][vec];
+
+    MLA_DEVICE void load(const CombineParams& p, const RowAssignment& at, int first_split) {
+      for (int c = 0; c < chunks; ++c)
+        for (int k = 0; k < vec; ++k) sum[c][k] = -0.0f;
+#pragma unroll 1
+      for (int first = 0; first < NODE_SPLITS && first_split + first < at.splits; first += in_flight) {
+        Vec<float, quad> loaded[in_flight][chunks][vec / quad];
+        for (int i = 0; i < in_flight; ++i) load_partial(p, at, first_split + first + i, loaded[i]);
+        for (int i = 0; i < in_flight; ++i) {
+          float before, factor;
+          fold.add(Base::template lse_of<false>(p, at, first_split + first + i), before, factor);
+          for (int c = 0; c < chunks; ++c)
+            for (int k = 0; k < vec; ++k)
+              sum[c][k] = Fold::added(sum[c][k], before, Fold::term(loaded[i][c][k / quad][k % quad], factor));
+        }
+      }
+    }
+
+    MLA_DEVICE void add_to(float (&result)[chunks][vec], float weight) const {
+      const float own = fold.scale();
+      for (int c = 0; c < chunks; ++c)
+        for (int k = 0; k < vec; ++k) result[c][k] = __builtin_fmaf(weight, sum[c][k] * own, result[c][k]);
+    }
+  };
+
+  // A row of one node, whose log-sum-exp is the row's.
+  MLA_DEVICE static void take_node(const CombineParams& p, const RowAssignment& at) {
+    Node node;
+    node.load(p, at, 0);
+    const LseAccum row{float_to_ordered_int(node.fold.lse()), 1.0f};
+    Base::write_lse(p, at, row);
+    float scale;
+    const auto outcome = Base::find_scale(p, row, scale, [&] { return *Base::sink_at(p, at); });
+    float result[chunks][vec] = {};
+    if (outcome == Base::SUM && scale != 0.0f) node.add_to(result, scale);
+    Base::write_out(p, at, outcome, result);
+  }
+
+  MLA_DEVICE static void merge_nodes(const CombineParams& p, const RowAssignment& at, int nodes) {
+    const float own = lse_of_node(p, at, at.member);
+    int largest = float_to_ordered_int(own);
+#pragma unroll 1
+    for (int node = at.member + team; node < nodes; node += team)
+      largest = Base::max_of(largest, float_to_ordered_int(lse_of_node(p, at, node)));
+    LseAccum row{Wave::template max_over<team>(largest, at.lane), 0.0f};
+    const float base = row.base();
+    float sum = exp_of<Wave>(own - base);
+#pragma unroll 1
+    for (int node = at.member + team; node < nodes; node += team) sum += exp_of<Wave>(lse_of_node(p, at, node) - base);
+    row.sum = Wave::template sum_over<team>(sum, at.lane);
+    Base::write_lse(p, at, row);
+    float scale;
+    const auto outcome = Base::find_scale(p, row, scale, [&] { return *Base::sink_at(p, at); });
+    float result[chunks][vec] = {};
+    if (outcome == Base::SUM)
+#pragma unroll 1
+      for (int i = 0; i < nodes; ++i) {
+        Node node;
+        node.load(p, at, i * NODE_SPLITS);
+        const float weight = exp_of<Wave>(node.fold.lse() - base) * scale;
+        if (weight != 0.0f) node.add_to(result, weight);
+      }
+    Base::write_out(p, at, outcome, result);
+  }
+
+  MLA_DEVICE static float lse_of_node(const CombineParams& p, const RowAssignment& at, int node) {
+    Fold fold;
+    float before, factor;
+#pragma unroll
+    for (int i = 0; i < NODE_SPLITS; ++i)
+      fold.add(Base::template lse_of<false>(p, at, node * NODE_SPLITS + i), before, factor);
+    return fold.lse();
+  }
+
+  // This lane's columns of a partial; zeros behind the last one.
+  MLA_DEVICE static void load_partial(const CombineParams& p, const RowAssignment& at, int split,
+                                      Vec<float, quad> (&to)[chunks][vec / quad]) {
+    const float* from = p.partial_out + ((at.first + split) * p.partial_split_stride + at.row * p.partial_row_stride +
+                                         at.first_column + at.member * vec);
+    for (int c = 0; c < chunks; ++c)
+      for (int q = 0; q < vec / quad; ++q) {
+        to[c][q] = {};
+        if (split < at.splits) to[c][q] = *reinterpret_cast<const Vec<float, quad>*>(from + c * team * vec + q * quad);
+      }
+  }
+};
+
+}  // namespace mla

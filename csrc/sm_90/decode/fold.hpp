@@ -1,0 +1,123 @@
+// The sum of a node: a CTA whose work tile is several splits of a sequence adds their results in memory, where no other
+// CTA looks, since the registers have room for one. It stays in L2, and nearly always it is only added to, so that the
+// next split's products do not wait for it.
+#pragma once
+
+#include "common/split_fold.hpp"
+#include "sm_90/decode/epilogue.hpp"
+#include "sm_90/ptx/math.hpp"
+#include "sm_90/wave.hpp"
+
+namespace mla::sm_90 {
+
+// Where the factors of a node's rows lie in the P stage that finishes a split, in place of P.
+struct FoldStage {
+  static constexpr int BEFORE = 0;
+  static constexpr int OF_SPLIT = 4 * BLOCK_M;
+  static constexpr int INVERSE = 8 * BLOCK_M;
+};
+
+// What a thread of a PV warpgroup holds of the sum, a tile of its columns at a time: two values of its first row and two
+// of its second, as it holds them in registers.
+class NodeSum {
+  using Fold = SplitFold<Wave>;
+  static constexpr int GROUP_VALUES = BLOCK_M * WIDEST_HEAD_DIM_V / 2;
+
+ public:
+  // How this thread's rows of a split count, from the P stage that finishes it.
+  struct Factors {
+    float inverse[2];   // 1 / the split's own sum
+    float of_split[2];
+    float before[2];    // of what was added before
+    MLA_DEVICE explicit Factors(uint32_t p_stage) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t row = p_stage + (quad_row() + 8 * half) * 4;
+        inverse[half] = ld_shared<float>(row + FoldStage::INVERSE);
+        of_split[half] = ld_shared<float>(row + FoldStage::OF_SPLIT);
+        before[half] = ld_shared<float>(row + FoldStage::BEFORE);
+      }
+    }
+  };
+
+  MLA_DEVICE NodeSum(const DecodeTmaParams& params, int group)
+      : at_(params.partial_out + static_cast<int64_t>(params.fold_slot) * params.rows * WIDEST_HEAD_DIM_V +
+            ((blockIdx.y * gridDim.x + blockIdx.x) * 2 + group) * GROUP_VALUES + warpgroup_thread() * 4),
+        no_rows_(first_row() + warpgroup_thread() / 32 * 16 >= params.rows) {}
+
+  // Begins the sum with the result of a split.
+  template <class Accumulator>
+  MLA_DEVICE void begin(const Accumulator& o, Factors factors) const {
+    pin_floats(factors.inverse[0], factors.inverse[1]);  // nothing of a branch is computed before it
+    for_each_tile<Accumulator>([&](int tile) {
+      float four[4];
+      terms(o, tile, factors, four);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) four[i] = Fold::added(-0.0f, 1.0f, four[i]);
+      st_relaxed_gpu(place(tile), four);
+    });
+  }
+
+  // Adds the result of another.
+  template <class Accumulator>
+  MLA_DEVICE void add(const Accumulator& o, Factors factors) const {
+    pin_floats(factors.inverse[0], factors.inverse[1]);
+    if (factors.before[0] == 1.0f && factors.before[1] == 1.0f)
+      for_each_tile<Accumulator>([&](int tile) {
+        float four[4];
+        terms(o, tile, factors, four);
+        red_add_global(place(tile), four);
+      });
+    else
+      for_each_tile<Accumulator>([&](int tile) {
+        float four[4];
+        with(o, tile, ld_relaxed_gpu_v4(place(tile)), factors, four);
+        st_relaxed_gpu(place(tile), four);
+      });
+  }
+
+  // Loads the sum of all splits.
+  template <int PRODUCTS, int VALUES>
+  MLA_DEVICE void load(float (&o)[PRODUCTS][VALUES]) const {
+    if (no_rows_) return;
+#pragma unroll
+    for (int tile = 0; tile < PRODUCTS * VALUES / 4; ++tile) {
+      const uint4 four = ld_relaxed_gpu_v4(place(tile));
+      const uint32_t words[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o[tile / 16][tile % 16 * 4 + i] = bit_cast<float>(words[i]);
+    }
+  }
+
+ private:
+  template <class Accumulator, class Body>
+  MLA_DEVICE void for_each_tile(const Body& body) const {
+    if (no_rows_) return;
+#pragma unroll
+    for (int tile = 0; tile < static_cast<int>(sizeof(Accumulator) / 16); ++tile) body(tile);
+  }
+
+  // A tile of the sum, as it was loaded, with the result of a split.
+  template <class Accumulator>
+  MLA_DEVICE static void with(const Accumulator& o, int tile, const uint4& loaded, const Factors& factors,
+                              float (&four)[4]) {
+    const uint32_t sum[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+    terms(o, tile, factors, four);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) four[i] = Fold::added(bit_cast<float>(sum[i]), factors.before[i / 2], four[i]);
+  }
+
+  template <class Accumulator>
+  MLA_DEVICE static void terms(const Accumulator& o, int tile, const Factors& factors, float (&four)[4]) {
+    scaled_tile(o, tile, factors.inverse, four);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) four[i] = Fold::term(four[i], factors.of_split[i / 2]);
+  }
+
+  MLA_DEVICE float* place(int tile) const { return at_ + tile * 128 * 4; }
+
+  float* at_;
+  bool no_rows_;  // this warp has none
+};
+
+}  // namespace mla::sm_90
