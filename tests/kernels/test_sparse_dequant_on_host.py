@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from kernels_on_host import check, ran, with_a_fault
-from kernels_on_host import compiled as compiled_program
-from planted import each_of
+from kernels_on_host import HostKernel
 
+KERNEL = HostKernel("sparse_records.cpp", "sm_90/sparse_decode")
 PROBLEMS = {
     "v41": ["16 2 1 1 plain 64 3 97 16i 4 40", "5 3 2 2 absent 7i 20 70", "1 12 1 1 one 64 4 1", "1 9 1 1 one 16i 4 1"],
     "v41any": [
@@ -32,10 +29,8 @@ PROBLEMS = {
 }
 
 
-def compiled(folder: Path, record: str, *first: Path) -> Path:
-    """The program of an instance."""
-    constants = {"KV_FORMAT": record, "HOST_BLOCK_THREADS": 512}
-    return compiled_program("sparse_records.cpp", folder / "dequant", constants, *first)
+def constants(record):
+    return {"KV_FORMAT": record, "HOST_BLOCK_THREADS": 512}
 
 
 @pytest.mark.parametrize(
@@ -43,9 +38,7 @@ def compiled(folder: Path, record: str, *first: Path) -> Path:
     ["v41any", "fp8x576", *(pytest.param(record, marks=pytest.mark.full) for record in ("v41", "v32nope", "fp8x512"))],
 )
 def test_results_are_those_of_fp64(tmp_path, record):
-    program = compiled(tmp_path, record)
-    for problem in PROBLEMS[record]:
-        check(program, problem)
+    KERNEL.check(tmp_path, constants(record), PROBLEMS[record])
 
 
 FAULTS = {
@@ -69,8 +62,6 @@ FAULTS = {
 }
 
 
-@each_of(FAULTS, place=lambda header, right, broken: (f"sm_90/sparse_decode/{header}", right))
+@KERNEL.each_of(FAULTS)
 def test_a_fault_is_found(tmp_path, name):
-    header, *change = FAULTS[name]
-    program = compiled(tmp_path, "v41any", with_a_fault(tmp_path / "csrc", f"sm_90/sparse_decode/{header}", *change))
-    assert any(ran(program, problem).returncode != 0 for problem in PROBLEMS["v41any"])
+    KERNEL.assert_found(tmp_path, constants("v41any"), FAULTS[name], PROBLEMS["v41any"])

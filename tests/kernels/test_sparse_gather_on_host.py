@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from kernels_on_host import check, ran, with_a_fault
-from kernels_on_host import compiled as compiled_program
-from planted import each_of
+from kernels_on_host import HostKernel
 
-PRODUCER = "sm_90/sparse_decode/producer_gather.hpp"
+KERNEL = HostKernel("sparse_gather.cpp", "sm_90/sparse_decode")
 PROBLEMS = {
     "bf16x576": [
         "64 3 200 1 1 16 plain",
@@ -24,27 +20,23 @@ PROBLEMS = {
 }
 
 
-def compiled(folder: Path, record: str, *first: Path) -> Path:
-    """The program of an instance."""
-    constants = {"KV_FORMAT": record, "HOST_BLOCK_THREADS": 512}
-    return compiled_program("sparse_gather.cpp", folder / "gather", constants, *first)
+def constants(record):
+    return {"KV_FORMAT": record, "HOST_BLOCK_THREADS": 512}
 
 
 @pytest.mark.parametrize("record", PROBLEMS)
 def test_results_are_those_of_fp64(tmp_path, record):
-    program = compiled(tmp_path, record)
-    for problem in PROBLEMS[record]:
-        check(program, problem)
+    KERNEL.check(tmp_path, constants(record), PROBLEMS[record])
 
 
+PRODUCER = "producer_gather.hpp"
 FAULTS = {
-    "stages overwritten": ("this->wait_for_empty(kv_);\n    copy_key", "copy_key"),
-    "absent keys seen": ("present_ = __ballot_sync(~0u, token.present);", "present_ = ~0u;"),
-    "keys not swizzled": ("(to ^ 4 << 4) + 4 * 128", "to + 4 * 128"),
+    "stages overwritten": (PRODUCER, "this->wait_for_empty(kv_);\n    copy_key", "copy_key"),
+    "absent keys seen": (PRODUCER, "present_ = __ballot_sync(~0u, token.present);", "present_ = ~0u;"),
+    "keys not swizzled": (PRODUCER, "(to ^ 4 << 4) + 4 * 128", "to + 4 * 128"),
 }
 
 
-@each_of(FAULTS, place=lambda right, broken: (PRODUCER, right))
+@KERNEL.each_of(FAULTS)
 def test_a_fault_is_found(tmp_path, name):
-    own = with_a_fault(tmp_path / "csrc", PRODUCER, *FAULTS[name])
-    assert ran(compiled(tmp_path, "bf16x576", own), "64 2 300 1 1 16 plain").returncode != 0
+    KERNEL.assert_found(tmp_path, constants("bf16x576"), FAULTS[name], ["64 2 300 1 1 16 plain"])
