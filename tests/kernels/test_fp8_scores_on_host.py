@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from kernels_on_host import HostKernel, check
 
-KERNEL = HostKernel("narrow.cpp", "sm_90/decode")
+KERNEL = HostKernel("dense.cpp", "sm_90/decode")
 CONSTANTS = {"DTYPE": "fp8", "KV_SOURCE": "fp8_scores", "HOST_BLOCK_THREADS": 512}
 PROBLEMS = [
     "16 1 64 1 1 plain 128 300 1 0 33 64",

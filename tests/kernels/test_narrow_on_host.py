@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from kernels_on_host import HostKernel
 
-KERNEL = HostKernel("narrow.cpp", "sm_90/decode")
+KERNEL = HostKernel("dense.cpp", "sm_90/decode")
 WIDTHS = {320: 256, 288: 256, 160: 128}
 SOURCES = [("bf16", "tma"), ("bf16", "cp_async"), ("bf16", "fp8"), ("fp8", "fp8")]
 POINTS = [(width, *source) for width in WIDTHS for source in SOURCES]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 from kernels_on_host import HostKernel
 
-KERNEL = HostKernel("rotated.cpp", "sm_90/decode")
+KERNEL = HostKernel("dense.cpp", "sm_90/decode")
 FULL = pytest.mark.full  # a default run takes each type and each source of keys once
 INSTANCES = [
     ("bf16", "tma"),
@@ -45,7 +45,7 @@ PROBLEMS = {
 
 
 def constants(dtype, source):
-    return {"MASKED": 1, "DTYPE": dtype, "KV_SOURCE": source, "HOST_BLOCK_THREADS": 512}
+    return {"MASKED": 1, "UNROTATED": 1, "DTYPE": dtype, "KV_SOURCE": source, "HOST_BLOCK_THREADS": 512}
 
 
 @pytest.mark.parametrize(("dtype", "source"), INSTANCES)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from kernels_on_host import HostKernel
 
-KERNEL = HostKernel("narrow.cpp", "sm_90/decode")
+KERNEL = HostKernel("dense.cpp", "sm_90/decode")
 CONSTANTS = {"DTYPE": "bf16", "KV_SOURCE": "fp8", "SCALE_Q": 1, "HOST_BLOCK_THREADS": 512}
 PROBLEMS = [
     "16 1 64 1 1 plain 128 300 1 0 33 64",
