@@ -76,9 +76,6 @@ struct Wave {
   MLA_DEVICE static float product(float a, float b) { return __fmul_rn(a, b); }
   MLA_DEVICE static float difference(float a, float b) { return __fsub_rn(a, b); }
 
-  // a + b as memory adds it.
-  MLA_DEVICE static float add_as_memory(float a, float b) { return add_without_subnormals(a, b); }
-
   // True in every lane when it holds in any.
   MLA_DEVICE static bool any(bool condition) { return __any_sync(~0u, condition) != 0; }
 

@@ -29,7 +29,7 @@ CONFIG = ResidentCombineConfig(archs.get("sm_90"), 512, merges=False)
 
 def compiled(folder: Path, *first: Path) -> Path:
     constants = {"HOST_BLOCK_THREADS": CONFIG.threads, "MLA_SUITE_KERNEL": "resident_combine"}
-    constants |= {"D_V": CONFIG.head_dim_v, "WAVES": CONFIG.waves}
+    constants |= {"COMBINE": '"sm_90/combine/resident_combine.cu"', "D_V": CONFIG.head_dim_v, "WAVES": CONFIG.waves}
     return compiled_program("combine/combine.cpp", folder / "combine", constants, *first, HOST / "combine")
 
 

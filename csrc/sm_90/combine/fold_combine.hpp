@@ -7,17 +7,17 @@
 #pragma once
 
 #include "common/combine.hpp"
-#include "common/split_fold.hpp"
+#include "sm_90/split_fold.hpp"
+#include "sm_90/wave.hpp"
 
-namespace mla {
+namespace mla::sm_90 {
 
-template <class Wave, class Shape>
+template <class Shape>
 struct FoldCombine : Combine<Wave, Shape> {
   using Base = Combine<Wave, Shape>;
-  using Fold = SplitFold<Wave>;
   using typename Base::RowAssignment;
   using Base::chunks, Base::quad, Base::team, Base::vec;
-  static constexpr int in_flight = Base::alone ? 8 : 4;  // partials read together
+  static constexpr int in_flight = Base::alone ? 8 : 2;  // partials read together
   static constexpr int min_waves = 4;                     // resident: they and two sums take registers
 
   static_assert(Base::parts == 1, "combine: one team adds all splits of a row");
@@ -41,7 +41,7 @@ struct FoldCombine : Combine<Wave, Shape> {
  private:
   // This lane's columns of a node's result.
   struct Node {
-    Fold fold;
+    SplitFold fold;
     float sum[chunks][vec];
 
     MLA_DEVICE void load(const CombineParams& p, const RowAssignment& at, int first_split) {
@@ -56,7 +56,7 @@ struct FoldCombine : Combine<Wave, Shape> {
           fold.add(Base::template lse_of<false>(p, at, first_split + first + i), before, factor);
           for (int c = 0; c < chunks; ++c)
             for (int k = 0; k < vec; ++k)
-              sum[c][k] = Fold::added(sum[c][k], before, Fold::term(loaded[i][c][k / quad][k % quad], factor));
+              sum[c][k] = SplitFold::added(sum[c][k], before, SplitFold::term(loaded[i][c][k / quad][k % quad], factor));
         }
       }
     }
@@ -109,7 +109,7 @@ struct FoldCombine : Combine<Wave, Shape> {
   }
 
   MLA_DEVICE static float lse_of_node(const CombineParams& p, const RowAssignment& at, int node) {
-    Fold fold;
+    SplitFold fold;
     float before, factor;
 #pragma unroll
     for (int i = 0; i < NODE_SPLITS; ++i)
@@ -130,4 +130,4 @@ struct FoldCombine : Combine<Wave, Shape> {
   }
 };
 
-}  // namespace mla
+}  // namespace mla::sm_90

@@ -3,10 +3,8 @@
 // next split's products do not wait for it.
 #pragma once
 
-#include "common/split_fold.hpp"
 #include "sm_90/decode/epilogue.hpp"
-#include "sm_90/ptx/math.hpp"
-#include "sm_90/wave.hpp"
+#include "sm_90/split_fold.hpp"
 
 namespace mla::sm_90 {
 
@@ -20,7 +18,6 @@ struct FoldStage {
 // What a thread of a PV warpgroup holds of the sum, a tile of its columns at a time: two values of its first row and two
 // of its second, as it holds them in registers.
 class NodeSum {
-  using Fold = SplitFold<Wave>;
   static constexpr int GROUP_VALUES = BLOCK_M * WIDEST_HEAD_DIM_V / 2;
 
  public:
@@ -42,7 +39,7 @@ class NodeSum {
 
   MLA_DEVICE NodeSum(const DecodeTmaParams& params, int group)
       : at_(params.partial_out + static_cast<int64_t>(params.fold_slot) * params.rows * WIDEST_HEAD_DIM_V +
-            ((blockIdx.y * gridDim.x + blockIdx.x) * 2 + group) * GROUP_VALUES + warpgroup_thread() * 4),
+            (block(params) * 2 + group) * GROUP_VALUES + warpgroup_thread() * 4),
         no_rows_(first_row() + warpgroup_thread() / 32 * 16 >= params.rows) {}
 
   // Begins the sum with the result of a split.
@@ -53,7 +50,7 @@ class NodeSum {
       float four[4];
       terms(o, tile, factors, four);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) four[i] = Fold::added(-0.0f, 1.0f, four[i]);
+      for (int i = 0; i < 4; ++i) four[i] = SplitFold::added(-0.0f, 1.0f, four[i]);
       st_relaxed_gpu(place(tile), four);
     });
   }
@@ -104,16 +101,20 @@ class NodeSum {
     const uint32_t sum[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
     terms(o, tile, factors, four);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) four[i] = Fold::added(bit_cast<float>(sum[i]), factors.before[i / 2], four[i]);
+    for (int i = 0; i < 4; ++i) four[i] = SplitFold::added(bit_cast<float>(sum[i]), factors.before[i / 2], four[i]);
   }
 
   template <class Accumulator>
   MLA_DEVICE static void terms(const Accumulator& o, int tile, const Factors& factors, float (&four)[4]) {
     scaled_tile(o, tile, factors.inverse, four);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) four[i] = Fold::term(four[i], factors.of_split[i / 2]);
+    for (int i = 0; i < 4; ++i) four[i] = SplitFold::term(four[i], factors.of_split[i / 2]);
   }
 
+  MLA_DEVICE static int block(const DecodeTmaParams& params) {
+    const int tiles = (params.rows + BLOCK_M - 1) / BLOCK_M;
+    return blockIdx.y * tiles + blockIdx.x;
+  }
   MLA_DEVICE float* place(int tile) const { return at_ + tile * 128 * 4; }
 
   float* at_;

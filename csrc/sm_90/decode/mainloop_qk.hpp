@@ -416,7 +416,7 @@ class QkSoftmax {
 
   // The splits of a work tile that is a node, each as if it were the tile, but for the queries.
   MLA_DEVICE void fold_splits() {
-    fold_[0] = fold_[1] = SplitFold<Wave>();
+    fold_[0] = fold_[1] = SplitFold();
     for (int first = tile_.first_key; first < tile_.end_key;) {
       const int end = min(first + params_.fold_size, tile_.end_key);
 #pragma unroll
@@ -460,7 +460,7 @@ class QkSoftmax {
   float row_sum_[2];
   PipelineState<Traits::RAW_STAGES> raw_;  // used only with SCORES_AS_STORED
   QOperand q_;
-  SplitFold<Wave> fold_[2];  // used only with FOLDS: of this thread's rows
+  SplitFold fold_[2];  // used only with FOLDS: of this thread's rows
 };
 
 }  // namespace mla::sm_90

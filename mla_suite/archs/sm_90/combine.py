@@ -112,8 +112,10 @@ class StreamingCombineConfig:
 
 @dataclass(frozen=True)
 class FoldCombineConfig:
-    """An instance of csrc/sm_90/combine/fold_combine.hpp: `merge` as it is in batch-invariant mode, but for partials that
-    are folded to nodes first, for rows read and written 16 bytes at a time."""
+    """An instance of csrc/sm_90/combine/fold_combine.hpp, for rows read and written 16 bytes at a time.
+
+    It merges as `merge` does in batch-invariant mode, but for partials that it folds to nodes first.
+    """
 
     merge: CombineConfig
 

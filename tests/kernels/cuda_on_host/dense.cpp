@@ -1,6 +1,6 @@
 // Decode of rows of D_QK values with latents of D_V by the source of csrc/sm_90/decode on a CPU, compared with fp64
-// (dense_case.hpp, whose `what` may have large or small as well: queries that fp16 does not hold). DTYPE, KV_SOURCE, SCALE_Q
-// and UNROTATED, of un-rotated caches, are the instance's. In keys that no sequence owns lies NaN. The cache and the queries
+// (dense_case.hpp, whose `what` may have large or small as well: queries that fp16 does not hold). DTYPE, KV_SOURCE, SCALE_Q,
+// FOLD and UNROTATED, of un-rotated caches, are the instance's. In keys that no sequence owns lies NaN. The cache and the queries
 // end where none can be read, and so does rope_cos_sin, with the longest sequence.
 #include <type_traits>
 
@@ -15,6 +15,9 @@
 #ifndef SCALE_Q
 #define SCALE_Q 0
 #endif
+#ifndef FOLD
+#define FOLD 0
+#endif
 #ifndef UNROTATED
 #define UNROTATED 0
 #endif
@@ -28,7 +31,7 @@ constexpr bool FP8_KEYS = LOAD == KvLoad::fp8 || LOAD == KvLoad::fp8_scores, FP8
 constexpr bool FP16 = std::is_same_v<DTYPE, fp16>;
 constexpr int KEY_SIZE = FP8_KEYS ? 1 : 2, Q_SIZE = FP8_Q ? 1 : 2, ROPE = WIDTH - VALUES, HALF = ROPE / 2;
 using Traits = DecodeTraits<DecodeProblem<DTYPE, WIDTH, UNROTATED, VALUES>,
-                            DecodePolicyOf<LOAD, ClusterNone, WIDTH, UNROTATED, SCALE_Q>>;
+                            DecodePolicyOf<LOAD, ClusterNone, WIDTH, UNROTATED, SCALE_Q, FOLD>>;
 template <class T, class Scheduler>
 using ProducerOfBoxes = std::conditional_t<UNROTATED, ProducerTmaRotated<T, Scheduler>, ProducerTma<T, Scheduler>>;
 template <class T, class Scheduler>

@@ -3,7 +3,8 @@
 //   what  plain; or some of these, joined by +: all_keys (not causal); sharp (large scores); sink; ragged (of query
 //         tokens); planned (two SM parts of a plan for each group); descaled (by a q_descale times which fp16 queries are
 //         infinite), descaled_nan (by NaN, which all results are); windowN (keys left of each query token; before the
-//         window lie NaN and page numbers of nothing); tree (of drafts). A program may know others.
+//         window lie NaN and page numbers of nothing); tree (of drafts); foldN (keys of the splits that a CTA folds). A
+//         program may know others.
 #pragma once
 
 #include <sys/mman.h>
@@ -87,7 +88,8 @@ struct DenseCase {
   void fill_params(const void* q, const void* cache) {
     out.assign(static_cast<size_t>(batch) * rows * VALUES, 0x7FFF);
     lse.assign(batch * rows, NAN);
-    partial_out.assign(static_cast<size_t>(batch) * splits * rows * VALUES, NAN);
+    const size_t folded_rows = has("fold") ? static_cast<size_t>(groups) * ((rows + 63) / 64) * 64 : 0;
+    partial_out.assign((static_cast<size_t>(batch) * splits * rows + folded_rows) * VALUES, NAN);
     partial_lse.assign(static_cast<size_t>(batch) * splits * rows, NAN);
     for (int head = 0; head < heads; ++head) sink.push_back(3 * normal(random));
     params.q = q;
@@ -117,7 +119,7 @@ struct DenseCase {
     }
     params.out = out.data();
     params.lse = lse.data();
-    params.partial_out = splits > 1 ? partial_out.data() : nullptr;
+    params.partial_out = splits > 1 || has("fold") ? partial_out.data() : nullptr;
     params.partial_lse = splits > 1 ? partial_lse.data() : nullptr;
     params.q_row_stride = WIDTH;
     params.kv_page_stride = page * WIDTH;
@@ -140,6 +142,10 @@ struct DenseCase {
     reciprocal(1, params.lse_tokens_reciprocal, params.lse_tokens_shift);
     params.empty_lse = -INFINITY;
     params.softmax_scale = has("sharp") ? 0.5f : 0.02f;
+    if (has("fold")) {
+      params.fold_size = std::atoi(what.c_str() + what.find("fold") + 4);
+      params.fold_slot = batch * splits;
+    }
     if (has("descaled")) {
       q_descale = 3e5f;
       params.softmax_scale /= q_descale;

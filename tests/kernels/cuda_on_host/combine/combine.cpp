@@ -1,4 +1,4 @@
-// Runs a resident combine on a CPU, block by block:
+// Runs the combine of the file COMBINE, behind a decode with a plan, on a CPU, block by block:
 //
 //   combine PROBLEM RESULTS SEED
 //
@@ -7,7 +7,7 @@
 // out and lse. Until a thread of a block has waited for decode, partials are NaN.
 #include "merge_host.hpp"
 
-#include "sm_90/combine/resident_combine.cu"
+#include COMBINE
 
 namespace {
 

@@ -10,6 +10,10 @@ inline float exp2_approx(float x) {
   const float y = std::exp2(x);
   return y < 0x1p-126f ? 0.0f : y;
 }
+inline float add_without_subnormals(float a, float b) {
+  const auto flushed = [](float x) { return std::abs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; };
+  return flushed(flushed(a) + flushed(b));
+}
 inline float log2_approx(float x) { return std::log2(x); }
 inline float reciprocal_approx(float x) { return 1.0f / x; }
 inline float reciprocal_of_normal(float x) { return 1.0f / x; }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/device.hpp"
+#include "sm_90/ptx/math.hpp"
 
 namespace mla::sm_90 {
 
@@ -18,6 +19,7 @@ inline uint32_t read_thread_id() { return current; }
 inline int warpgroup_thread() { return current % 128; }
 template <class... Words>
 void pin_registers(Words&...) {}
+inline void pin_floats(float&, float&) {}
 template <class... Words>
 void pin_together(Words&...) {}
 template <class... Words>
@@ -87,6 +89,10 @@ inline void st_shared_v4_if(bool active, uint32_t to, uint32_t a, uint32_t b, ui
   if (active) st_shared_v4(to, a, b, c, d);
 }
 inline void red_max_global(float* to, float value) { *to = max(*to, value); }
+inline void red_add_global(float* to, const float (&words)[4]) {
+  for (int i = 0; i < 4; ++i) to[i] = add_without_subnormals(to[i], words[i]);
+}
+inline void st_relaxed_gpu(float* to, const float (&words)[4]) { std::memcpy(to, words, 16); }
 
 // Matrices of 8 x 8 elements: lane r of its eight has the address of row r, and a register two elements of row lane / 4.
 inline void stmatrix_x4(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {

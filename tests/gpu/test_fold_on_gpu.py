@@ -1,0 +1,160 @@
+"""Batch-invariant decode on sm_90 whose work tiles are nodes of splits, beside the same whose work tiles are splits."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from decode_calls import (
+    CU_SEQLENS_Q,
+    HALF,
+    LENS,
+    PLAN,
+    TABLE,
+    Q,
+    assert_a_graph_repeats,
+    assert_right,
+    assert_right_at_other_lengths,
+    assert_same_bits,
+    decode,
+    here,
+    hostile,
+    on_cpu,
+    require_kernels,
+)
+
+import mla_suite
+from mla_suite.archs.sm_90 import decode as sm90_decode
+from mla_suite.archs.sm_90.costs import Estimate
+from mla_suite.core import dispatch
+from mla_suite.ops.decode import DECODE
+from mla_suite.ops.decode.samples import decode_sample
+from mla_suite.testing import exact_decode
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    require_kernels("sm_90")
+
+
+@pytest.fixture
+def folding(monkeypatch):
+    """Makes calls from then on fold their splits, or not."""
+
+    def choose(folds):
+        monkeypatch.setattr(Estimate, "folding_pays", lambda self, splits, nodes: folds)
+        dispatch.clear_caches()
+
+    yield choose
+    monkeypatch.undo()
+    dispatch.clear_caches()
+
+
+def kernels(args, kwargs):
+    """The kernels of a call."""
+    given = DECODE.Args(*args, **kwargs)
+    outputs = tuple(torch.empty(o.shape, dtype=o.dtype, device="meta") for o in DECODE.check(given))
+    return [
+        launch.kernel for launch in sm90_decode.config_for(DECODE.describe(given), here()).spec(outputs, given).launches
+    ]
+
+
+LONG = (4000, 17, 900, 2100, 64, 0, 1500, 333)
+SHAPES = {
+    "one node": dict(lens=LONG, heads=64, split_size=256),
+    "several nodes": dict(lens=LONG, heads=16, split_size=64),
+    "two tiles": dict(lens=LONG, heads=128, split_size=128, sink=True),
+    "shared keys": dict(lens=(700, 100, 0, 1063, 1, 33, 64) * 9, heads=100, split_size=32),
+    "four tiles": dict(lens=(700, 100, 0, 1063, 1, 33, 64) * 9, heads=64, q_len=4, split_size=64),
+    "sinks": dict(lens=LONG, heads=40, q_len=2, split_size=256, sink=True),
+    "ragged queries": dict(lens=LONG, heads=24, q_len=4, varlen=True, split_size=96),
+    "pages of 96, in a list": dict(lens=LONG, heads=12, page=96, ragged_pages=True, split_size=128),
+    "all keys": dict(lens=LONG, heads=32, q_len=4, causal=False, split_size=512),
+    "a size that is no multiple of 32": dict(lens=LONG, heads=16, split_size=100),
+    "fp16": dict(lens=LONG, heads=128, split_size=256, **HALF),
+    "one long sequence": dict(lens=(20_000,), heads=64, split_size=512),
+    "no keys": dict(lens=(0, 0, 0), heads=128, split_size=64),
+}
+
+
+def made(name):
+    return hostile(decode_sample(seed=len(name), **SHAPES[name]))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_folded_splits_have_the_bits_of_splits(folding, name):
+    args, kwargs = made(name)
+    kwargs["max_seqlen_kv"] = max(*SHAPES[name]["lens"], 1)
+    folding(False)
+    apart = decode(args, kwargs)
+    if kwargs["max_seqlen_kv"] > kwargs["split_size"]:
+        assert kernels(args, kwargs)[1].startswith("fold_combine")
+    folding(True)
+    assert kernels(args, kwargs)[0].startswith("fold_decode")
+    found = decode(args, kwargs)
+    assert_right(*found, exact_decode(*on_cpu(args), **kwargs))
+    assert_same_bits([found], [apart])
+
+
+def test_random_problems(folding):
+    """Scores of all sizes, whose later splits outweigh the earlier: folded or not, the same bits, and right."""
+    draw = random.Random(5)
+    for seed in range(60):
+        rows = draw.choice(((16, 1), (128, 1), (20, 1), (32, 4), (96, 2), (8, 3)))
+        lens = [draw.randint(0, draw.choice((100, 1000, 3000))) for _ in range(draw.choice((1, 3, 40)))]
+        sizes = dict(
+            heads=rows[0], q_len=rows[1], page=draw.choice((32, 64, 128)), split_size=draw.choice((32, 64, 256))
+        )
+        sample = decode_sample(lens, seed=seed, sink=draw.random() < 0.3, **sizes, **draw.choice(({}, HALF)))
+        args, kwargs = hostile(sample)
+        kwargs["softmax_scale"] = draw.choice((0.02, 0.3, 3.0)) / 24
+        folding(False)
+        apart = decode(args, kwargs)
+        folding(True)
+        found = decode(args, kwargs)
+        assert_same_bits([found], [apart])
+        if seed % 6 == 0:
+            assert_right(*found, exact_decode(*on_cpu(args), **kwargs))
+
+
+def test_a_plan_changes_no_bit(folding):
+    args, kwargs = decode_sample(LONG * 9, heads=128, split_size=128).make(torch.device("cuda"))
+    kwargs["max_seqlen_kv"] = max(LONG)
+    planned = list(args)
+    planned[PLAN] = mla_suite.plan(
+        args[LENS], args[CU_SEQLENS_Q], num_heads=128, max_seqlen_kv=max(LONG), split_size=128
+    )
+    folding(False)
+    apart = decode(planned, kwargs)
+    assert kernels(planned, kwargs)[0].startswith("decode")
+    folding(True)
+    assert kernels(planned, kwargs)[0].startswith("fold_decode"), "as the plan is not read"
+    assert_same_bits([decode(planned, kwargs), decode(args, kwargs)], [apart, apart])
+
+
+def test_a_sequence_has_its_bits_in_any_batch():
+    """As calls choose: alone its splits are the work tiles, in a large batch its nodes are."""
+    args, kwargs = decode_sample(LONG * 40, heads=64, split_size=128).make(torch.device("cuda"))
+    kwargs["max_seqlen_kv"] = max(LONG)
+    assert kernels(args, kwargs)[0].startswith("fold_decode")
+    together = decode(args, kwargs)
+    for own in (0, 3):
+        some = [args[Q][own : own + 1], args[1], args[LENS][own : own + 1], args[TABLE][own : own + 1], *args[4:]]
+        assert kernels(some, kwargs)[0].startswith("decode")
+        assert_same_bits([decode(some, kwargs)], [[result[own : own + 1] for result in together]])
+
+
+def test_a_graph_repeats_its_bits(folding):
+    folding(True)
+    problems = [made(name) for name in SHAPES]
+    assert_a_graph_repeats(problems, [decode(*problem) for problem in problems])
+
+
+def test_a_captured_call_is_right_at_any_length(folding):
+    folding(True)
+    args, kwargs = decode_sample((2000, 1500, 1000, 64, 900), heads=128, split_size=128).make(torch.device("cuda"))
+    lengths = ((2, 0, 999, 33, 0), (0, 0, 0, 0, 0), (64, 1490, 990, 64, 890), (2000, 1500, 1000, 64, 900))
+    assert_right_at_other_lengths(lambda: decode(args, kwargs), list(args), kwargs, lengths)

@@ -1,0 +1,108 @@
+"""csrc/sm_90/combine/fold_combine.hpp, executed on a CPU with warps of 32 lanes, against fp64.
+
+Partials are NaN until a block has waited for decode. What nvcc makes of the source, visibility of memory and time are
+not seen; that decode folds splits to the same bits is shown on a GPU (tests/gpu/test_fold_on_gpu.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import kernels_on_host
+import pytest
+import torch
+from kernels_on_host import HOST, with_a_fault
+from kernels_on_host import compiled as compiled_program
+from plan_merges import POINTERS, PlanMerge
+from planted import each_of
+
+from mla_suite import archs
+from mla_suite.archs import combine as native
+from mla_suite.archs.sm_90.combine import FoldCombineConfig
+from mla_suite.build.params import load
+
+KERNEL = "sm_90/combine/fold_combine.hpp"
+ROWS = {"few": 1, "many": 100_000}
+"""Rows for which each of the two instances is chosen."""
+
+
+def config_of(rows):
+    return FoldCombineConfig(native.invariant(archs.get("sm_90"), 512, ROWS[rows]))
+
+
+def compiled(folder: Path, rows: str, *first: Path) -> Path:
+    config = config_of(rows)
+    constants = {"HOST_BLOCK_THREADS": config.threads, "MLA_SUITE_KERNEL": "fold_combine"}
+    constants |= {"COMBINE": '"sm_90/combine/fold_combine.cu"', **config.merge.constants}
+    return compiled_program("combine/combine.cpp", folder / f"combine-{rows}", constants, *first, HOST / "combine")
+
+
+@pytest.fixture(scope="module", params=list(ROWS))
+def instance(request, tmp_path_factory):
+    return request.param, compiled(tmp_path_factory.mktemp("combine"), request.param)
+
+
+def run_and_check(program, rows, merge):
+    config = config_of(rows)
+    launch = merge.prepared(config)
+    fields = load("combine")
+    params = fields.pack(**{**launch.numbers, **dict.fromkeys(POINTERS, 0)})
+    nothing = torch.zeros(0, dtype=torch.int32)
+    tokens, sink = merge.tokens if merge.ragged else nothing, nothing if merge.sink is None else merge.sink
+    arrays = merge.partial_out, merge.partial_lse, merge.plan, tokens, sink, merge.out, merge.lse
+    blocks = config.grid(merge.batch * merge.heads * merge.q_len)
+    done = kernels_on_host.merged(program, blocks, params, arrays, seed=1)
+    assert done.returncode == 0, done.stdout + done.stderr
+    merge.check()
+
+
+CASES = {
+    "one node": dict(lens=(1000, 100, 60, 400), heads=5, split_size=64, sink=True),
+    "nodes that end early": dict(lens=(2200, 64, 65), heads=3, split_size=64),
+    "more nodes than lanes": dict(lens=(36_000, 300), heads=2, split_size=64),
+    "ragged tokens": dict(lens=(3000, 100, 2000, 3100), heads=3, q_len=3, cu_seqlens_q=(0, 3, 5, 6, 8), split_size=256),
+    "an empty sequence": dict(lens=(300, 0, 70), heads=4, split_size=32, sink=True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_splits_are_merged(instance, name):
+    rows, program = instance
+    run_and_check(program, rows, PlanMerge(**CASES[name]))
+
+
+def test_a_later_split_may_weigh_more_or_all(instance):
+    """Log-sum-exps that rise by little and by much, and splits without keys, the first ones included."""
+    rows, program = instance
+    merge = PlanMerge((2000, 1000, 64, 500), heads=4, split_size=64)
+    steps = torch.tensor([0.0, 2.9, 3.1, 40.0, -200.0, 200.0])
+    merge.partial_lse += steps[torch.randint(len(steps), merge.partial_lse.shape)]
+    empty = torch.rand(merge.partial_lse.shape) < 0.3
+    empty[:3, 0] = True
+    merge.partial_lse[empty] = -torch.inf
+    run_and_check(program, rows, merge)
+
+
+FAULTS = {
+    "no wait": ("    Wave::wait_for_producer();\n", "", "one node"),
+    "the first node alone": (
+        "for (int i = 0; i < nodes; ++i) {",
+        "for (int i = 0; i < 1; ++i) {",
+        "nodes that end early",
+    ),
+    "not divided": ("    const float own = fold.scale();\n", "    const float own = 1.0f;\n", "one node"),
+    "lanes' first nodes alone": (
+        "    for (int node = at.member + team; node < nodes; node += team) sum +=",
+        "    for (int node = nodes; node < nodes; node += team) sum +=",
+        "more nodes than lanes",
+    ),
+}
+
+
+@each_of(FAULTS, "not divided", place=lambda right, *_: (KERNEL, right))
+def test_a_broken_kernel_is_found(tmp_path, name):
+    right, broken, case = FAULTS[name]
+    own = with_a_fault(tmp_path / "csrc", KERNEL, right, broken)
+    program = compiled(tmp_path, "few", own)
+    with pytest.raises(AssertionError):
+        run_and_check(program, "few", PlanMerge(**CASES[case]))
