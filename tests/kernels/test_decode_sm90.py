@@ -14,6 +14,8 @@ from static_asserts import assert_compiles
 
 import mla_suite
 from mla_suite import archs
+from mla_suite.archs import CSRC
+from mla_suite.archs.sm_90 import costs
 from mla_suite.archs.sm_90 import decode as sm_90
 from mla_suite.archs.sm_90.decode import Sm90Config
 from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N
@@ -51,6 +53,11 @@ SWAP_AB = [(dtype, 576, "swap_ab", "none", rows) for dtype in ("bf16", "fp16", "
 MASKED = [(*point, BLOCK_M, True) for point in POINTS if point[1] == 576 and point not in ROTATED + STORED + PAIRED]
 MASKED += [(*point, True) for point in SWAP_AB]
 SCALED = [("bf16", 576, "fp8", mode, BLOCK_M, False, True) for mode in ("none", "reduce_o", "reduce_last")]
+FOLDS = [
+    (dtype, 576, "tma", mode, BLOCK_M, False, False, True)
+    for dtype in ("bf16", "fp16")
+    for mode in ("none", "share_kv")
+]
 HALF = {"kv_format": "fp16", "dtype": torch.float16}
 FP8 = {"kv_format": "fp8", "dtype": torch.float8_e4m3fn}
 SUMS = {"precision": "fp8"}
@@ -58,9 +65,9 @@ SUMS = {"precision": "fp8"}
 
 def test_every_point_is_declared():
     kernels = ("decode", "decode_rotated", "decode_narrow", "swap_ab_decode", "masked_decode", "masked_swap_ab_decode")
-    kernels += ("scaled_decode",)
+    kernels += ("scaled_decode", "fold_decode")
     declared = {item.id: item for item in instances("sm_90") if item.kernel in kernels}
-    points = POINTS + SWAP_AB + MASKED + SCALED
+    points = POINTS + SWAP_AB + MASKED + SCALED + FOLDS
     assert set(declared) == {Sm90Config(H200, *point).instance for point in points}
     for point in points:
         config = Sm90Config(H200, *point)
@@ -99,6 +106,8 @@ def test_every_point_is_declared():
         ({"kv_load": "cp_async", "cluster_mode": "reduce_o"}, "cluster_mode is one of none"),
         ({"width": 512, "masked": True}, "windows and trees are of rotated rows of 576"),
         ({"kv_load": "tma_rotated", "masked": True}, "windows and trees are of rotated rows of 576"),
+        ({"cluster_mode": "reduce_o", "folds": True}, "splits are folded with cluster_mode none and share_kv"),
+        ({"width": 512, "folds": True}, "splits are folded with cluster_mode none and share_kv"),
     ],
 )
 def test_an_illegal_config_says_why(changed, sentence):
@@ -108,7 +117,7 @@ def test_an_illegal_config_says_why(changed, sentence):
 
 def test_a_config_prints_its_point_alone():
     printed = "Sm90Config(dtype='bf16', width=576, kv_load='tma', cluster_mode='none', q_rows=64, masked=False, "
-    printed += "scaled=False)"
+    printed += "scaled=False, folds=False)"
     assert str(Sm90Config(H200, "bf16", 576, "tma")) == printed
 
 
@@ -117,10 +126,11 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
     lines = []
     clusters = {"none": "ClusterNone", "reduce_o": "ClusterReduceO", "reduce_last": "ClusterReduceLast"}
     clusters |= {"exchange_p": "ClusterExchangeP", "share_kv": "ClusterShareKv"}
-    for point in POINTS:
+    for point in POINTS + FOLDS:
         config = Sm90Config(H200, *point)
         source, rotates = config.kv_load.removesuffix("_rotated"), str(config.load.rotates).lower()
-        policy = f"DecodePolicyOf<KvLoad::{source}, {clusters[config.cluster_mode]}, {config.width}, {rotates}>"
+        policy = f"DecodePolicyOf<KvLoad::{source}, {clusters[config.cluster_mode]}, {config.width}, {rotates}, "
+        policy += f"false, {str(config.folds).lower()}>"
         problem = f"DecodeProblem<{config.dtype}, {config.width}, {rotates}, {config.head_dim_v}>"
         traits = f"DecodeTraits<{problem}, {policy}>"
         lines += [
@@ -142,7 +152,7 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
 
 
 def test_what_was_built():
-    configs = [Sm90Config(H200, *point) for point in POINTS + SWAP_AB + MASKED]
+    configs = [Sm90Config(H200, *point) for point in POINTS + SWAP_AB + MASKED + FOLDS]
     require_built("sm_90", configs[0].instance)
     for config in configs:
         entry = manifest.installed().find("sm_90", config.instance)
@@ -240,6 +250,7 @@ def test_the_record_of_a_call_in_splits():
             ),
             **dict(page_ids_stride=11, page_ids_width=11, kv_page_stride=64 * 576, page=64, page_shift=6),
             **dict(page_reciprocal=2**31, splits_reciprocal=-(-(2**33) // 3), splits_shift=2, split_size=0),
+            **dict(fold_size=0, fold_slot=0),
             **dict(causal=1, window_left=-1, softmax_scale=576**-0.5),
         )
     )
@@ -270,6 +281,38 @@ def test_the_record_of_a_call_in_splits():
     scratch = {"partial_out": (9, 80, 512), "partial_lse": (9, 80)}
     config = sm_90.config_for(DECODE.describe(given), H200)
     assert config.spec(outputs, given) == CallSpec(launches, scratch, notes=(note,))
+
+
+def test_large_batches_fold_their_splits():
+    """What a small batch of the same lengths leaves apart, its combine folds."""
+
+    def launches(batch, **options):
+        args, kwargs = decode_sample((4000,) * batch, heads=64, split_size=512, **options).make(CPU)
+        given = DECODE.Args(*args, **kwargs)
+        outputs = tuple(torch.empty(o.shape, dtype=o.dtype, device="meta") for o in DECODE.check(given))
+        return sm_90.config_for(DECODE.describe(given), H200).spec(outputs, given)
+
+    split, combine = launches(1).launches
+    assert (split.numbers["num_splits"], split.numbers["fold_size"]) == (8, 0)
+    assert combine.kernel.startswith("fold_combine")
+    spec = launches(128)
+    (folded,) = spec.launches
+    assert folded.kernel == "fold_decode_dtype-bf16_dqk-576_kvsource-tma_clustermode-none_fold-1"
+    assert [folded.numbers[name] for name in ("num_splits", "fold_size", "fold_slot")] == [1, 512, 0]
+    assert spec.scratch["partial_out"] == (128, 64, 512), "a place to fold for each CTA"
+    assert "16 splits of 512 keys" in spec.notes[-1]
+    folded, combine = launches(128, sink=True).launches
+    assert folded.numbers["num_splits"] == 2, "the sink is combine's"
+    assert not combine.kernel.startswith("fold")
+    assert len(launches(128, page=48).launches) == 2, "keys that threads copy are not folded"
+    assert launches(128, planned=True).launches == launches(128).launches
+    split, combine = launches(1, planned=True).launches
+    assert split.numbers["plan_words"] > 0
+    assert combine.kernel.startswith("fold_combine")
+
+
+def test_a_node_is_as_long_as_in_the_kernel():
+    assert f"constexpr int NODE_SPLITS = {costs.NODE_SPLITS};" in (CSRC / "sm_90/split_fold.hpp").read_text()
 
 
 def test_ragged_queries_and_pages(monkeypatch):

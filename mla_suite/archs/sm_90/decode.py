@@ -23,6 +23,7 @@ from mla_suite.archs.attention import (
 )
 from mla_suite.archs.combine import OUTPUTS, AnyCombineConfig
 from mla_suite.archs.sm_90 import combine, decode_splits, tensor_maps
+from mla_suite.archs.sm_90.costs import NODE_SPLITS
 from mla_suite.archs.sm_90.kv_loads import KV_LOADS, KvLoad
 from mla_suite.archs.sm_90.tile import (
     BLOCK_M,
@@ -360,13 +361,17 @@ def _spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArg
         **divisor("splits", splits.number),
         grid_stride=groups,
         streaming=int(streaming is not None),
+        fold_size=0,
+        fold_slot=0,
         **decode_numbers(args, shape, results, splits),
     )
     if shape.plan_words:
         numbers["split_size"] = splits.size  # says whether CTAs drift apart (decode/producer_tma.hpp)
-    fold_slots = -(-groups * tiles * BLOCK_M // shape.rows) if config.folds else 0
-    numbers.update(fold_size=decode_splits.whole_blocks(args.split_size) if config.folds else 0, fold_slot=slots)
-    pointers = decode_pointers(args, slots + fold_slots > 0)
+    partials = slots
+    if config.folds:  # behind the partials each CTA has rows to fold in
+        partials += -(-groups * tiles * BLOCK_M // shape.rows)
+        numbers |= dict(fold_size=decode_splits.whole_blocks(args.split_size), fold_slot=slots)
+    pointers = decode_pointers(args, partials > 0)
     in_table, in_list = pointers.pop("block_table"), pointers.pop("kv_indices")
     pointers["page_ids"] = in_list if in_table is None else in_table
     launch = LaunchSpec(
@@ -396,4 +401,6 @@ def _spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArg
     mode = config.cluster_mode
     pairs = "" if mode == "none" else f"; clusters of two CTAs: the call has cluster_mode {mode}"
     notes.append(f"{splits.note(shape, 'sequence')}{beside}{pairs}")
-    return call_of(launch, merge, shape, slots + fold_slots, args.head_dim_v, copies, temporaries, notes)
+    if config.folds:
+        notes.append(f"a work tile is up to {NODE_SPLITS} splits of {args.split_size} keys, whose results its CTA adds")
+    return call_of(launch, merge, shape, partials, args.head_dim_v, copies, temporaries, notes)
