@@ -31,7 +31,7 @@ FAULTS = {
     "never begun": ("mainloop_pv.hpp", "        sum.begin(o_, factors);", "        sum.add(o_, factors);"),
     "not scaled": ("fold.hpp", "factors.of_split[i / 2]);", "1.0f);"),
     "the sum so far not scaled": ("fold.hpp", "factors.before[i / 2], four[i]);", "1.0f, four[i]);"),
-    "one split's denominator for all": ("mainloop_qk.hpp", "      inverse[half] = fold_[half].scale();\n", ""),
+    "one split's denominator for all": ("fold.hpp", "      inverse[half] = fold.scale();\n", ""),
     "two warpgroups' sums in one place": ("fold.hpp", "(block(params) * 2 + group)", "(block(params) * 2)"),
     "O not cleared": (
         "mainloop_pv.hpp",

@@ -15,6 +15,29 @@ struct FoldStage {
   static constexpr int INVERSE = 8 * BLOCK_M;
 };
 
+// The folds of the two rows of a QK thread.
+struct RowFolds {
+  SplitFold of_row[2];
+
+  // Adds a split. Its `inverse` and what PV scales by go to the P stage, where the thread's rows begin at `row`; then
+  // `inverse` and `lse` are the node's so far.
+  MLA_DEVICE void add(uint32_t row, float (&inverse)[2], float (&lse)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      SplitFold& fold = of_row[half];
+      float before, factor;
+      fold.add(lse[half], before, factor);
+      if (warpgroup_thread() % 4 == 0) {
+        st_shared(row + half * 32 + FoldStage::BEFORE, before);
+        st_shared(row + half * 32 + FoldStage::OF_SPLIT, factor);
+        st_shared(row + half * 32 + FoldStage::INVERSE, inverse[half]);
+      }
+      lse[half] = fold.lse();
+      inverse[half] = fold.scale();
+    }
+  }
+};
+
 // What a thread of a PV warpgroup holds of the sum, a tile of its columns at a time: two values of its first row and two
 // of its second, as it holds them in registers.
 class NodeSum {

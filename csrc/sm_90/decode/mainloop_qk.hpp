@@ -241,7 +241,7 @@ class QkSoftmax {
     finish_rows(inverse, lse);
     const uint32_t row = p_stage() + quad_row() * 4;
     mbarrier_wait(barriers_.p_empty(p_.stage), p_.parity ^ 1);
-    if constexpr (Traits::FOLDS) fold(row, inverse, lse);
+    if constexpr (Traits::FOLDS) folds_.add(row, inverse, lse);
     if (warpgroup_thread() % 4 == 0) {
       st_shared(row + Storage::P_INVERSE, inverse[0]);
       st_shared(row + Storage::P_INVERSE + 32, inverse[1]);
@@ -256,22 +256,6 @@ class QkSoftmax {
     }
     write_command(command);
     publish_p();
-  }
-
-  // Folds the split's log-sum-exps, which become the node's; what PV folds results with goes to where P was.
-  MLA_DEVICE void fold(uint32_t row, float (&inverse)[2], float (&lse)[2]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float before, factor;
-      fold_[half].add(lse[half], before, factor);
-      lse[half] = fold_[half].lse();
-      if (warpgroup_thread() % 4 == 0) {
-        st_shared(row + half * 32 + FoldStage::BEFORE, before);
-        st_shared(row + half * 32 + FoldStage::OF_SPLIT, factor);
-        st_shared(row + half * 32 + FoldStage::INVERSE, inverse[half]);
-      }
-      inverse[half] = fold_[half].scale();
-    }
   }
 
   // Scores of keys that a row does not see become -inf.
@@ -416,7 +400,7 @@ class QkSoftmax {
 
   // The splits of a work tile that is a node, each as if it were the tile, but for the queries.
   MLA_DEVICE void fold_splits() {
-    fold_[0] = fold_[1] = SplitFold();
+    folds_ = RowFolds();
     for (int first = tile_.first_key; first < tile_.end_key;) {
       const int end = min(first + params_.fold_size, tile_.end_key);
 #pragma unroll
@@ -460,7 +444,7 @@ class QkSoftmax {
   float row_sum_[2];
   PipelineState<Traits::RAW_STAGES> raw_;  // used only with SCORES_AS_STORED
   QOperand q_;
-  SplitFold fold_[2];  // used only with FOLDS: of this thread's rows
+  RowFolds folds_;  // used only with FOLDS
 };
 
 }  // namespace mla::sm_90
