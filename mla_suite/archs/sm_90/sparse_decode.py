@@ -85,6 +85,7 @@ TOKEN_BYTES = {"v32": 656}
 # 16 counts, the choices take 0.5 % longer than the best on average, 3.7 % at most (csrc/sm_90/sparse_decode/PERF.md).
 STAGE_US = {1: 1.0, 2: 0.9}
 """CTAs that load keys together -> 32 keys on one SM."""
+NARROW_STAGE_US = 0.46  # 32 keys of 128 + 32 values, on the same H100
 TILE_US = (
     7.5  # each further work tile of a CTA: its first keys are looked up, copied and dequantised before any product
 )
@@ -197,7 +198,7 @@ def best_splits(config: Sm90SparseConfig, tokens: int, heads: int, keys: int) ->
     tiles = config.tiles(heads)
     stages = max(1, -(-keys // BLOCK_N))
     values = VALUES.get(config.record, 512)
-    stage_us = STAGE_US[config.cluster] * (values / 512)  # products are most of it; narrow rows were not measured
+    stage_us = NARROW_STAGE_US if config.record in VALUES else STAGE_US[config.cluster]
 
     def microseconds(splits: int) -> float:
         groups = groups_of(config.arch, tokens * splits, tiles)
