@@ -13,9 +13,18 @@ from mla_suite.archs.attention import SPARSE_INPUTS, Shape, Splits, call_of, com
 from mla_suite.archs.combine import OUTPUTS
 from mla_suite.archs.sm_90 import combine, tensor_maps
 from mla_suite.archs.sm_90.costs import early_share, max_splits, splits_worth_trying
-from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N, REGISTER_STEPS, block_bytes, groups_of, sparse_swap_ab_bytes
+from mla_suite.archs.sm_90.tile import (
+    BLOCK_M,
+    BLOCK_N,
+    OUT_BYTES,
+    REGISTER_STEPS,
+    block_bytes,
+    groups_of,
+    sparse_swap_ab_bytes,
+)
 from mla_suite.archs.sparse_attention import (
     DESCALED,
+    VALUES,
     fp4_pools,
     record_of,
     sparse_copies,
@@ -36,6 +45,7 @@ RECORDS = sparse_attention.RECORDS | {
     ("v41_interleaved", 512): "v41",
     ("v41_vllm", 512): "v41",
     ("v41_fp4_interleaved", 512): "v41any",
+    ("bf16", 160): "bf16x160",
     **sparse_attention.bare_rows("fp8"),
 }
 """As `archs.sparse_attention.RECORDS`."""
@@ -47,6 +57,7 @@ WIDTHS = {
     "v41any": 512,
     "bf16x512": 512,
     "bf16x576": 576,
+    "bf16x160": 160,
 } | DESCALED
 """Record -> values of a row."""
 SLOTS = {"dsv4": (4, 2368), "v32": (4, 2624), "v32nope": (4, 2112), "v41": (4, 2112), "v41any": (4, 2112)} | {
@@ -54,7 +65,7 @@ SLOTS = {"dsv4": (4, 2368), "v32": (4, 2624), "v32nope": (4, 2112), "v41": (4, 2
 }
 """Record that is dequantised before it is multiplied -> slots of four tokens that a warp has, and bytes of one."""
 SCALES_APART = ("dsv4", "v41", "v41any")
-STAGES = {record: 4 if record in SLOTS else 5 for record in WIDTHS}
+STAGES = {record: 4 if record in SLOTS else 5 for record in WIDTHS} | {"bf16x160": 14}
 LOADER_WARPS = 4
 MAX_LOGITS_BYTES = 1024  # of shared memory, where gathered rows may return them
 SWAP_AB = {16: (3, 14), 32: (2, 12)}
@@ -74,6 +85,7 @@ TOKEN_BYTES = {"v32": 656}
 # 16 counts, the choices take 0.5 % longer than the best on average, 3.7 % at most (csrc/sm_90/sparse_decode/PERF.md).
 STAGE_US = {1: 1.0, 2: 0.9}
 """CTAs that load keys together -> 32 keys on one SM."""
+NARROW_STAGE_US = 0.46  # 32 keys of 128 + 32 values, on the same H100
 TILE_US = (
     7.5  # each further work tile of a CTA: its first keys are looked up, copied and dequantised before any product
 )
@@ -137,6 +149,8 @@ class Sm90SparseConfig:
         selected = present + LOADER_WARPS * (notes + slots * slot_bytes)
         selected += MAX_LOGITS_BYTES if self.returns_max_logits else 0
         block = block_bytes(width, stages, REGISTER_STEPS["selected" if self.record in SLOTS else "gathered"])
+        if self.record in VALUES:
+            block = -(-block // 128) * 128 + OUT_BYTES
         return -(-block // 16) * 16 + selected
 
     @property
@@ -183,14 +197,16 @@ def best_splits(config: Sm90SparseConfig, tokens: int, heads: int, keys: int) ->
     """Splits per query token of about `keys` keys: the count that should take the least time."""
     tiles = config.tiles(heads)
     stages = max(1, -(-keys // BLOCK_N))
+    values = VALUES.get(config.record, 512)
+    stage_us = NARROW_STAGE_US if config.record in VALUES else STAGE_US[config.cluster]
 
     def microseconds(splits: int) -> float:
         groups = groups_of(config.arch, tokens * splits, tiles)
         waves = -(-tokens * splits // groups)
-        spent = waves * -(-stages // splits) * STAGE_US[config.cluster] + (waves - 1) * TILE_US
+        spent = waves * -(-stages // splits) * stage_us + (waves - 1) * TILE_US
         if splits == 1:
             return spent
-        partials = tokens * heads * splits * 2048
+        partials = tokens * heads * splits * values * 4
         late = early_share(config.arch, tokens * heads, splits, config.arch.compute_units - groups * tiles) < 1
         return spent + partials / (PARTIAL_SHARE * config.arch.memory_bytes_per_s / 1e6) + late * LATE_US
 
