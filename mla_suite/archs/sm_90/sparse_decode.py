@@ -13,7 +13,15 @@ from mla_suite.archs.attention import SPARSE_INPUTS, Shape, Splits, call_of, com
 from mla_suite.archs.combine import OUTPUTS
 from mla_suite.archs.sm_90 import combine, tensor_maps
 from mla_suite.archs.sm_90.costs import early_share, max_splits, splits_worth_trying
-from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N, REGISTER_STEPS, block_bytes, groups_of, sparse_swap_ab_bytes
+from mla_suite.archs.sm_90.tile import (
+    BLOCK_M,
+    BLOCK_N,
+    REGISTER_STEPS,
+    block_bytes,
+    few_heads_bytes,
+    groups_of,
+    sparse_swap_ab_bytes,
+)
 from mla_suite.archs.sparse_attention import (
     DESCALED,
     fp4_pools,
@@ -70,6 +78,12 @@ FAST_MEMORY = 4_000_000_000_000  # bytes a second; an H200 reads 4.6e12 and an H
 TOKEN_BYTES = {"v32": 656}
 """Record that such a kernel reads -> bytes of one."""
 
+FEW_HEADS = {"dsv4": 3, "v32": 2, "v41": 4, "v41any": 4}
+"""Record that a kernel for few heads reads -> its slots of four tokens that each warp has which dequantises."""
+FEW_ROWS = 16
+FEW_WARPS = 8
+FEW_KEYS = 64  # of a stage
+
 # Time of a launch, in microseconds; only differences between split counts matter. Of 42 shapes on an H100, each at 8 to
 # 16 counts, the choices take 0.5 % longer than the best on average, 3.7 % at most (csrc/sm_90/sparse_decode/PERF.md).
 STAGE_US = {1: 1.0, 2: 0.9}
@@ -89,12 +103,14 @@ class Sm90SparseConfig:
     cluster  blocks that bring keys together, each a part of every stage for all: 1, or 2 of records to dequantise
     q_rows   query rows (heads of one token) that a block holds at most; fewer than 64 are a key of SWAP_AB, where keys
              are the first operand (csrc/sm_90/sparse_decode/swap_ab)
+    few_heads  keys are the first operand and dequantised once (csrc/sm_90/sparse_decode/few_heads); at most 16 rows
     """
 
     arch: ArchSpec = field(repr=False)
     record: str
     cluster: int = 1
     q_rows: int = BLOCK_M
+    few_heads: bool = False
 
     def __post_init__(self) -> None:
         if self.arch.name != "sm_90":
@@ -105,6 +121,8 @@ class Sm90SparseConfig:
             self._raise(f"{self.cluster} blocks share no keys; 2 do, of {', '.join(SLOTS)}")
         if self.q_rows not in (BLOCK_M, *SWAP_AB):
             self._raise(f"blocks have at most {', '.join(map(str, (*SWAP_AB, BLOCK_M)))} query rows, not {self.q_rows}")
+        if self.few_heads and (self.record not in FEW_HEADS or self.cluster != 1 or self.q_rows != FEW_ROWS):
+            self._raise(f"a kernel for few heads has {FEW_ROWS} rows of {', '.join(FEW_HEADS)} records, alone")
         if self.swaps and (self.record not in TOKEN_BYTES or self.cluster != 1):
             self._raise(f"blocks of {self.q_rows} query rows take {', '.join(TOKEN_BYTES)} records, alone")
         if self.lds > self.arch.lds_bytes:
@@ -116,10 +134,12 @@ class Sm90SparseConfig:
     @property
     def swaps(self) -> bool:
         """Whether keys are the first operand."""
-        return self.q_rows != BLOCK_M
+        return self.q_rows != BLOCK_M and not self.few_heads
 
     @property
     def threads(self) -> int:
+        if self.few_heads:
+            return 32 * FEW_WARPS + 128  # eight warps dequantise, a warpgroup multiplies
         if self.swaps:
             return 128 * (1 + SWAP_AB[self.q_rows][0])  # a warpgroup loads keys, the others compute P and the result
         return 512  # four warpgroups: one loads keys, one computes P, two hold the result
@@ -133,6 +153,8 @@ class Sm90SparseConfig:
         width, stages = WIDTHS[self.record], STAGES[self.record]
         slots, slot_bytes = SLOTS.get(self.record, (0, 0))
         notes = 528 + (128 if self.record in SCALES_APART else 0)  # a warp's lists and the addresses of its tokens
+        if self.few_heads:
+            return few_heads_bytes(width, slot_bytes, FEW_HEADS[self.record], notes, FEW_WARPS)
         present = 16 * self.cluster * stages  # bits of the keys that are there
         selected = present + LOADER_WARPS * (notes + slots * slot_bytes)
         selected += MAX_LOGITS_BYTES if self.returns_max_logits else 0
@@ -152,6 +174,8 @@ class Sm90SparseConfig:
 
     @property
     def instance(self) -> str:
+        if self.few_heads:
+            return f"few_heads_sparse_decode_kvformat-{self.record}"
         if self.swaps:
             return f"swap_ab_sparse_decode_kvformat-{self.record}_qrows-{self.q_rows}"
         return f"sparse_decode_kvformat-{self.record}_cluster-{self.cluster}"
@@ -174,6 +198,8 @@ def config_for(problem: Problem, arch: ArchSpec) -> Sm90SparseConfig:
     """The instance with 64 query rows for a problem, which takes splits of any length."""
     found = record_of([pool.kv_format for pool in problem.pools], problem.head_dim, RECORDS)
     record = "v32" if found == "v32pow2" else found or "none"
+    if problem.heads <= FEW_ROWS and record in FEW_HEADS:
+        return Sm90SparseConfig(arch, record, q_rows=FEW_ROWS, few_heads=True)
     in_pairs = record in SLOTS and -(-problem.heads // BLOCK_M) % 2 == 0
     return Sm90SparseConfig(arch, record, 2 if in_pairs else 1)
 

@@ -38,6 +38,7 @@ struct SwapAbTraits : Policy {
   using Policy::ROWS, Policy::STAGES, Policy::BLOCK_KEYS, Policy::CONSUMERS;
   static constexpr KvLoad LOAD = KvLoad::fp8;
   static constexpr bool SELECTED = false;
+  static constexpr int PRODUCER_GROUPS = 1;
   static constexpr bool HAS_KV_DESCALE = true;
   static constexpr bool STREAMABLE = false;
   static constexpr int HEAD_DIM_QK = Problem::HEAD_DIM_QK;
