@@ -13,7 +13,15 @@ from gpu_problems import Recorded, moved
 from sparse_problems import FP8_POOLS, MODES, POOLS, V41_POOLS, in_mode, problem
 
 import mla_suite
-from mla_suite.archs.sm_90.sparse_decode import FAST_MEMORY, INVARIANT_KEYS, LEAST_KEYS, SLOTS, SWAP_AB, WIDTHS
+from mla_suite.archs.sm_90.sparse_decode import (
+    FAST_MEMORY,
+    FEW_HEADS,
+    INVARIANT_KEYS,
+    LEAST_KEYS,
+    SLOTS,
+    SWAP_AB,
+    WIDTHS,
+)
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
@@ -180,7 +188,7 @@ def test_random_problems(few_heads, request):
             check(args, kwargs)
         except AssertionError as error:
             raise AssertionError(f"problem {number}: {pools=} {tokens=} {heads=} {mode=} {kwargs=}: {error}") from error
-    usual = len(WIDTHS) + len(SLOTS)
+    usual = len(WIDTHS) + len(SLOTS) + len(FEW_HEADS)
     assert len([name for name in met if not name.startswith("swap_ab")]) == usual, met
     if "keys first" in request.node.name:
         assert len(met) == usual + len(SWAP_AB), met

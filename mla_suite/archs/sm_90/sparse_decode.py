@@ -79,10 +79,10 @@ TOKEN_BYTES = {"v32": 656}
 """Record that such a kernel reads -> bytes of one."""
 
 FEW_HEADS = {"dsv4": 3, "v32": 2, "v41": 4, "v41any": 4}
-"""Record that a kernel for few heads reads -> its slots of four tokens that each warp has which dequantises."""
-FEW_ROWS = 16
-FEW_WARPS = 8
-FEW_KEYS = 64  # of a stage
+"""Record that the kernel for few heads reads -> slots of four tokens that a warp has which dequantises."""
+FEW_ROWS = 16  # the most heads of that kernel
+FEW_WARPS = 8  # its warps that dequantise
+FEW_KEYS = 64  # of its stages
 
 # Time of a launch, in microseconds; only differences between split counts matter. Of 42 shapes on an H100, each at 8 to
 # 16 counts, the choices take 0.5 % longer than the best on average, 3.7 % at most (csrc/sm_90/sparse_decode/PERF.md).
@@ -238,7 +238,7 @@ def _for_splits(config: Sm90SparseConfig, args: SparseDecodeArgs, shape: Shape, 
     else:
         keys = shape.batch * shape.keys // max(splits.tiles(shape), 1)
         least = LEAST_KEYS[q_rows][config.arch.memory_bytes_per_s < FAST_MEMORY]
-    return replace(config, q_rows=q_rows) if keys >= least else config
+    return replace(config, q_rows=q_rows, few_heads=False) if keys >= least else config
 
 
 @lru_cache(maxsize=256)

@@ -13,6 +13,7 @@
 #ifdef FEW_HEADS
 #include "sm_90/decode/swap_ab/kernel.hpp"
 #include "sm_90/sparse_decode/few_heads/mainloop.hpp"
+#include "sm_90/sparse_decode/few_heads/prologue.hpp"
 #include "sm_90/sparse_decode/producer_dequant.hpp"
 #elif defined(Q_ROWS)
 #include "sm_90/decode/swap_ab/kernel.hpp"
@@ -298,7 +299,12 @@ struct Case {
 };
 
 const SparseDecodeTmaParams* launched;
-void kernel() { Kernel::run(*launched); }
+void kernel() {
+#ifdef FEW_HEADS
+  FewHeadsPrologue<Traits>::prefetch(*launched);
+#endif
+  Kernel::run(*launched);
+}
 
 }  // namespace
 

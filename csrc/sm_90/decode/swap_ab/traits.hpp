@@ -47,6 +47,7 @@ struct SwapAbTraits : Policy {
   static constexpr int BOX_BLOCKS = COLUMN_BLOCKS;
   static constexpr int SPLIT_ALIGNMENT = BLOCK_N;
   static constexpr int TILE_STAGES = 4;
+  static constexpr int PREFETCHED_STAGES = 4;  // to L2, while the previous kernel runs
   static constexpr int FULL_ARRIVALS = 1;           // the producer's warp whose turn it is
   static constexpr int EMPTY_ARRIVALS = CONSUMERS;  // both warpgroups read a stage
   static constexpr int STEP_STAGES = BLOCK_KEYS / BLOCK_N;

@@ -102,24 +102,20 @@ class FewHeadsMainloop {
     p_stage_ ^= 1;
   }
 
-  // S^T of 64 keys, in two sums of every second step, which need not wait for each other.
+  // S^T of 64 keys.
   MLA_DEVICE void multiply_keys(float (&s)[S_REGS]) const {
     const uint32_t box = Traits::q_box_bytes(params_);
     const uint64_t k = make_descriptor(warp_uniform(stage()), 0, Traits::GROUP_BYTES, Swizzle::bytes128);
     // Of at most eight heads rows 8 to 15 are rows 0 to 7 once more, whose results nobody stores.
     const uint64_t q = make_descriptor(warp_uniform(shared_ + Storage::Q), 0, box - 512, Swizzle::bytes64);
-    float sums[2][S_REGS];
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Traits::HEAD_DIM_QK / 16; ++step)
-      mma_ss(sums[step % 2], advance_descriptor(k, step / 4 * Traits::BLOCK_BYTES + step % 4 * 32),
-             advance_descriptor(q, step / 2 * box + step % 2 * 32), step >= 2);
+      mma_ss(s, advance_descriptor(k, step / 4 * Traits::BLOCK_BYTES + step % 4 * 32),
+             advance_descriptor(q, step / 2 * box + step % 2 * 32), step > 0);
     wgmma_commit();
     wgmma_wait<0>();
-    pin_accumulator(sums[0]);
-    pin_accumulator(sums[1]);
-#pragma unroll
-    for (int i = 0; i < S_REGS; ++i) s[i] = sums[0][i] + sums[1][i];
+    pin_accumulator(s);
   }
 
   // Scores of absent keys become -inf. Each producer warp has said which of its keys are there.
@@ -204,15 +200,6 @@ class FewHeadsMainloop {
       if (Layout::quad() == 0) st_shared(of_warp(warp_, Layout::row(i)), sum_[i]);
     }
     sync();  // all warps have multiplied the stage
-    if (any) {
-#pragma unroll
-      for (int i = 0; i < TILES; ++i)
-#pragma unroll
-        for (int r = 0; r < S_REGS; ++r)
-          st_shared(out_at(r / 4 * 8 + Layout::in_quad() * 2 + r % 2,
-                           i * 64 + warp_ * 16 + r / 2 % 2 * 8 + Layout::quad()), o_[i][r]);
-    }
-    sync();
     const Epilogue epilogue(params_, shared_);
     const Queries queries(params_, tile.sequence);
     // A lane of the first warp has the running max of other rows than its own number's, so that it comes by shuffle.
@@ -228,11 +215,19 @@ class FewHeadsMainloop {
       for (int warp = 0; warp < 4; ++warp) sum += ld_shared<float>(of_warp(warp, row));
       if (warpgroup_thread() < ROWS) epilogue.finish_row(tile, queries, row, max, any ? sum : 0.0f, 1.0f);
     }
+    if (any) {
+#pragma unroll
+      for (int i = 0; i < TILES; ++i)
+#pragma unroll
+        for (int r = 0; r < S_REGS; ++r)
+          st_shared(out_at(r / 4 * 8 + Layout::in_quad() * 2 + r % 2,
+                           i * 64 + warp_ * 16 + r / 2 % 2 * 8 + Layout::quad()), o_[i][r]);
+    }
     sync();
     constexpr int PIECES = Traits::Problem::HEAD_DIM_V / 8;
-#pragma unroll 2
-    for (int number = warpgroup_thread(); number < ROWS * PIECES; number += 128) {
-      const int row = number / PIECES, column = number % PIECES * 8;
+#pragma unroll
+    for (int i = 0; i < ROWS * PIECES / 128; ++i) {
+      const int number = i * 128 + warpgroup_thread(), row = number / PIECES, column = number % PIECES * 8;
       float eight[8] = {};
       if (any) {
         ld_shared_v4(out_at(row, column), eight[0], eight[1], eight[2], eight[3]);
