@@ -67,13 +67,14 @@ LOADER_WARPS = 4
 MAX_LOGITS_BYTES = 1024  # of shared memory, where gathered rows may return them
 SWAP_AB = {16: (3, 14), 32: (2, 12)}
 """Most heads of a kernel with keys as the first operand -> its warpgroups that multiply, and stages of 16 records."""
-LEAST_KEYS = {16: (512, 2048), 32: (2048, 4096)}
+NEVER = 2**31
+LEAST_KEYS = {16: (512, NEVER), 32: (2048, 4096)}
 """Most heads of such a kernel -> keys of a split from which it takes less time than 64 query rows do, on an H200 and on
 an H100 (csrc/sm_90/sparse_decode/PERF.md). A shorter split leaves its warpgroups few steps and merges their results all
-the same; the slower the memory, the less there is to gain."""
+the same; the slower the memory, the less there is to gain. On an H100 the kernel for few heads is faster at any length."""
 INVARIANT_KEYS = {16: 1024, 32: 2048}
-"""The same in batch-invariant mode, where every card makes the same choice: on an H100 3 % are lost at 1,024 keys of 16
-heads, on an H200 14 % would be lost without."""
+"""The same in batch-invariant mode, where every card makes the same choice: beside 64 rows an H100 loses 3 % at 1,024 keys
+of 16 heads, and an H200 would lose 14 % without."""
 FAST_MEMORY = 4_000_000_000_000  # bytes a second; an H200 reads 4.6e12 and an H100 3.1e12
 TOKEN_BYTES = {"v32": 656}
 """Record that such a kernel reads -> bytes of one."""
@@ -88,6 +89,7 @@ FEW_KEYS = 64  # of its stages
 # 16 counts, the choices take 0.5 % longer than the best on average, 3.7 % at most (csrc/sm_90/sparse_decode/PERF.md).
 STAGE_US = {1: 1.0, 2: 0.9}
 """CTAs that load keys together -> 32 keys on one SM."""
+FEW_STAGE_US = 1.8  # 64 keys on one SM, of the kernel for few heads
 TILE_US = (
     7.5  # each further work tile of a CTA: its first keys are looked up, copied and dequantised before any product
 )
@@ -209,11 +211,13 @@ def best_splits(config: Sm90SparseConfig, tokens: int, heads: int, keys: int) ->
     """Splits per query token of about `keys` keys: the count that should take the least time."""
     tiles = config.tiles(heads)
     stages = max(1, -(-keys // BLOCK_N))
+    stage_keys, stage_us = (FEW_KEYS, FEW_STAGE_US) if config.few_heads else (BLOCK_N, STAGE_US[config.cluster])
 
     def microseconds(splits: int) -> float:
         groups = groups_of(config.arch, tokens * splits, tiles)
         waves = -(-tokens * splits // groups)
-        spent = waves * -(-stages // splits) * STAGE_US[config.cluster] + (waves - 1) * TILE_US
+        split_keys = -(-stages // splits) * BLOCK_N
+        spent = waves * -(-split_keys // stage_keys) * stage_us + (waves - 1) * TILE_US
         if splits == 1:
             return spent
         partials = tokens * heads * splits * 2048
