@@ -191,6 +191,17 @@ def test_split_counts_are_the_best_that_an_h100_measured(record, tokens, heads, 
     assert sm_90.best_splits(Sm90SparseConfig(h100, record, 2 if heads == 128 else 1), tokens, heads, keys) == splits
 
 
+@pytest.mark.parametrize(
+    ("record", "tokens", "keys", "splits"),
+    [("dsv4", 128, 640, 1), ("dsv4", 32, 640, 4), ("v41any", 8, 640, 10), ("v41", 1, 640, 10), ("v32", 1, 2048, 32)],
+)
+def test_split_counts_of_few_heads_are_whole_stages(record, tokens, keys, splits):
+    """The best, or within 2 % of it, among five counts on an H100: a split shorter than 64 keys saves no time."""
+    h100 = H200.on_device(132, memory_bytes_per_s=3_100_000_000_000)
+    few = Sm90SparseConfig(h100, record, q_rows=FEW_ROWS, few_heads=True)
+    assert sm_90.best_splits(few, tokens, 16, keys) == splits
+
+
 def test_split_counts():
     """One where the batch fills the device; many for one token; never more than there are stages."""
     for config in CONFIGS:

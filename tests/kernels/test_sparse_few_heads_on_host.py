@@ -34,7 +34,12 @@ PROBLEMS = {
     "v32": ["16 2 1 1 plain 64 3 97", "7 4 2 3 ragged 16 20 150 64 2 70", "1 9 1 1 one 64 4 1"],
     "v41": ["16 2 1 1 plain 64 3 97 16i 4 40", "5 3 2 2 absent 7i 20 70", "1 12 1 1 one 64 4 1"],
 }
-FAULT_PROBLEMS = ["5 4 1 1 absent 7 40 270", "12 2 1 1 sharp 1 400 400", "16 1 1 1 plain 64 6 3000", "3 5 1 2 absent 16 9 90"]
+FAULT_PROBLEMS = [
+    "5 4 1 1 absent 7 40 270",
+    "12 2 1 1 sharp 1 400 400",
+    "16 1 1 1 plain 64 6 3000",
+    "3 5 1 2 absent 16 9 90",
+]
 """Four work tiles in a row for one block; running maxima that are raised late; many steps; a short last step."""
 
 
