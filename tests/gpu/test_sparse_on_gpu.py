@@ -140,6 +140,7 @@ def test_random_problems(few_heads, request):
         "mixed": ("v32", "v32_pow2"),
         "v41": ("v41", "v41_interleaved", "v41_vllm"),
         "v41 of both sizes": ("v41", "v41_interleaved", "v41_fp4", "v41_fp4_interleaved"),
+        "narrow": ("bf16",),
     }
     kinds = (
         "v32",
@@ -154,6 +155,7 @@ def test_random_problems(few_heads, request):
         "v32_nope",
         "fp8",
         "fp8",
+        "narrow",
     )
     for number in range(150):
         kind = draw.choice(kinds)
@@ -176,7 +178,8 @@ def test_random_problems(few_heads, request):
         padded = draw.random() < 0.7 or any(page % 2 for _, _, page, _ in pools)
         heads = draw.choice((1, 2, 5, 7, 8, 16, 32, 48, 63, 64, 65, 100, 127, 128, 200))
         tokens = draw.choice((2, 4, 6))
-        args, kwargs = problem(pools, tokens, heads, number, draw.choice((0.0, 0.2, 0.9)), padded)
+        width = 160 if kind == "narrow" else 0
+        args, kwargs = problem(pools, tokens, heads, number, draw.choice((0.0, 0.2, 0.9)), padded, width=width)
         in_mode(mode, args, kwargs, number)
         if draw.random() < 0.3 and "num_splits" not in kwargs and "split_size" not in kwargs:
             kwargs |= draw.choice((dict(num_splits=draw.randint(1, 9)), dict(split_size=draw.choice((32, 100, 256)))))
@@ -193,6 +196,16 @@ def test_random_problems(few_heads, request):
     assert len([name for name in met if not name.startswith("swap_ab")]) == usual, met
     if "keys first" in request.node.name:
         assert len(met) == usual + len(SWAP_AB), met
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("mode", MODES)
+def test_narrow_rows(mode, heads):
+    """128 + 32 values, in one pool and in three."""
+    for pools in ([("bf16", 9, 64, 1500)], [("bf16", 3, 61, 100), ("bf16", 9, 1, 7), ("bf16", 3, 16, 65)]):
+        args, kwargs = problem(pools, 6, heads, seed=heads, width=160)
+        in_mode(mode, args, kwargs, seed=heads)
+        check(args, kwargs)
 
 
 @pytest.mark.usefixtures("few_heads")

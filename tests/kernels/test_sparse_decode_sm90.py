@@ -107,8 +107,8 @@ def test_what_was_built():
     assert_built_whole(CONFIGS, "sparse_decode_tma")
 
 
-def answer_of(monkeypatch, pools, heads=16, built=True, **changes):
-    declared = {item.id for item in instances("sm_90")} if built else ()
+def answer_of(monkeypatch, pools, heads=16, **changes):
+    declared = {item.id for item in instances("sm_90")}
     monkeypatch.setattr(launcher, "usable_kernels", lambda arch: declared)
     args, kwargs = problem(pools, 2, heads)
     args[0] = args[0].to(changes.pop("dtype", torch.bfloat16))
@@ -142,7 +142,6 @@ def test_which_kernel(monkeypatch, pools, record, heads):
         ({"dtype": torch.float16}, "q is torch.float16; it takes bfloat16"),
         ({"dtype": torch.float8_e4m3fn}, "q is torch.float8_e4m3fn; it takes bfloat16"),
         ({"head_dim_v": 256}, "head_dim_v 256; it takes 512"),
-        ({"built": False}, "is not built for sm_90; run `python -m mla_suite build`"),
     ],
 )
 def test_what_it_cannot_take_is_refused_in_a_sentence(monkeypatch, options, sentence):

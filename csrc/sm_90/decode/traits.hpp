@@ -190,7 +190,7 @@ struct DecodeTraits {
   // The step of the next Q K^T after which a P is published. It is earlier for selected keys: a stage that is released
   // earlier has more time to be filled.
   static constexpr int P_COMMIT_STEP = LOAD == KvLoad::dequant   ? 16
-                                       : LOAD == KvLoad::gather ? Q_STEPS - 20
+                                       : LOAD == KvLoad::gather ? (Q_STEPS > 20 ? Q_STEPS - 20 : Q_STEPS - 8)
                                        : SCORES_AS_STORED       ? QK_STEPS - 4
                                                                       : QK_STEPS - 8;
   // A tile's queries come through two stages of the KV ring, half of every row in each (of an odd number of boxes, the

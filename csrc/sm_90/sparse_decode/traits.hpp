@@ -17,7 +17,7 @@ struct SparseDecodeProblem {
   using KvFormat = KvFormat_;
   using Params = SparseDecodeTmaParams;
   static constexpr int HEAD_DIM_QK = KvFormat::HEAD_DIM_QK;
-  static constexpr int HEAD_DIM_V = 512;
+  static constexpr int HEAD_DIM_V = KvFormat::HEAD_DIM_V;
   static constexpr bool CONVERTS_Q = false;
   static constexpr bool ROTATES = false;
 

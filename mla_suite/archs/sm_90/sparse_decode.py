@@ -16,6 +16,7 @@ from mla_suite.archs.sm_90.costs import early_share, max_splits, splits_worth_tr
 from mla_suite.archs.sm_90.tile import (
     BLOCK_M,
     BLOCK_N,
+    OUT_BYTES,
     REGISTER_STEPS,
     block_bytes,
     few_heads_bytes,
@@ -24,6 +25,7 @@ from mla_suite.archs.sm_90.tile import (
 )
 from mla_suite.archs.sparse_attention import (
     DESCALED,
+    VALUES,
     fp4_pools,
     record_of,
     sparse_copies,
@@ -44,6 +46,7 @@ RECORDS = sparse_attention.RECORDS | {
     ("v41_interleaved", 512): "v41",
     ("v41_vllm", 512): "v41",
     ("v41_fp4_interleaved", 512): "v41any",
+    ("bf16", 160): "bf16x160",
     **sparse_attention.bare_rows("fp8"),
 }
 """As `archs.sparse_attention.RECORDS`."""
@@ -55,6 +58,7 @@ WIDTHS = {
     "v41any": 512,
     "bf16x512": 512,
     "bf16x576": 576,
+    "bf16x160": 160,
 } | DESCALED
 """Record -> values of a row."""
 SLOTS = {"dsv4": (4, 2368), "v32": (4, 2624), "v32nope": (4, 2112), "v41": (4, 2112), "v41any": (4, 2112)} | {
@@ -62,7 +66,7 @@ SLOTS = {"dsv4": (4, 2368), "v32": (4, 2624), "v32nope": (4, 2112), "v41": (4, 2
 }
 """Record that is dequantised before it is multiplied -> slots of four tokens that a warp has, and bytes of one."""
 SCALES_APART = ("dsv4", "v41", "v41any")
-STAGES = {record: 4 if record in SLOTS else 5 for record in WIDTHS}
+STAGES = {record: 4 if record in SLOTS else 5 for record in WIDTHS} | {"bf16x160": 14}
 LOADER_WARPS = 4
 MAX_LOGITS_BYTES = 1024  # of shared memory, where gathered rows may return them
 SWAP_AB = {16: (3, 14), 32: (2, 12)}
@@ -90,6 +94,7 @@ FEW_KEYS = 64  # of its stages
 STAGE_US = {1: 1.0, 2: 0.9}
 """CTAs that load keys together -> 32 keys on one SM."""
 FEW_STAGE_US = 1.8  # 64 keys on one SM, of the kernel for few heads
+NARROW_STAGE_US = 0.46  # 32 keys of 128 + 32 values, on the same H100
 TILE_US = (
     7.5  # each further work tile of a CTA: its first keys are looked up, copied and dequantised before any product
 )
@@ -161,6 +166,8 @@ class Sm90SparseConfig:
         selected = present + LOADER_WARPS * (notes + slots * slot_bytes)
         selected += MAX_LOGITS_BYTES if self.returns_max_logits else 0
         block = block_bytes(width, stages, REGISTER_STEPS["selected" if self.record in SLOTS else "gathered"])
+        if self.record in VALUES:
+            block = -(-block // 128) * 128 + OUT_BYTES
         return -(-block // 16) * 16 + selected
 
     @property
@@ -211,7 +218,10 @@ def best_splits(config: Sm90SparseConfig, tokens: int, heads: int, keys: int) ->
     """Splits per query token of about `keys` keys: the count that should take the least time."""
     tiles = config.tiles(heads)
     stages = max(1, -(-keys // BLOCK_N))
-    stage_keys, stage_us = (FEW_KEYS, FEW_STAGE_US) if config.few_heads else (BLOCK_N, STAGE_US[config.cluster])
+    values = VALUES.get(config.record, 512)
+    stage_keys, stage_us = BLOCK_N, NARROW_STAGE_US if config.record in VALUES else STAGE_US[config.cluster]
+    if config.few_heads:
+        stage_keys, stage_us = FEW_KEYS, FEW_STAGE_US
 
     def microseconds(splits: int) -> float:
         groups = groups_of(config.arch, tokens * splits, tiles)
@@ -220,7 +230,7 @@ def best_splits(config: Sm90SparseConfig, tokens: int, heads: int, keys: int) ->
         spent = waves * -(-split_keys // stage_keys) * stage_us + (waves - 1) * TILE_US
         if splits == 1:
             return spent
-        partials = tokens * heads * splits * 2048
+        partials = tokens * heads * splits * values * 4
         late = early_share(config.arch, tokens * heads, splits, config.arch.compute_units - groups * tiles) < 1
         return spent + partials / (PARTIAL_SHARE * config.arch.memory_bytes_per_s / 1e6) + late * LATE_US
 
