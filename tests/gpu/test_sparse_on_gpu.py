@@ -13,7 +13,16 @@ from gpu_problems import Recorded, moved
 from sparse_problems import FP8_POOLS, MODES, POOLS, V41_POOLS, in_mode, problem
 
 import mla_suite
-from mla_suite.archs.sm_90.sparse_decode import FAST_MEMORY, INVARIANT_KEYS, LEAST_KEYS, SLOTS, SWAP_AB, WIDTHS
+from mla_suite.archs.sm_90.sparse_decode import (
+    FAST_MEMORY,
+    FEW_HEADS,
+    INVARIANT_KEYS,
+    LEAST_KEYS,
+    NEVER,
+    SLOTS,
+    SWAP_AB,
+    WIDTHS,
+)
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
@@ -183,7 +192,7 @@ def test_random_problems(few_heads, request):
             check(args, kwargs)
         except AssertionError as error:
             raise AssertionError(f"problem {number}: {pools=} {tokens=} {heads=} {mode=} {kwargs=}: {error}") from error
-    usual = len(WIDTHS) + len(SLOTS)
+    usual = len(WIDTHS) + len(SLOTS) + len(FEW_HEADS)
     assert len([name for name in met if not name.startswith("swap_ab")]) == usual, met
     if "keys first" in request.node.name:
         assert len(met) == usual + len(SWAP_AB), met
@@ -334,10 +343,11 @@ def test_long_splits_of_few_heads_have_keys_as_the_first_operand(heads, at_most,
     if arch.name != "sm_90":
         pytest.skip("only sm_90 has kernels with keys as the first operand")
     of_gpu = LEAST_KEYS[at_most or 32][arch.memory_bytes_per_s < FAST_MEMORY]
-    length = (of_gpu if by == "num_splits" else INVARIANT_KEYS[at_most or 32]) - shorter
+    never = by == "num_splits" and of_gpu == NEVER
+    length = 2048 if never else (of_gpu if by == "num_splits" else INVARIANT_KEYS[at_most or 32]) - shorter
     topk, options = (2 * length, {by: 2}) if by == "num_splits" else (40, {by: length})
     args, kwargs = problem([("v32", 3, 64, topk)], 2, heads)
-    first = at_most is not None and not shorter
+    first = at_most is not None and not shorter and not never
     assert native(moved(args, CUDA), kwargs | options).startswith("swap_ab") == first
     check(args, kwargs | options)
 

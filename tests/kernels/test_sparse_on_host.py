@@ -70,11 +70,11 @@ def test_results_are_those_of_fp64(tmp_path, record):
 FAULTS = {
     "pools share a stage": (
         "staged_lists.hpp",
-        "int stages = (keys + BLOCK_N - 1) / BLOCK_N;",
-        "int stages = keys / BLOCK_N;",
+        "int stages = (keys + STAGE_KEYS - 1) / STAGE_KEYS;",
+        "int stages = keys / STAGE_KEYS;",
     ),
     "another pool's list": ("staged_lists.hpp", "(begin - start));", "(begin));"),
-    "absent keys seen": ("staged_lists.hpp", "start + keys);", "stages * BLOCK_N);"),
+    "absent keys seen": ("staged_lists.hpp", "start + keys);", "stages * STAGE_KEYS);"),
     "scales of the page before": ("kv_format.hpp", "(values - scales)) / SCALE_BYTES", "values) / SCALE_BYTES"),
     "halves of bytes exchanged": ("convert_fp4.hpp", "upper | negative, 0x5140", "upper | negative, 0x4051"),
     "signs lost": ("convert_fp4.hpp", "<< 1 & 0x80808080u", "<< 1 & 0u"),

@@ -211,6 +211,7 @@ struct DecodeTraits {
   static constexpr int P_STAGES = 2;  // so that a P V can queue behind the last one
   static constexpr int ALL_P_STAGES = Cluster::EXCHANGES_P ? 2 * P_STAGES : P_STAGES;  // the peer's P follow the own
   static constexpr int TILE_STAGES = 4;
+  static constexpr int PREFETCHED_STAGES = 0;  // of keys that come by bulk copies, before the previous kernel has ended
 
   // The epilogue's buffers are in the stage that was read last, or, where that is too small, behind all else.
   static constexpr int OUT_BUFFER_BYTES = 2 * 16 * 128;  // of a PV warp: one piece is written while another is read
