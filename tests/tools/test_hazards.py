@@ -333,7 +333,6 @@ SHIPPED = [
     ("gfx950", "decode_fp8_weights_query-fp8_weight-fp8_rows-128"),
     ("gfx950", "sparse_decode_kvformat-dsv4_rows-64"),
     ("gfx942", "decode_dtype-bf16_rows-16_width-576_rotate-0"),
-    ("gfx942", "decode_fp8_query-fp8_weight-bf16_rows-64"),
     ("gfx942", "sparse_decode_kvformat-dsv4_rows-64"),
 ]
 

@@ -119,7 +119,8 @@ class CdnaConfig:
         value = 1 if self.cache == "fp8" else 2
         if self.rows == TILE:
             return 4 * TILE * max(self.head_dim_v * value, min(self.head_dim_v, 256) * 4)
-        keys = 2 * TILE if self.cache == "fp8" else TILE
+        few = self.cache != "fp8" or (self.query != "fp8" and self.rows > MAX_ROWS // 2)
+        keys = TILE if few else 2 * TILE  # of a stage; two tiles of 16-bit queries leave no registers for more scores
         rope = keys * value * (self.width - self.head_dim_v)
         stage, pages = keys * (self.head_dim_v * value + 16) + rope, 4 * 512
         if self.rotate:

@@ -30,13 +30,14 @@ struct Fp8Mma;
 template <class Problem, class Policy>
 struct Fp8Mma<Problem, Policy, mla::bf16, mla::bf16> {
   static constexpr bool splits_keys = true;
-  static constexpr int shared_keys = Problem::row_tiles > Policy::waves ? 16 : 32;
+  static constexpr int shared_keys = Problem::row_tiles > Policy::waves ? 16 : 32;  // or registers do not last
   using Qk = QkFp8ToBf16<Problem>;
   using Pv = PvFp8ToBf16<Policy>;
 };
 
 template <class Problem, class Policy>
 struct Fp8Mma<Problem, Policy, mla::fp8, mla::bf16> : Fp8Mma<Problem, Policy, mla::bf16, mla::bf16> {
+  static constexpr int shared_keys = 32;
   using Qk = QkFp8<Problem>;
 };
 
