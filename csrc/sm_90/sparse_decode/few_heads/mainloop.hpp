@@ -64,24 +64,13 @@ class FewHeadsMainloop {
       mbarrier_wait(barriers_.q_full(), q_parity_);
       q_parity_ ^= 1;
     }
-    prefetch_sink();
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       one_step();
-      if (step + 1 == steps) break;
-      wait_for_values();
-      release();
+      if (step + 1 < steps) release();
     }
     if (steps != 0) mbarrier_arrive(barriers_.q_empty());
-    finish_rows(tile, steps != 0);  // beside the last product
-    wait_for_values();
-    store(tile, steps != 0);
-  }
-
-  // A row's sink is needed where nothing hides the time that memory takes.
-  MLA_DEVICE void prefetch_sink() const {
-    if (params_.attn_sink != nullptr && warpgroup_thread() < params_.heads)
-      prefetch_l1(params_.attn_sink + warpgroup_thread());
+    finish(tile, steps != 0);
   }
 
   // This warpgroup has read the stage.
@@ -197,22 +186,21 @@ class FewHeadsMainloop {
         mma_ss_transposed(o_[i], advance_descriptor(v, i * Traits::BLOCK_BYTES + k * 2 * Traits::GROUP_BYTES),
                           advance_descriptor(p, k * Traits::P_STEP_BYTES), true);
     wgmma_commit();
-  }
-  MLA_DEVICE void wait_for_values() {
     wgmma_wait<0>();
 #pragma unroll
     for (int i = 0; i < TILES; ++i) pin_accumulator(o_[i]);
   }
 
-  // Adds up the sums of all warps, stores each row's lse, and leaves what its results are multiplied by.
-  MLA_DEVICE void finish_rows(const WorkTile& tile, bool any) {
+  // Adds up the sums of all warps, and stores O / denominators, by way of the stage that was read last.
+  MLA_DEVICE void finish(const WorkTile& tile, bool any) {
 #pragma unroll
     for (int i = 0; i < LANE_ROWS; ++i) {
 #pragma unroll
       for (int lane = 4; lane < 32; lane *= 2) sum_[i] += __shfl_xor_sync(~0u, sum_[i], lane);
       if (Layout::quad() == 0) st_shared(of_warp(warp_, Layout::row(i)), sum_[i]);
     }
-    sync();
+    sync();  // all warps have multiplied the stage
+    const Epilogue epilogue(params_, shared_);
     const Queries queries(params_, tile.sequence);
     // A lane of the first warp has the running max of other rows than its own number's, so that it comes by shuffle.
     if (warp_ == 0) {
@@ -225,14 +213,8 @@ class FewHeadsMainloop {
       }
       float sum = 0.0f;
       for (int warp = 0; warp < 4; ++warp) sum += ld_shared<float>(of_warp(warp, row));
-      if (warpgroup_thread() < ROWS)
-        Epilogue(params_, shared_).finish_row(tile, queries, row, max, any ? sum : 0.0f, 1.0f);
+      if (warpgroup_thread() < ROWS) epilogue.finish_row(tile, queries, row, max, any ? sum : 0.0f, 1.0f);
     }
-  }
-
-  // Stores O / denominators, by way of the stage that was read last.
-  MLA_DEVICE void store(const WorkTile& tile, bool any) {
-    sync();  // all warps have multiplied the stage
     if (any) {
 #pragma unroll
       for (int i = 0; i < TILES; ++i)
@@ -242,7 +224,6 @@ class FewHeadsMainloop {
                            i * 64 + warp_ * 16 + r / 2 % 2 * 8 + Layout::quad()), o_[i][r]);
     }
     sync();
-    const Epilogue epilogue(params_, shared_);
     constexpr int PIECES = Traits::Problem::HEAD_DIM_V / 8;
 #pragma unroll
     for (int i = 0; i < ROWS * PIECES / 128; ++i) {
