@@ -313,7 +313,7 @@ class MLASuiteImpl(MLASuiteLayer, MLACommonImpl):
         several_ranks = decode.dcp_tot_seq_lens is not None
         split_size = 0
         if decode.batch_invariant:
-            split_size = mla_suite.batch_invariant_split_size(queries.shape[-2], decode.max_seqlen_q, kv_format)
+            split_size = mla_suite.batch_invariant_split_size(queries.shape[-2], decode.max_seqlen_q)
         if decode.plan is None:
             decode.plan = mla_suite.plan(
                 decode.seq_lens,

@@ -92,24 +92,20 @@ def plan(
     return eager.call(PLAN, (seq_lens, cu_seqlens_q), options)
 
 
-def batch_invariant_split_size(num_heads: int, max_seqlen_q: int = 1, kv_format: str = "bf16") -> int:
-    """Return a `split_size` in keys that suits small and large batches of such queries over a cache of `kv_format`.
+def batch_invariant_split_size(num_heads: int, max_seqlen_q: int = 1) -> int:
+    """Return a `split_size` in keys that suits small and large batches of such queries.
 
-    Short splits keep the device busy with few sequences; long ones leave fewer partial results, each as large as the
-    query rows of a sequence, to write and to merge. With 16-bit caches sm_90 adds those of large batches as it goes, so
-    their splits are shorter. The figures behind it are those of an H100, in the `PERF.md` of its combine. Nothing but
-    these arguments decides, so results stay batch-invariant; they change with the split size, though, so keep the one
-    that you began with.
+    Short splits keep the device busy with few sequences; long ones leave fewer results, each as large as the query rows
+    of a sequence, to add up. The figures behind it are those of an H100, in the `PERF.md` of its combine. Nothing but
+    heads and query tokens decides, so results stay batch-invariant; they change with the split size, though, so keep
+    the one that you began with.
     """
     for name, value in (("num_heads", num_heads), ("max_seqlen_q", max_seqlen_q)):
         checks.whole("batch_invariant_split_size", name, value)
     if num_heads < 1 or max_seqlen_q < 1:
         given = f"are {num_heads} and {max_seqlen_q}"
         checks.fail("batch_invariant_split_size", "num_heads and max_seqlen_q", given, "both must be 1 or more")
-    rows = num_heads * max_seqlen_q
-    if kv_format in ("bf16", "fp16"):
-        return 512 if rows <= 128 else 1024
-    return 512 if rows <= 16 else 1024 if rows <= 128 else 2048
+    return 512 if num_heads * max_seqlen_q <= 16 else 1024
 
 
 def _check_kinds(seq_lens: Any, num_heads: Any, max_seqlen_q: Any) -> None:

@@ -49,11 +49,15 @@ struct FoldCombine : Combine<Wave, Shape> {
         for (int k = 0; k < vec; ++k) sum[c][k] = -0.0f;
 #pragma unroll 1
       for (int first = 0; first < NODE_SPLITS && first_split + first < at.splits; first += in_flight) {
+        float lse[in_flight];
         Vec<float, quad> loaded[in_flight][chunks][vec / quad];
-        for (int i = 0; i < in_flight; ++i) load_partial(p, at, first_split + first + i, loaded[i]);
+        for (int i = 0; i < in_flight; ++i) {
+          lse[i] = lse_of_split(p, at, first_split + first + i);
+          load_partial(p, at, first_split + first + i, loaded[i]);
+        }
         for (int i = 0; i < in_flight; ++i) {
           float before, factor;
-          fold.add(Base::template lse_of<false>(p, at, first_split + first + i), before, factor);
+          fold.add(lse[i], before, factor);
           for (int c = 0; c < chunks; ++c)
             for (int k = 0; k < vec; ++k)
               sum[c][k] = SplitFold::added(sum[c][k], before, SplitFold::term(loaded[i][c][k / quad][k % quad], factor));
@@ -109,24 +113,33 @@ struct FoldCombine : Combine<Wave, Shape> {
   }
 
   MLA_DEVICE static float lse_of_node(const CombineParams& p, const RowAssignment& at, int node) {
+    float lse[NODE_SPLITS];
+#pragma unroll
+    for (int i = 0; i < NODE_SPLITS; ++i) lse[i] = lse_of_split(p, at, node * NODE_SPLITS + i);
     SplitFold fold;
     float before, factor;
 #pragma unroll
-    for (int i = 0; i < NODE_SPLITS; ++i)
-      fold.add(Base::template lse_of<false>(p, at, node * NODE_SPLITS + i), before, factor);
+    for (int i = 0; i < NODE_SPLITS; ++i) fold.add(lse[i], before, factor);
     return fold.lse();
   }
 
-  // This lane's columns of a partial; zeros behind the last one.
+  // Behind a row's last split the last one is read in place of others, so that no load waits for a branch; none of it
+  // counts, since the log-sum-exp is then -inf.
+  MLA_DEVICE static int64_t read_in_place_of(const RowAssignment& at, int split) {
+    return at.first + (split < at.splits ? split : at.splits - 1);
+  }
+  MLA_DEVICE static float lse_of_split(const CombineParams& p, const RowAssignment& at, int split) {
+    const int64_t place = read_in_place_of(at, split) * p.partial_lse_split_stride + at.row * p.partial_lse_row_stride;
+    const float lse = p.partial_lse[place];
+    return split < at.splits ? lse : -bit_cast<float>(INFINITY_BITS);
+  }
+  // This lane's columns of a partial.
   MLA_DEVICE static void load_partial(const CombineParams& p, const RowAssignment& at, int split,
                                       Vec<float, quad> (&to)[chunks][vec / quad]) {
-    const float* from = p.partial_out + ((at.first + split) * p.partial_split_stride + at.row * p.partial_row_stride +
-                                         at.first_column + at.member * vec);
+    const float* from = p.partial_out + (read_in_place_of(at, split) * p.partial_split_stride +
+                                         at.row * p.partial_row_stride + at.first_column + at.member * vec);
     for (int c = 0; c < chunks; ++c)
-      for (int q = 0; q < vec / quad; ++q) {
-        to[c][q] = {};
-        if (split < at.splits) to[c][q] = *reinterpret_cast<const Vec<float, quad>*>(from + c * team * vec + q * quad);
-      }
+      for (int q = 0; q < vec / quad; ++q) to[c][q] = *reinterpret_cast<const Vec<float, quad>*>(from + c * team * vec + q * quad);
   }
 };
 
