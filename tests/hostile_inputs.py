@@ -50,6 +50,19 @@ def in_turn(turns, values):
     ]
 
 
+def fused_pairs(count, seed):
+    """(a, b, cos, sin) of `count` pairs, bf16 in fp32 and angles in fp32, of which rounding a cos before b sin is
+    subtracted gives another bf16: the two nearly cancel."""
+    draw = torch.Generator().manual_seed(seed)
+    turn = torch.rand(count * 1000, generator=draw) * 6.28
+    b, cos, sin = torch.randn(len(turn), generator=draw).bfloat16().float(), turn.cos(), turn.sin()
+    a = (b * sin / cos).bfloat16().float()
+    kept = b * sin
+    once, twice = (a.double() * cos.double() - kept).float().bfloat16(), (a * cos - kept).bfloat16()
+    (found,) = ((once != twice) & (a.abs() < 1000)).nonzero(as_tuple=True)
+    return tuple(values[found[:count]] for values in (a, b, cos, sin))
+
+
 def raw(cache):
     """All bytes of the storage, padding included."""
     return torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())

@@ -25,9 +25,9 @@ import torch
 print(torch.__version__, torch.version.hip or "-", torch.cuda.is_available() and
       torch.cuda.get_device_properties(0).gcnArchName.split(":")[0])
 """
-BENCH = "mla_suite bench --op decode --backend native --no-third-party"
+BENCH = "mla_suite bench --op decode --backend native"
 PUBLISHED_SETS = ("aiter-3003", "aiter-3468", "v3.2", "v4", "gpu-mode-2025", "gpu-mode-2025-layer")
-PUBLISHED = "mla_suite bench --no-third-party " + " ".join(f"--set {name}" for name in PUBLISHED_SETS)
+PUBLISHED = "mla_suite bench " + " ".join(f"--set {name}" for name in PUBLISHED_SETS)
 
 
 @dataclass(frozen=True)

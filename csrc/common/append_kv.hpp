@@ -274,7 +274,7 @@ struct AppendKv {
     }
   }
 
-  // A rope value, rotated.
+  // A rope value of a row of one run, rotated.
   MLA_DEVICE static float rope_value(const AppendKvParams& p, int token, int column) {
     const int64_t row = token * p.k_pe_stride;
     const float own = value_of<Wave>(load_bits(p.k_pe, p.in_type, row + column), p.in_type);
@@ -287,9 +287,9 @@ struct AppendKv {
     const int64_t other_at = row + (is_first ? column + apart : column - apart);
     const float other = value_of<Wave>(load_bits(p.k_pe, p.in_type, other_at), p.in_type);
     float a = is_first ? own : other, b = is_first ? other : own;
-    rotate<Wave>(a, b, value_of<Wave>(load_bits(p.cos_sin, p.angle_type, angle), p.angle_type),
-                 value_of<Wave>(load_bits(p.cos_sin, p.angle_type, angle + half), p.angle_type));
-    return is_first ? a : b;
+    rotate_fused<Wave>(a, b, value_of<Wave>(load_bits(p.cos_sin, p.angle_type, angle), p.angle_type),
+                       value_of<Wave>(load_bits(p.cos_sin, p.angle_type, angle + half), p.angle_type));
+    return rounded_to<Wave>(is_first ? a : b, p.in_type);
   }
 
   // Stores values of half a byte, two by the even one of two lanes.

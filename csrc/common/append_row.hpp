@@ -191,25 +191,26 @@ struct AppendRow {
     return *reinterpret_cast<const Octet*>(static_cast<const uint16_t*>(p.k_pe) + token * p.k_pe_stride + first);
   }
 
-  // Rotates eight rope values from `first` on. The others of their pairs are among them, or half a rope part away.
+  // Rotates eight rope values of a row of one run from `first` on. The others of their pairs are among them, or half a rope part away.
   MLA_DEVICE static void rotate_octet(const AppendKvParams& p, int token, int first, float (&values)[8]) {
     const int half = p.rope / 2;
     const int64_t angles = index_at(p.positions, p.wide_positions, token) * p.cos_sin_stride;
     if (p.interleaved != 0) {
       for (int i = 0; i < 8; i += 2)
-        rotate<Wave>(values[i], values[i + 1], angle_at(p, angles + first / 2 + i / 2),
-                     angle_at(p, angles + half + first / 2 + i / 2));
-      return;
+        rotate_fused<Wave>(values[i], values[i + 1], angle_at(p, angles + first / 2 + i / 2),
+                           angle_at(p, angles + half + first / 2 + i / 2));
+    } else {
+      float others[8];
+      const bool is_first = first < half;
+      unpack(p, rope_octet(p, token, is_first ? first + half : first - half), others);
+      for (int i = 0; i < 8; ++i) {
+        const int64_t at = angles + (is_first ? first : first - half) + i;
+        float a = is_first ? values[i] : others[i], b = is_first ? others[i] : values[i];
+        rotate_fused<Wave>(a, b, angle_at(p, at), angle_at(p, at + half));
+        values[i] = is_first ? a : b;
+      }
     }
-    float others[8];
-    const bool is_first = first < half;
-    unpack(p, rope_octet(p, token, is_first ? first + half : first - half), others);
-    for (int i = 0; i < 8; ++i) {
-      const int64_t at = angles + (is_first ? first : first - half) + i;
-      float a = is_first ? values[i] : others[i], b = is_first ? others[i] : values[i];
-      rotate<Wave>(a, b, angle_at(p, at), angle_at(p, at + half));
-      values[i] = is_first ? a : b;
-    }
+    for (int i = 0; i < 8; ++i) values[i] = rounded_to<Wave>(values[i], p.in_type);
   }
   MLA_DEVICE static float angle_at(const AppendKvParams& p, int64_t at) {
     return value_of<Wave>(load_bits(p.cos_sin, p.angle_type, at), p.angle_type);

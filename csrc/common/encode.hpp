@@ -98,6 +98,24 @@ MLA_DEVICE void rotate(float& a, float& b, float cos, float sin) {
   a = first;
 }
 
+// An fp32 value rounded to the type of the rows, one of the first three encodings.
+template <class Wave>
+MLA_DEVICE float rounded_to(float value, int encoding) {
+  const uint32_t bits = bit_cast<uint32_t>(value);
+  if (encoding == ENCODED_BF16) return bit_cast<float>(static_cast<uint32_t>(encode_bf16(bits)) << 16);
+  if (encoding == ENCODED_FP16) return Wave::fp16_value(static_cast<uint16_t>(encode<Wave, ENCODED_FP16>(bits)));
+  return value;
+}
+
+// A pair of a record that quantises rope values. The definition has it after the CUDA writers of vLLM and SGLang, which
+// fuse, and round to the type of the rows before they choose scales (`rounded_to`).
+template <class Wave>
+MLA_DEVICE void rotate_fused(float& a, float& b, float cos, float sin) {
+  const float first = __builtin_fmaf(a, cos, -Wave::product(b, sin));
+  b = __builtin_fmaf(a, sin, Wave::product(b, cos));
+  a = first;
+}
+
 // The bits of element `index` of an array in one of the first three encodings, and the fp32 value that they stand for.
 // Apart, so that several loads can be under way: a conversion right behind each would wait for it.
 MLA_DEVICE uint32_t load_bits(const void* array, int encoding, int64_t index) {

@@ -1,113 +1,32 @@
 // Read-modify-write on global memory. Every one of them acts at device scope; sc0 asks for the old value.
 #include "buffer.hpp"
-#include "numbers.hpp"
+#include "update.hpp"
 
 namespace emulator {
 
-enum Operation {
-  ADD,
-  SUB,
-  SWAP,
-  COMPARE_SWAP,
-  AND,
-  OR,
-  XOR,
-  UMIN,
-  UMAX,
-  SMIN,
-  SMAX,
-  INC,
-  DEC,
-  ADD_F32,
-  ADD_F64,
-  MIN_F64,
-  MAX_F64,
-  PK_ADD_F16,
-  PK_ADD_BF16
-};
-
 constexpr i64 pack(Operation operation, int bytes) { return i64(operation) | i64(bytes) << 8; }
-
-static double real64(u64 x) { return bit_cast<double>(x); }
-template <class U, class S>
-static U integer_update(Operation operation, U old, U data, U compare) {
-  switch (operation) {
-    case ADD:
-      return old + data;
-    case SUB:
-      return old - data;
-    case SWAP:
-      return data;
-    case COMPARE_SWAP:
-      return old == compare ? data : old;
-    case AND:
-      return old & data;
-    case OR:
-      return old | data;
-    case XOR:
-      return old ^ data;
-    case UMIN:
-      return old < data ? old : data;
-    case UMAX:
-      return old > data ? old : data;
-    case SMIN:
-      return S(old) < S(data) ? old : data;
-    case SMAX:
-      return S(old) > S(data) ? old : data;
-    case INC:
-      return old >= data ? 0 : old + 1;
-    case DEC:
-      return old == 0 || old > data ? data : old - 1;
-    default:
-      return old;
-  }
-}
-static u64 update(Operation operation, int bytes, u64 old, u64 data, u64 compare) {
-  switch (operation) {
-    case ADD_F32:
-      return word(real(u32(old)) + real(u32(data)));
-    case ADD_F64:
-      return bit_cast<u64>(real64(old) + real64(data));
-    case MIN_F64:
-      return bit_cast<u64>(fmin(real64(old), real64(data)));
-    case MAX_F64:
-      return bit_cast<u64>(fmax(real64(old), real64(data)));
-    case PK_ADD_F16:
-      return add_halves(u32(old), u32(data), false);
-    case PK_ADD_BF16:
-      return add_halves(u32(old), u32(data), true);
-    default:
-      break;
-  }
-  if (bytes == 8) return integer_update<u64, i64>(operation, old, data, compare);
-  return integer_update<u32, i32>(operation, u32(old), u32(data), u32(compare));
-}
-
-// Data operand: the value; for compare-and-swap the new value, then the value compared with.
-static u64 read_data(Wave& wave, const Operand& op, int bytes, int lane, int which) {
-  int index = op.index + which * bytes / 4;
-  return bytes == 8 ? u64(wave.v[index + 1][lane]) << 32 | wave.v[index][lane] : wave.v[index][lane];
-}
 
 static void apply(Wave& wave, const Inst& in, const u64* address, u64 lanes, const Operand& data,
                   const Operand* result) {
   Operation operation = Operation(in.opcode->aux & 255);
-  int bytes = int(in.opcode->aux >> 8);
+  u32 bytes = u32(in.opcode->aux >> 8);
   Launch& launch = *wave.worker->launch;
   Clock learned = {};
-  count_global(wave, in, lanes, u32(bytes));
+  count_global(wave, in, lanes, bytes);
   u64 seen = 0;
   pthread_mutex_lock(&launch.lock);
   for_lanes(lanes, [&](int l) {
-    u8* at = global_access(wave, in, l, address[l], u32(bytes), u32(bytes), READ | WRITE, ATOMIC_UPDATE);
+    u8* at = global_access(wave, in, l, address[l], bytes, bytes, READ | WRITE, ATOMIC_UPDATE);
     if (!at) return;
     u64 old = 0;
-    memcpy(&old, at, size_t(bytes));
-    u64 compare = operation == COMPARE_SWAP ? read_data(wave, data, bytes, l, 1) : 0;
-    u64 value = update(operation, bytes, old, read_data(wave, data, bytes, l, 0), compare);
+    memcpy(&old, at, bytes);
+    // A compare-and-swap has the value that is stored before the one that is compared.
+    u64 stored = lane_data(wave, data.index, bytes, l);
+    u64 compare = operation == COMPARE_SWAP ? lane_data(wave, data.index + i32(bytes / 4), bytes, l) : 0;
+    u64 value = updated(operation, bytes, old, stored, compare);
     if (result) learn(wave, address[l], learned);
     publish(wave, address[l]);
-    memcpy(at, &value, size_t(bytes));
+    memcpy(at, &value, bytes);
     if (l == first_lane(lanes)) seen = old;
     if (!result) return;
     wave.v[result->index][l] = u32(old);
@@ -118,7 +37,6 @@ static void apply(Wave& wave, const Inst& in, const u64* address, u64 lanes, con
     issue(wave, VM, nullptr);
     return;
   }
-  for (int i = 0; i < result->count; i++) wave.defined[result->index + i] = true;
   if (learned.entries.size)
     issue_landing(wave, Landing::ACQUIRE, result).learned = learned;
   else
@@ -133,10 +51,7 @@ static void global_atomic(Wave& wave, const Inst& in) {
   const Operand &v = in.op[at], &data = in.op[at + 1], &base = in.op[at + 2];
   u64 address[LANES];
   require_address(wave, in, v);
-  for (int l = 0; l < LANES; l++)
-    address[l] = (base.kind == SCALAR ? wave.scalar64(base.index) + wave.v[v.index][l]
-                                      : u64(wave.v[v.index + 1][l]) << 32 | wave.v[v.index][l]) +
-                 u64(in.mod[mod_offset]);
+  global_addresses(wave, in, v, base, address);
   apply(wave, in, address, wave.exec, data, returns ? &in.op[0] : nullptr);
   if (in.opcode->name[0] == 'f') issue(wave, LGKM, returns ? &in.op[0] : nullptr);
 }
@@ -180,10 +95,10 @@ static const Opcode entries[] = {
     BOTH("smax", SMAX),
     BOTH("inc", INC),
     BOTH("dec", DEC),
-    UPDATE("add_f32", ADD_F32, 4),
-    UPDATE("add_f64", ADD_F64, 8),
-    UPDATE("min_f64", MIN_F64, 8),
-    UPDATE("max_f64", MAX_F64, 8),
+    UPDATE("add_f32", ADD_REAL, 4),
+    UPDATE("add_f64", ADD_REAL, 8),
+    UPDATE("min_f64", MIN_REAL, 8),
+    UPDATE("max_f64", MAX_REAL, 8),
     UPDATE("pk_add_f16", PK_ADD_F16, 4),
     UPDATE_ON("pk_add_bf16", PK_ADD_BF16, 4, GFX950),
 };

@@ -70,7 +70,6 @@ static void load(Wave& wave, const Inst& in) {
     load_register(wave, in.op[0].index, l, data, aux);
   });
   count_load(wave, in, lanes.address, counted, bytes);
-  for (int i = 0; i < in.op[0].count; i++) wave.defined[in.op[0].index + i] = true;
   issue(wave, VM, &in.op[0]);
 }
 
@@ -99,28 +98,7 @@ static void store(Wave& wave, const Inst& in) {
 #define STORE(name, bytes, part) \
   {"buffer_store_" name, store, GLOBAL, ANY_ARCH, memory_shape(bytes, part, true), data_and_buffer}
 static const Opcode entries[] = {
-    LOAD("ubyte", 1, ZERO_EXTEND),
-    LOAD("sbyte", 1, SIGN_EXTENDED),
-    LOAD("ushort", 2, ZERO_EXTEND),
-    LOAD("sshort", 2, SIGN_EXTENDED),
-    LOAD("dword", 4, WHOLE),
-    LOAD("dwordx2", 8, WHOLE),
-    LOAD("dwordx3", 12, WHOLE),
-    LOAD("dwordx4", 16, WHOLE),
-    LOAD("short_d16", 2, LOW_HALF),
-    LOAD("short_d16_hi", 2, HIGH_HALF),
-    LOAD("ubyte_d16", 1, LOW_HALF),
-    LOAD("ubyte_d16_hi", 1, HIGH_HALF),
-    LOAD("sbyte_d16", 1, LOW_HALF_SIGNED),
-    LOAD("sbyte_d16_hi", 1, HIGH_HALF_SIGNED),
-    STORE("byte", 1, WHOLE),
-    STORE("short", 2, WHOLE),
-    STORE("byte_d16_hi", 1, HIGH_HALF),
-    STORE("short_d16_hi", 2, HIGH_HALF),
-    STORE("dword", 4, WHOLE),
-    STORE("dwordx2", 8, WHOLE),
-    STORE("dwordx3", 12, WHOLE),
-    STORE("dwordx4", 16, WHOLE),
+    MEMORY_FORMS(LOAD, STORE),
 };
 extern const Table buffer_table = {entries, sizeof(entries) / sizeof(entries[0])};
 

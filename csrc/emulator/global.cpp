@@ -46,8 +46,7 @@ void store_register(Wave& wave, int index, int lane, u8* to, i64 aux) {
   memcpy(to, &x, size_t(bytes));
 }
 
-static void addresses(Wave& wave, const Inst& in, int vector_at, int scalar_at, u64* out) {
-  const Operand &v = in.op[vector_at], &s = in.op[scalar_at];
+void global_addresses(Wave& wave, const Inst& in, const Operand& v, const Operand& s, u64* out) {
   i64 offset = in.mod[mod_offset];
   if (s.kind == SCALAR) {
     u64 base = wave.scalar64(s.index) + u64(offset);
@@ -63,7 +62,7 @@ static void load(Wave& wave, const Inst& in) {
   u64 address[LANES];
   bool flat = in.operands == 2;
   require_address(wave, in, in.op[1]);
-  addresses(wave, in, 1, 2, address);
+  global_addresses(wave, in, in.op[1], in.op[2], address);
   i64 aux = in.opcode->aux;
   u32 bytes = u32(shape_bytes(aux));
   Ordering ordering = ordering_of(in);
@@ -82,7 +81,6 @@ static void load(Wave& wave, const Inst& in) {
       load_register(wave, in.op[0].index, l, from ? from : NOTHING, aux);
     }
   });
-  for (int i = 0; i < in.op[0].count; i++) wave.defined[in.op[0].index + i] = true;
   if (learned.entries.size)
     issue_landing(wave, Landing::ACQUIRE, &in.op[0]).learned = learned;
   else
@@ -94,7 +92,7 @@ static void store(Wave& wave, const Inst& in) {
   u64 address[LANES];
   bool flat = in.operands == 2;
   require_address(wave, in, in.op[0]);
-  addresses(wave, in, 0, 2, address);
+  global_addresses(wave, in, in.op[0], in.op[2], address);
   i64 aux = in.opcode->aux;
   u32 bytes = u32(shape_bytes(aux));
   Ordering ordering = ordering_of(in);
@@ -144,7 +142,7 @@ void load_to_lds(Wave& wave, const Inst& in, const u64* address, u64 lanes, u64 
 static void load_lds(Wave& wave, const Inst& in) {
   u64 address[LANES];
   require_address(wave, in, in.op[0]);
-  addresses(wave, in, 0, 1, address);
+  global_addresses(wave, in, in.op[0], in.op[1], address);
   load_to_lds(wave, in, address, wave.exec, 0);
 }
 
@@ -168,28 +166,7 @@ static const char* stores_data(Inst& in) {
   {"global_load_lds_" name, load_lds, GLOBAL, arch, memory_shape(bytes, WHOLE, false), nullptr}
 
 static const Opcode entries[] = {
-    LOAD("ubyte", 1, ZERO_EXTEND),
-    LOAD("sbyte", 1, SIGN_EXTENDED),
-    LOAD("ushort", 2, ZERO_EXTEND),
-    LOAD("sshort", 2, SIGN_EXTENDED),
-    LOAD("dword", 4, WHOLE),
-    LOAD("dwordx2", 8, WHOLE),
-    LOAD("dwordx3", 12, WHOLE),
-    LOAD("dwordx4", 16, WHOLE),
-    LOAD("short_d16", 2, LOW_HALF),
-    LOAD("short_d16_hi", 2, HIGH_HALF),
-    LOAD("ubyte_d16", 1, LOW_HALF),
-    LOAD("ubyte_d16_hi", 1, HIGH_HALF),
-    LOAD("sbyte_d16", 1, LOW_HALF_SIGNED),
-    LOAD("sbyte_d16_hi", 1, HIGH_HALF_SIGNED),
-    STORE("byte", 1, WHOLE),
-    STORE("short", 2, WHOLE),
-    STORE("byte_d16_hi", 1, HIGH_HALF),
-    STORE("short_d16_hi", 2, HIGH_HALF),
-    STORE("dword", 4, WHOLE),
-    STORE("dwordx2", 8, WHOLE),
-    STORE("dwordx3", 12, WHOLE),
-    STORE("dwordx4", 16, WHOLE),
+    MEMORY_FORMS(LOAD, STORE),
     LOAD_LDS("ubyte", 1, ANY_ARCH),
     LOAD_LDS("ushort", 2, ANY_ARCH),
     LOAD_LDS("dword", 4, ANY_ARCH),

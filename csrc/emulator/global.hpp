@@ -31,12 +31,25 @@ constexpr i64 memory_shape(int bytes, Part part, bool store) { return i64(bytes)
 inline int shape_bytes(i64 aux) { return int(aux & 255); }
 inline Part shape_part(i64 aux) { return Part(aux >> 8 & 255); }
 inline bool shape_store(i64 aux) { return aux >> 16 & 1; }
+// The loads and stores of every way to address memory but LDS: name, bytes, part.
+#define MEMORY_FORMS(LOAD, STORE)                                                                                  \
+  LOAD("ubyte", 1, ZERO_EXTEND), LOAD("sbyte", 1, SIGN_EXTENDED), LOAD("ushort", 2, ZERO_EXTEND),                   \
+  LOAD("sshort", 2, SIGN_EXTENDED), LOAD("dword", 4, WHOLE), LOAD("dwordx2", 8, WHOLE),                             \
+  LOAD("dwordx3", 12, WHOLE), LOAD("dwordx4", 16, WHOLE), LOAD("short_d16", 2, LOW_HALF),                           \
+  LOAD("short_d16_hi", 2, HIGH_HALF), LOAD("ubyte_d16", 1, LOW_HALF), LOAD("ubyte_d16_hi", 1, HIGH_HALF),           \
+  LOAD("sbyte_d16", 1, LOW_HALF_SIGNED), LOAD("sbyte_d16_hi", 1, HIGH_HALF_SIGNED), STORE("byte", 1, WHOLE),        \
+  STORE("short", 2, WHOLE), STORE("byte_d16_hi", 1, HIGH_HALF), STORE("short_d16_hi", 2, HIGH_HALF),                \
+  STORE("dword", 4, WHOLE), STORE("dwordx2", 8, WHOLE), STORE("dwordx3", 12, WHOLE),                                \
+  STORE("dwordx4", 16, WHOLE)
 // Does the operand name as many vector registers as the data needs?
 inline bool holds_data(const Operand& op, i64 bytes) {
   return op.kind == VECTOR && op.count == (bytes < 4 ? 1 : bytes / 4);
 }
 void load_register(Wave& wave, int index, int lane, const u8* from, i64 aux);
 void store_register(Wave& wave, int index, int lane, u8* to, i64 aux);
+
+// The address of each lane: of a vector register, from a base of two scalars, or of two vector registers.
+void global_addresses(Wave& wave, const Inst& in, const Operand& v, const Operand& s, u64* out);
 
 // A memory-to-LDS load: lane data is read now and written to LDS when it is waited for.
 void load_to_lds(Wave& wave, const Inst& in, const u64* address, u64 lanes, u64 zero_lanes);

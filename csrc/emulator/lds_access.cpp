@@ -47,7 +47,6 @@ static void read(Wave& wave, const Inst& in) {
     lds_remember(wave, address, wave.exec, bytes, false);
     if (wave.exec) lds_count(wave, in, address, wave.exec, bytes, true);
   }
-  for (int i = 0; i < in.op[0].count; i++) wave.defined[in.op[0].index + i] = true;
   issue(wave, LGKM, &in.op[0]);
 }
 
@@ -102,7 +101,6 @@ static void read_transposed(Wave& wave, const Inst& in) {
   }
   lds_remember(wave, address, wave.exec, bytes, false);
   lds_count(wave, in, address, wave.exec, bytes, true);
-  for (int i = 0; i < in.op[0].count; i++) wave.defined[in.op[0].index + i] = true;
   issue(wave, LGKM, &in.op[0]);
 }
 
@@ -121,7 +119,6 @@ static void permute(Wave& wave, const Inst& in) {
       out[other] = data[l];
   }
   for_lanes(wave.exec, [&](int l) { wave.v[in.op[0].index][l] = out[l]; });
-  wave.defined[in.op[0].index] = true;
   issue(wave, LGKM, &in.op[0]);
 }
 
@@ -138,7 +135,6 @@ static void swizzle(Wave& wave, const Inst& in) {
     out[l] = wave.exec >> from & 1 ? data[from] : 0;
   }
   for_lanes(wave.exec, [&](int l) { wave.v[in.op[0].index][l] = out[l]; });
-  wave.defined[in.op[0].index] = true;
   issue(wave, LGKM, &in.op[0]);
 }
 

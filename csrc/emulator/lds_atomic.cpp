@@ -1,73 +1,11 @@
 // Read-modify-write on LDS. Atomics of different waves on the same bytes do not race with each other.
 #include "global.hpp"
-#include "numbers.hpp"
+#include "update.hpp"
 
 namespace emulator {
 
-enum Operation {
-  ADD,
-  SUB,
-  AND,
-  OR,
-  XOR,
-  UMIN,
-  UMAX,
-  SMIN,
-  SMAX,
-  INC,
-  DEC,
-  EXCHANGE,
-  COMPARE,
-  ADD_REAL,
-  MIN_REAL,
-  MAX_REAL,
-  PK_ADD_F16,
-  PK_ADD_BF16
-};
 constexpr i64 pack(Operation operation, int bytes, bool returns) {
   return i64(operation) | i64(bytes) << 8 | i64(returns) << 16;
-}
-
-template <class U, class S>
-static U update(Operation operation, U old, U data, U other) {
-  switch (operation) {
-    case ADD:
-      return old + data;
-    case SUB:
-      return old - data;
-    case AND:
-      return old & data;
-    case OR:
-      return old | data;
-    case XOR:
-      return old ^ data;
-    case UMIN:
-      return old < data ? old : data;
-    case UMAX:
-      return old > data ? old : data;
-    case SMIN:
-      return S(old) < S(data) ? old : data;
-    case SMAX:
-      return S(old) > S(data) ? old : data;
-    case INC:
-      return old >= data ? 0 : old + 1;
-    case DEC:
-      return old == 0 || old > data ? data : old - 1;
-    case EXCHANGE:
-      return data;
-    case COMPARE:
-      return old == data ? other : old;
-    default:
-      break;
-  }
-  if (operation == PK_ADD_F16 || operation == PK_ADD_BF16)
-    return U(add_halves(u32(old), u32(data), operation == PK_ADD_BF16));
-  if (sizeof(U) == 8) {
-    double a = bit_cast<double>(u64(old)), b = bit_cast<double>(u64(data));
-    return U(bit_cast<u64>(operation == ADD_REAL ? a + b : operation == MIN_REAL ? fmin(a, b) : fmax(a, b)));
-  }
-  float a = real(u32(old)), b = real(u32(data));
-  return U(word(operation == ADD_REAL ? a + b : operation == MIN_REAL ? min_f32(a, b) : max_f32(a, b)));
 }
 
 static void atomic(Wave& wave, const Inst& in) {
@@ -83,13 +21,11 @@ static void atomic(Wave& wave, const Inst& in) {
     if (!lds_in_bounds(wave, l, address[l], bytes, bytes)) return;
     if (wave.worker->launch->checks) lds_check_atomic(wave, l, address[l], bytes);
     u8* p = wave.worker->lds.bytes + address[l];
-    u64 old = 0, data = wave.v[d.index][l], other = 0;
-    if (bytes == 8) data |= u64(wave.v[d.index + 1][l]) << 32;
-    if (operation == COMPARE)
-      other = bytes == 8 ? u64(wave.v[e.index + 1][l]) << 32 | wave.v[e.index][l] : wave.v[e.index][l];
+    u64 old = 0, first = lane_data(wave, d.index, bytes, l);
     memcpy(&old, p, bytes);
-    u64 value = bytes == 8 ? update<u64, i64>(operation, old, data, other)
-                           : update<u32, i32>(operation, u32(old), u32(data), u32(other));
+    // A compare-and-swap has the value that is compared before the one that is stored.
+    u64 value = operation == COMPARE_SWAP ? updated(operation, bytes, old, lane_data(wave, e.index, bytes, l), first)
+                                          : updated(operation, bytes, old, first, 0);
     memcpy(p, &value, bytes);
     if (!returns) return;
     wave.v[in.op[0].index][l] = u32(old);
@@ -97,7 +33,6 @@ static void atomic(Wave& wave, const Inst& in) {
   });
   lds_remember(wave, address, wave.exec, bytes, true);
   if (wave.exec) lds_count(wave, in, address, wave.exec, bytes, false);
-  for (int i = 0; returns && i < in.op[0].count; i++) wave.defined[in.op[0].index + i] = true;
   issue(wave, LGKM, returns ? &in.op[0] : nullptr);
 }
 
@@ -121,11 +56,11 @@ static const Opcode entries[] = {
     WIDTHS("add", ADD_REAL, "f"),
     WIDTHS("min", MIN_REAL, "f"),
     WIDTHS("max", MAX_REAL, "f"),
-    WIDTHS("cmpst", COMPARE, "b"),
+    WIDTHS("cmpst", COMPARE_SWAP, "b"),
     FORMS("pk_add", PK_ADD_F16, "f16", 4),
     FORMS("pk_add", PK_ADD_BF16, "bf16", 4),
-    {"ds_wrxchg_rtn_b32", atomic, LDS, ANY_ARCH, pack(EXCHANGE, 4, true), nullptr},
-    {"ds_wrxchg_rtn_b64", atomic, LDS, ANY_ARCH, pack(EXCHANGE, 8, true), nullptr},
+    {"ds_wrxchg_rtn_b32", atomic, LDS, ANY_ARCH, pack(SWAP, 4, true), nullptr},
+    {"ds_wrxchg_rtn_b64", atomic, LDS, ANY_ARCH, pack(SWAP, 8, true), nullptr},
 };
 extern const Table lds_atomic_table = {entries, sizeof(entries) / sizeof(entries[0])};
 

@@ -30,7 +30,6 @@ static void move(Wave& wave, const Inst& in) {
     else
       load_register(wave, data.index, l, place, aux);
   });
-  for (int i = 0; !storing && i < data.count; i++) wave.defined[data.index + i] = true;
   issue(wave, VM, storing ? nullptr : &data);
 }
 
@@ -46,23 +45,7 @@ static const char* three_operands(Inst& in) {
 #define STORE(name, bytes, part) \
   {"scratch_store_" name, move, GLOBAL, ANY_ARCH, memory_shape(bytes, part, true), three_operands}
 static const Opcode entries[] = {
-    LOAD("ubyte", 1, ZERO_EXTEND),
-    LOAD("sbyte", 1, SIGN_EXTENDED),
-    LOAD("ushort", 2, ZERO_EXTEND),
-    LOAD("sshort", 2, SIGN_EXTENDED),
-    LOAD("short_d16", 2, LOW_HALF),
-    LOAD("short_d16_hi", 2, HIGH_HALF),
-    LOAD("dword", 4, WHOLE),
-    LOAD("dwordx2", 8, WHOLE),
-    LOAD("dwordx3", 12, WHOLE),
-    LOAD("dwordx4", 16, WHOLE),
-    STORE("byte", 1, WHOLE),
-    STORE("short", 2, WHOLE),
-    STORE("short_d16_hi", 2, HIGH_HALF),
-    STORE("dword", 4, WHOLE),
-    STORE("dwordx2", 8, WHOLE),
-    STORE("dwordx3", 12, WHOLE),
-    STORE("dwordx4", 16, WHOLE),
+    MEMORY_FORMS(LOAD, STORE),
 };
 extern const Table scratch_table = {entries, sizeof(entries) / sizeof(entries[0])};
 

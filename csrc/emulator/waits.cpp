@@ -61,7 +61,10 @@ void issue(Wave& wave, Counter counter, const Operand* destination) {
   u32 sequence = ++wave.issued[counter];
   if (!destination) return;
   int first = destination->index + (destination->kind == SCALAR ? VECTORS : 0);
-  for (int i = 0; i < destination->count; i++) wave.pending[counter][first + i] = sequence;
+  for (int i = 0; i < destination->count; i++) {
+    wave.pending[counter][first + i] = sequence;
+    if (destination->kind == VECTOR) wave.defined[first + i] = true;
+  }
 }
 
 Landing& issue_landing(Wave& wave, Landing::Kind kind, const Operand* destination) {

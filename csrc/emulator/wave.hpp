@@ -151,5 +151,9 @@ inline u32 scalar(const Wave& wave, const Operand& op) {
 inline u64 scalar64(const Wave& wave, const Operand& op) {
   return op.kind == SCALAR ? wave.scalar64(op.index) : op.wide;
 }
+// 4 or 8 bytes of a lane, from vector register `index` on.
+inline u64 lane_data(const Wave& wave, int index, u32 bytes, int lane) {
+  return (bytes == 8 ? u64(wave.v[index + 1][lane]) << 32 : 0) | wave.v[index][lane];
+}
 
 }  // namespace emulator

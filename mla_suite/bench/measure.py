@@ -1,4 +1,4 @@
-"""Checks, then times, every backend that takes a case, and other packages that are installed."""
+"""Checks, then times, every backend that takes a case."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mla_suite import emulator
-from mla_suite.bench import inputs, runners, third_party, timer
+from mla_suite.bench import inputs, runners, timer
 from mla_suite.bench.floors import Floors
 from mla_suite.bench.inputs import Call, Right
 from mla_suite.bench.runners import Runner
@@ -25,7 +25,7 @@ MAX_EXTRA = 2
 
 @dataclass(frozen=True)
 class Measured:
-    """One backend, or package, on one case.
+    """One backend on one case.
 
     config         what the backend was run with
     rounds         microseconds per call on the device (CPU: of the call); empty when it was not timed
@@ -89,7 +89,6 @@ def measure(
     effort: Effort,
     *,
     backends: Sequence[str] = (),
-    with_third_party: bool = False,
     floors: Floors | None = None,
 ) -> Iterator[Measured]:
     """Yields a record for each backend that is asked for, as it is measured; what fails says why.
@@ -114,10 +113,7 @@ def measure(
     emulated = device.type != "cuda" and dispatch.emulated.get() is not None
     usual = ("native", "triton") if device.type == "cuda" else ("native",) if emulated else ("reference",)
     wanted = backends or usual
-    found = list(runners.backends(register.get(case.op), call, wanted, device))
-    if with_third_party and device.type == "cuda":
-        found += [package.runner(case, call) for package in third_party.installed()]
-    for runner in found:
+    for runner in runners.backends(register.get(case.op), call, wanted, device):
         yield _with_floor(_timed(case, runner, turns, right, effort, device), floors)
 
 

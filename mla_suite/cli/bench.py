@@ -8,10 +8,9 @@
 
 On a GPU it measures the device time of a call by CUDA graph replay with cold caches, after a rest (`us`) and at the end
 of 0.7 s without one (`sustd`); the host time of an eager call; and the ceilings of the card in the same
-run, so that a time can be read beside its floor. Other packages that are installed (flash_mla, flashinfer, aiter) are
-timed too. Without a GPU it measures the reference on the CPU. With --on the kernels of an AMD arch run in the emulator,
-and each line has what a model makes of the time, its class, and how far that model was from published times
-(docs/amd_time_model.md). The exit status is 1 when a result is wrong.
+run, so that a time can be read beside its floor. Without a GPU it measures the reference on the CPU. With --on the
+kernels of an AMD arch run in the emulator, and each line has what a model makes of the time, its class, and how far
+that model was from published times (docs/amd_time_model.md). The exit status is 1 when a result is wrong.
 
 pytest-benchmark stores and compares runs of the same shapes: `pytest benchmarks --set flashmla`, in a clone.
 """
@@ -52,7 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sustained", type=float, default=0.7, metavar="S", help="seconds without a pause, on a GPU; 0: burst only"
     )
     parser.add_argument("--no-floors", action="store_true", help="leave out the ceilings of the GPU, which take 20 s")
-    parser.add_argument("--no-third-party", action="store_true", help="leave out flash_mla, flashinfer and aiter")
     parser.add_argument("--csv", metavar="FILE", type=Path, help="write the rows to this file as they come")
 
 
@@ -103,10 +101,9 @@ def run(args: argparse.Namespace) -> int:
             rows.about["ceilings"] = str(ceilings)
         wrong, refused = 0, dict[str, list[str]]()
         effort = Effort(args.rounds, sustained_s=args.sustained, warmup=args.warmup, iters=args.iters)
-        others, names = not args.no_third_party, args.backend or ()
         for case in cases:
             update(description=case.id[:60])
-            for found in measure(case, device, effort, backends=names, with_third_party=others, floors=ceilings):
+            for found in measure(case, device, effort, backends=args.backend or (), floors=ceilings):
                 rows.add(found.facts())
                 wrong += found.wrong
                 if found.failure and not found.wrong:

@@ -26,6 +26,7 @@ DSA_NAMES = {"dsa", "nsa"}  # SGLang's backend for models with an indexer, and i
 V4_NAMES = {"dsv4"}  # that for DeepSeek V4 and V4.1
 DRAFT_BACKENDS = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
 DRAFT_CHECKS = "sglang.srt.arg_groups.speculative_hook"
+V41_CHOICE = "sglang.srt.mem_cache.deepseek_v4_memory_pool.select_dsv4_kv_layout"
 TREE_BACKENDS = {"_handle_eagle_family": "triton", "_handle_ngram": "flashinfer"}
 """SGLang's functions that check a server's drafts -> a backend that each lets have trees of drafts and pages."""
 
@@ -80,6 +81,7 @@ def sglang() -> None:
         server_args.add_radix_supported_deterministic_attention_backend_choices([SGLANG_NAME])
     register_attention_backend(SGLANG_NAME)(_sglang_backend)
     _keep_drafts_on_triton()
+    _offer_v41_records()
     _add_choice(server_args.ServerArgs, "dsa_decode_backend", DSA_NAMES, _dsa_backend)
     _add_choice(server_args.ServerArgs, "dsv4_attn_backend", V4_NAMES, _dsv4_backend)
 
@@ -143,6 +145,23 @@ def _keep_drafts_on_triton() -> None:
     HookRegistry.register(DRAFT_BACKENDS, _with_triton_drafts, HookType.AROUND)
     for function, backend in TREE_BACKENDS.items():
         HookRegistry.register(f"{DRAFT_CHECKS}.{function}", partial(_with_trees, backend), HookType.AROUND)
+
+
+def _offer_v41_records() -> None:
+    """Where the environment asks for V4.1's own records, let our backend store them on H100 and H200."""
+    from sglang.srt.environ import envs  # type: ignore[import-not-found]  # optional
+
+    layout = getattr(envs, "SGLANG_DSV4_KV_LAYOUT", None)  # not in versions before V4.1
+    if layout is not None and layout.get().lower().startswith("v41"):
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        HookRegistry.register(V41_CHOICE, _with_v41_records, HookType.AROUND)
+
+
+def _with_v41_records(original: Any) -> Any:
+    from mla_suite.integrations import sglang_v41
+
+    return sglang_v41.select_layout(original, SGLANG_NAME)
 
 
 def _with_triton_drafts(original: Any, factory: Any, name: str, backends: dict, *args: Any, **kwargs: Any) -> Any:

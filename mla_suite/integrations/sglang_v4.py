@@ -4,7 +4,8 @@
 
 Installing mla_suite registers it. SGLang's backend `dsv4` stays in place, with its pools, metadata, indexer and
 writers; where it takes FlashMLA's two functions, it finds `flash_mla_with_kvcache` and `flash_mla_sparse_fwd` of
-`mla_suite.integrations.flash_mla`. Queries keep the heads of their rank, where SGLang pads to 64 for FlashMLA.
+`mla_suite.integrations.flash_mla`. Queries keep the heads of their rank, where SGLang pads to 64 for FlashMLA. V4.1's
+own records, where they are asked for, are in `mla_suite.integrations.sglang_v41`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from mla_suite.integrations import refuse
 from mla_suite.integrations.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache
 from mla_suite.integrations.interface import Interface
 from mla_suite.integrations.sglang import TESTED
+from mla_suite.integrations.sglang_v41 import LAYOUTS as V41_LAYOUTS
 
 try:
     from sglang import __version__  # type: ignore[import-not-found]  # optional
@@ -32,6 +34,7 @@ NAME = "--dsv4-attn-backend mla_suite"
 OTHERWISE = "choose another --dsv4-attn-backend"
 KERNELS = "sglang.kernels.ops.attention.flash_mla_interface"
 LAYOUT = "v4"  # SGLang's name of the 584-byte records
+V4_RATIOS = {4, 128}  # of V4's compressed layers; V4.1's are 1 and 2
 
 
 def take_kernels(model_runner: Any) -> None:
@@ -68,10 +71,14 @@ def check(model_runner: Any) -> None:
     options = model_runner.server_args
     if not deepseek_v4_backend.is_cuda():
         refuse("sglang_v4", f"{NAME} is given without CUDA", OTHERWISE, NotImplementedError)
-    layout = model_runner.token_to_kv_pool.get_swa_key_layout().value
-    if layout != LAYOUT:
-        possible = f"it reads the 584-byte records of SGLANG_DSV4_KV_LAYOUT={LAYOUT}: set it, or {OTHERWISE}"
+    pool = model_runner.token_to_kv_pool
+    layout = pool.get_swa_key_layout().value
+    if layout not in (LAYOUT, *V41_LAYOUTS):
+        possible = f"it reads those of SGLANG_DSV4_KV_LAYOUT={LAYOUT}, {' and '.join(V41_LAYOUTS)}, or {OTHERWISE}"
         refuse("sglang_v4", f"the pool has the layout {layout!r}", possible, NotImplementedError)
+    if layout != LAYOUT and not V4_RATIOS.isdisjoint(pool.present_ratios):
+        possible = f"V4's records are of 584 bytes alone: set SGLANG_DSV4_KV_LAYOUT={LAYOUT}"
+        refuse("sglang_v4", f"the layout {layout!r} of V4.1 is asked for with V4", possible, NotImplementedError)
     mode = getattr(options, "disaggregation_mode", None)
     if mode not in (None, "null"):
         possible = f"it is not done with {NAME}: serve without it, or {OTHERWISE}"

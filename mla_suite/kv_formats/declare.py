@@ -128,6 +128,15 @@ class KVFormat:
         return 0 if self.scale_rule is None else self.by_name["scale"].count * self.scale_rule.tile
 
     @property
+    def rounds_rotated(self) -> bool:
+        """Whether values that are rotated before they are stored are rounded to the type of the rows in between.
+
+        It is so where scales multiply rope values too, as in V4.1's records: the CUDA writers of vLLM and SGLang choose
+        scales by such values. They multiply and add in one rounding there.
+        """
+        return self.scaled > self.latent
+
+    @property
     def token_bytes(self) -> int:
         """Bytes one token costs, padding of the record included and of the block not."""
         return sum(field.bytes for field in self.fields)

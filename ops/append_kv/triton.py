@@ -12,7 +12,7 @@ import triton.language as tl
 from mla_suite.archs import ArchSpec
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.kv_formats import get_kv_format
-from mla_suite.ops.append_kv.triton_rows import ENCODINGS, chunks, store_columns, store_pad
+from mla_suite.ops.append_kv.triton_rows import ENCODINGS, chunks, encode_bf16, store_columns, store_pad
 from mla_suite.ops.sparse_decode.triton_rows import Record, record
 
 LATER = 256  # slots looked at together in the search for a later token with the same slot
@@ -48,6 +48,7 @@ def append_kv_kernel(
     ROPE: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK_NUMBERS: tl.constexpr,
+    ROUNDS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr = LATER,
 ):
@@ -69,7 +70,7 @@ def append_kv_kernel(
     for i in tl.static_range(0, CHUNK_NUMBERS, 2):
         row = new_columns(
             kv_c + token * kv_c_stride, k_pe + token * k_pe_stride, cos_sin, positions, token, cos_sin_stride, valid,
-            CHUNKS[i], CHUNKS[i + 1], LATENT, ROPE, INTERLEAVED,
+            CHUNKS[i], CHUNKS[i + 1], LATENT, ROPE, INTERLEAVED, ROUNDS,
         )  # fmt: skip
         if kv_descale is not None:
             row = tl.div_rn(row, tl.load(kv_descale) + tl.zeros_like(row))
@@ -81,6 +82,7 @@ def append_kv_kernel(
 def new_columns(
     latents, ropes, cos_sin, positions, token, cos_sin_stride, valid,
     FIRST: tl.constexpr, COUNT: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """fp32 columns FIRST .. FIRST + COUNT of the rows of tokens: kv_c and the rotated k_pe behind it."""
     column = tl.arange(0, COUNT) + FIRST
@@ -92,14 +94,20 @@ def new_columns(
             rope = tl.load(ropes[:, None] + (column - LATENT)[None, :], mask=wanted, other=0.0).to(tl.float32)
         else:
             angle = cos_sin + tl.load(positions + token, mask=valid, other=0).to(tl.int64) * cos_sin_stride
-            rope = rotated(ropes, angle, column - LATENT, wanted, ROPE, INTERLEAVED)
+            rope = rotated(ropes, angle, column - LATENT, wanted, ROPE, INTERLEAVED, ROUNDS)
         row = tl.where((column >= LATENT)[None, :], rope, row)
     return row
 
 
 @triton.jit
-def rotated(source, angle, column, wanted, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """fp32 elements `column` of the rope parts at `source` [tokens], each pair turned by its angle."""
+def rotated(
+    source, angle, column, wanted, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, ROUNDS: tl.constexpr
+):  # fmt: skip
+    """fp32 elements `column` of the rope parts at `source` [tokens], each pair turned by its angle.
+
+    With ROUNDS the pair's first value is multiplied and added in one rounding, and the sum rounded to its type. fp64
+    holds such a product, in Triton's interpreter as well.
+    """
     HALF: tl.constexpr = ROPE // 2
     if INTERLEAVED:
         pair, second, other = column // 2, column % 2 == 1, column ^ 1
@@ -111,6 +119,14 @@ def rotated(source, angle, column, wanted, ROPE: tl.constexpr, INTERLEAVED: tl.c
     partner = tl.load(source[:, None] + other[None, :], mask=wanted, other=0.0).to(tl.float32)
     cos = tl.load(angle[:, None] + pair[None, :], mask=wanted, other=0.0).to(tl.float32)
     sin = tl.load(angle[:, None] + HALF + pair[None, :], mask=wanted, other=0.0).to(tl.float32)
+    if ROUNDS:
+        first = tl.where(second[None, :], partner, mine).to(tl.float64)
+        kept = tl.where(second[None, :], mine * cos, partner * sin).to(tl.float64)
+        turned = first * tl.where(second[None, :], sin, cos).to(tl.float64)
+        exact = tl.where(second[None, :], turned + kept, turned - kept).to(tl.float32)
+        if source.dtype.element_ty == tl.bfloat16:  # by bits, since Triton's interpreter cuts
+            return ((encode_bf16(exact).to(tl.int32) & 0xFFFF) << 16).to(tl.float32, bitcast=True)
+        return exact.to(source.dtype.element_ty).to(tl.float32)
     turned, others = mine * cos, partner * sin
     # Not by -partner: Triton negates as 0 - x, which is +0 where x is.
     return tl.where(second[None, :], turned + others, turned - others)
@@ -122,7 +138,8 @@ def constants(kv_format: str, latent: int, rope: int, page: int) -> dict[str, An
     kind = get_kv_format(kv_format)
     found = chunks(latent + rope, kind)
     place = Place(tl.constexpr(page), record(kv_format, latent + rope))
-    return dict(place=place, CHUNKS=found, CHUNK_NUMBERS=len(found), LATENT=latent, ROPE=rope)
+    rounds = kind.sized(latent, rope).rounds_rotated
+    return dict(place=place, CHUNKS=found, CHUNK_NUMBERS=len(found), LATENT=latent, ROPE=rope, ROUNDS=rounds)
 
 
 def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
@@ -160,6 +177,6 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         **constants(args.kv_format, latent, args.k_pe.shape[1], page),
         GROUP=group,
         num_warps=1 if group == 1 else 4,
-        # a fused multiply-add would round the rotation once where the definition rounds twice
+        # a fused multiply-add would round a rotation once where the definition rounds twice
         enable_fp_fusion=False,
     )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mla_suite.__main__ import main
-from mla_suite.bench import measure, sets, third_party
+from mla_suite.bench import measure, sets
 from mla_suite.bench.measure import Measured
 
 CPU = ["bench", "--device", "cpu"]
@@ -79,8 +79,3 @@ def test_bad_requests_are_one_sentence(arguments: list[str], sentence: str, caps
 def test_list_names_every_set_and_its_source(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--list"]) == 0
     assert "aiter-3003: 64 shapes. AITER pull request 3003" in capsys.readouterr().out
-
-
-def test_no_peer_is_installed_where_none_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(third_party, "find_spec", lambda name: None)
-    assert third_party.installed() == []

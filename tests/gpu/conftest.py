@@ -18,6 +18,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import gpu_summary
 
+from mla_suite.archs.sm_90 import decode_splits
+from mla_suite.archs.sm_90.costs import Estimate
+from mla_suite.core import dispatch
+
 
 @pytest.fixture(autouse=True)
 def forgotten_graphs() -> Iterator[None]:
@@ -25,6 +29,37 @@ def forgotten_graphs() -> Iterator[None]:
     yield
     if torch.cuda.is_available() and "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+
+
+@pytest.fixture
+def rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Replaces rules by which sm_90's decode chooses, whatever pays, until the test ends.
+
+    cluster_mode  what blocks of clusters send each other wherever they can: "reduce_o", "exchange_p" or "none"
+    shared        whether row tiles may share keys
+    pairs         whether clusters walk the SM parts of a plan in pairs
+    every_plan    a plan is used however little it saves
+    """
+
+    def replace(
+        *, cluster_mode: str = "", shared: bool = True, pairs: bool | None = None, every_plan: bool = False
+    ) -> None:
+        def mode(estimate: Estimate, splits: int) -> str:
+            return cluster_mode if estimate.in_pairs(splits) else "none"
+
+        if cluster_mode:
+            monkeypatch.setattr(Estimate, "cluster_mode", mode)
+        if not shared:
+            monkeypatch.setattr(decode_splits, "unmerged", lambda config, *sizes: config)
+        if pairs is not None:
+            monkeypatch.setattr(decode_splits, "pairing_pays", lambda *sizes: pairs)
+        if every_plan:
+            monkeypatch.setattr(Estimate, "plan_saves_little", lambda self, splits: False)
+        dispatch.clear_caches()
+
+    yield replace
+    monkeypatch.undo()
+    dispatch.clear_caches()
 
 
 @pytest.hookimpl(hookwrapper=True)

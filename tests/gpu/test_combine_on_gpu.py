@@ -7,10 +7,9 @@ import pytest
 import torch
 from merges import HEADS, SPLITS, TOKENS, assert_rounded, exact, hard_to_round, partials
 
+import mla_suite
 from mla_suite.archs import combine as config
-from mla_suite.core import dispatch
-from mla_suite.ops.combine import COMBINE
-from mla_suite.testing import assert_close, poison
+from mla_suite.testing import assert_close
 
 DEVICE = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -18,22 +17,12 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
 
 
-def combine(partial_out, partial_lse, split_indptr=None, attn_sink=None, **arguments):
+def combine(*tensors, **options):
     """Result of the native kernel, twice the same bits, in outputs that were poisoned; a skip names what is missing."""
-    arguments = {"out_dtype": torch.bfloat16, "num_splits": 0, **arguments}
-    args = (partial_out, partial_lse, split_indptr, attn_sink)
-    problem = COMBINE.problem(*args, **arguments)
-    choice = dispatch.choose("combine", COMBINE.backends, problem, dispatch.arch_of(partial_out), DEVICE.type)
-    if choice.backend.name != "native":
+    choice = mla_suite.explain("combine", *tensors, **options)
+    if choice.backend != "native":
         pytest.skip(str(choice))
-    functional = {name: value for name, value in arguments.items() if name != "skip_single"}
-    results = []
-    for _ in range(2):
-        out, lse = (
-            poison(torch.empty(o.shape, dtype=o.dtype, device=DEVICE)) for o in COMBINE.specify(*args, **functional)
-        )
-        torch.ops.mla_suite.combine.out(*args, **arguments, out=out, lse=lse)
-        results.append((out, lse))
+    results = [merge_runs.into_poisoned(*tensors, **options) for _ in range(2)]
     for first, again in zip(*results, strict=True):
         assert torch.equal(first.view(torch.uint8), again.view(torch.uint8)), "another run, other bits"
     return results[0]

@@ -20,9 +20,6 @@ from decode_calls import (
 )
 
 import mla_suite
-from mla_suite.archs.sm_90 import decode_splits
-from mla_suite.archs.sm_90.costs import Estimate
-from mla_suite.core import dispatch
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan.metadata import Plan
 from mla_suite.testing import exact_decode
@@ -44,17 +41,10 @@ PROBLEMS = {
 
 
 @pytest.fixture(params=["alone", "in pairs", "shared keys"], autouse=True)
-def every_plan_is_used(request, monkeypatch):
+def every_plan_is_used(request, rules):
     """However little it saves. Clusters walk its SM parts in pairs or share keys where they can, or there are none."""
     require_kernels("sm_90")
-    if request.param != "shared keys":
-        monkeypatch.setattr(decode_splits, "unmerged", lambda config, *sizes: config)
-    monkeypatch.setattr(decode_splits, "pairing_pays", lambda *sizes: request.param == "in pairs")
-    monkeypatch.setattr(Estimate, "plan_saves_little", lambda self, splits: False)
-    dispatch.clear_caches()
-    yield
-    monkeypatch.undo()
-    dispatch.clear_caches()
+    rules(every_plan=True, shared=request.param == "shared keys", pairs=request.param == "in pairs")
 
 
 def problem(name: str):

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from mla_suite.ops.decode.samples import decode_sample
-from mla_suite.testing import exact_decode
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
 
@@ -49,10 +48,7 @@ def drawn(draw, **mask):
 
 def check(sample):
     args, kwargs = sample.make(torch.device("cpu"))
-    args = hostile_inputs.hostile(args, kwargs.get("window_left", -1))
-    on_gpu = [None if tensor is None else tensor.cuda() for tensor in args]
-    out, lse = calls.decode(on_gpu, kwargs)
-    calls.assert_right(out, lse, exact_decode(*args, **kwargs))
+    calls.check_arguments(hostile_inputs.hostile(args, kwargs.get("window_left", -1)), kwargs)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -77,9 +73,7 @@ def test_three_hundred_random_masks():
         )
         args = list(args)
         args[13] = torch.randint(-(2**63), 2**63 - 1, args[13].shape, generator=generator)
-        on_gpu = [None if tensor is None else tensor.cuda() for tensor in args]
-        out, lse = calls.decode(on_gpu, kwargs)
-        calls.assert_right(out, lse, exact_decode(*args, **kwargs))
+        calls.check_arguments(args, kwargs)
 
 
 @pytest.mark.parametrize("page", [1, 64])

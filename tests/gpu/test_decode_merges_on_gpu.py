@@ -19,6 +19,7 @@ from decode_calls import (
     assert_right_at_other_lengths,
     assert_same_bits,
     check,
+    check_arguments,
     decode,
     decode_grid,
     hostile,
@@ -27,7 +28,6 @@ from decode_calls import (
 )
 
 import mla_suite
-from mla_suite.archs.sm_90 import decode_splits
 from mla_suite.archs.sm_90.costs import Estimate
 from mla_suite.core import dispatch
 from mla_suite.ops.decode.samples import decode_sample
@@ -42,23 +42,6 @@ def gpu():
 
 
 EXCHANGES = ("reduce_o", "exchange_p")
-
-
-@pytest.fixture
-def merging(monkeypatch):
-    """Makes the blocks of clusters send each other "reduce_o" or "exchange_p" wherever they can, whether or not it
-    pays, or "none"."""
-
-    def merge(exchange):
-        def rule(self, splits):
-            return exchange if self.in_pairs(splits) else "none"
-
-        monkeypatch.setattr(Estimate, "cluster_mode", rule)
-        dispatch.clear_caches()
-
-    yield merge
-    monkeypatch.undo()
-    dispatch.clear_caches()
 
 
 PAIRS = {
@@ -78,26 +61,25 @@ PAIRS = {
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("shape", PAIRS)
-def test_pairs_within_the_rounding_bound(merging, shape, exchange):
-    merging(exchange)
+def test_pairs_within_the_rounding_bound(rules, shape, exchange):
+    rules(cluster_mode=exchange)
     check(decode_sample(seed=len(shape), **PAIRS[shape]))
 
 
 @pytest.mark.parametrize("kind", ["equal", "dominating", "rising", "falling", "large"])
-def test_hard_scores_of_exchanged_probabilities(merging, kind):
+def test_hard_scores_of_exchanged_probabilities(rules, kind):
     """Each split has a running max of its own, which the other block's results know nothing of."""
     args, kwargs = decode_sample((700,), heads=40, q_len=2, num_splits=4).make(torch.device("cpu"))
     decode_grid.hard_scores(kind, args)
-    moved = [None if tensor is None else tensor.cuda() for tensor in args]
-    merging("exchange_p")
-    assert_right(*decode(moved, kwargs), exact_decode(*args, **kwargs))
+    rules(cluster_mode="exchange_p")
+    check_arguments(args, kwargs)
 
 
 @pytest.mark.parametrize("bits", [0x7FC0, 0x7F80])
-def test_values_past_the_end_do_no_harm_in_either_block(merging, bits):
+def test_values_past_the_end_do_no_harm_in_either_block(rules, bits):
     """NaN and infinity where a page goes on behind the last key: both blocks read that page."""
     args, kwargs = decode_sample((333,), heads=64, num_splits=2).make(torch.device("cuda"))
-    merging("exchange_p")
+    rules(cluster_mode="exchange_p")
     right = decode(args, kwargs)
     last_page, used = args[TABLE][0, 333 // 64], 333 % 64
     args[CACHE][last_page, used:] = torch.tensor(bits, dtype=torch.int16, device="cuda").view(torch.bfloat16)
@@ -106,13 +88,13 @@ def test_values_past_the_end_do_no_harm_in_either_block(merging, bits):
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("shape", PAIRS)
-def test_cuts_merged_in_pairs_are_those_merged_by_combine(merging, shape, exchange):
+def test_cuts_merged_in_pairs_are_those_merged_by_combine(rules, shape, exchange):
     """To a rounding of the result, which combine computes from partials that were rounded to fp32 on their way; a row
     that one split does not see is the other's."""
     args, kwargs = decode_sample(seed=len(shape), **PAIRS[shape]).make(torch.device("cuda"))
-    merging(exchange)
+    rules(cluster_mode=exchange)
     out, lse = decode(args, kwargs)
-    merging("none")
+    rules(cluster_mode="none")
     expected, expected_lse = decode(args, kwargs)
     step = 2.0**-7 if out.dtype == torch.bfloat16 else 2.0**-10
     torch.testing.assert_close(out.float(), expected.float(), rtol=step, atol=2.0**-14)
@@ -121,8 +103,8 @@ def test_cuts_merged_in_pairs_are_those_merged_by_combine(merging, shape, exchan
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("splits", [2, 4, 20])
-def test_a_graph_of_pairs_repeats_its_bits(merging, splits, exchange):
-    merging(exchange)
+def test_a_graph_of_pairs_repeats_its_bits(rules, splits, exchange):
+    rules(cluster_mode=exchange)
     samples = [decode_sample((500 + 97 * i, 64), heads=100, num_splits=splits, seed=i) for i in range(6)]
     problems = [sample.make(torch.device("cuda")) for sample in samples]
     assert_a_graph_repeats(problems, [decode(*problem) for problem in problems])
@@ -130,9 +112,9 @@ def test_a_graph_of_pairs_repeats_its_bits(merging, splits, exchange):
 
 @pytest.mark.parametrize("exchange", ["none", "exchange_p"])
 @pytest.mark.parametrize("bits", [0x7FC0, 0xFFFF, 0x7FFF, 0xFF81])
-def test_nan_of_any_kind_comes_through_a_streaming_combine(merging, bits, exchange):
+def test_nan_of_any_kind_comes_through_a_streaming_combine(rules, bits, exchange):
     """Which waits as long as it sees one certain NaN: results must never be that one."""
-    merging(exchange)
+    rules(cluster_mode=exchange)
     args, kwargs = decode_sample((700,), heads=16, num_splits=20).make(torch.device("cuda"))
     right, right_lse = decode(args, kwargs)
     nan = torch.tensor(bits - 0x10000 if bits >> 15 else bits, dtype=torch.int16, device="cuda").view(torch.bfloat16)
@@ -149,10 +131,10 @@ def test_nan_of_any_kind_comes_through_a_streaming_combine(merging, bits, exchan
 
 @pytest.mark.parametrize("exchange", ["none", "exchange_p"])
 @pytest.mark.parametrize(("heads", "least"), [(16, 5), (64, 2), (128, 3), (128, 32)])
-def test_a_streaming_combine_takes_no_old_partial(monkeypatch, merging, heads, least, exchange):
+def test_a_streaming_combine_takes_no_old_partial(monkeypatch, rules, heads, least, exchange):
     """Calls that follow each other closely, with other inputs in the same scratch, eagerly and as a graph."""
     samples = [decode_sample((1500 + 97 * i,), heads=heads, num_splits=least + i, seed=i) for i in range(12)]
-    merging(exchange)
+    rules(cluster_mode=exchange)
     problems = [sample.make(torch.device("cuda")) for sample in samples]
     with monkeypatch.context() as changed:
         changed.setattr(Estimate, "streams", lambda self, splits, cluster_mode="none": False)
@@ -172,19 +154,7 @@ def test_a_streaming_combine_takes_no_old_partial(monkeypatch, merging, heads, l
     assert_a_graph_repeats(problems, results)
 
 
-@pytest.fixture
-def plans_in_pairs(monkeypatch):
-    """Uses every plan, however little it saves; says whether clusters walk its SM parts in pairs. None shares keys."""
-
-    def pair(wanted):
-        monkeypatch.setattr(decode_splits, "unmerged", lambda config, *sizes: config)
-        monkeypatch.setattr(decode_splits, "pairing_pays", lambda *sizes: wanted)
-        monkeypatch.setattr(Estimate, "plan_saves_little", lambda self, splits: False)
-        dispatch.clear_caches()
-
-    yield pair
-    monkeypatch.undo()
-    dispatch.clear_caches()
+IN_PAIRS = dict(every_plan=True, shared=False, pairs=True)
 
 
 PLANS = {
@@ -218,31 +188,31 @@ def planned(name):
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_plan_walked_in_pairs_is_right(plans_in_pairs, name):
+def test_a_plan_walked_in_pairs_is_right(rules, name):
     """To the bound; to a rounding of what it is without clusters; and the same bits every time."""
     args, kwargs = planned(name)
-    plans_in_pairs(True)
+    rules(**IN_PAIRS)
     out, lse = decode(args, kwargs)
     assert_right(out, lse, exact_decode(*on_cpu(args), **kwargs))
     for _ in range(10):
         assert_same_bits([decode(args, kwargs)], [(out, lse)])
-    plans_in_pairs(False)
+    rules(pairs=False)
     expected, expected_lse = decode(args, kwargs)
     step = 2.0**-7 if out.dtype == torch.bfloat16 else 2.0**-10
     torch.testing.assert_close(out.float(), expected.float(), rtol=step, atol=2.0**-14)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-6)
 
 
-def test_a_graph_with_plans_walked_in_pairs_repeats_its_bits(plans_in_pairs):
-    plans_in_pairs(True)
+def test_a_graph_with_plans_walked_in_pairs_repeats_its_bits(rules):
+    rules(**IN_PAIRS)
     problems = [planned(name) for name in PLANS]
     assert_a_graph_repeats(problems, [decode(*problem) for problem in problems])
 
 
 @pytest.mark.parametrize("heads", [16, 128])
-def test_a_captured_plan_walked_in_pairs_is_right_at_any_length(plans_in_pairs, heads):
+def test_a_captured_plan_walked_in_pairs_is_right_at_any_length(rules, heads):
     """The plan is made once and captured; then sequences grow, shrink and vanish. Or it is made anew in each replay."""
-    plans_in_pairs(True)
+    rules(**IN_PAIRS)
     first = (2000, 1500, 1000, 64, 900)
     made, kwargs = decode_sample(first, heads=heads).make(torch.device("cuda"))
     args = list(made)
@@ -261,11 +231,11 @@ def test_a_captured_plan_walked_in_pairs_is_right_at_any_length(plans_in_pairs, 
         assert_right_at_other_lengths(step, args, kwargs, every_lengths, warm=False)
 
 
-def test_more_parts_than_the_device_holds_are_not_merged_in_pairs(plans_in_pairs):
+def test_more_parts_than_the_device_holds_are_not_merged_in_pairs(rules):
     """Each block then walks several parts, so no tile is a block's last."""
     args, kwargs = hostile(decode_sample((3000, 900, 2000, 64), heads=64))
     args[PLAN] = mla_suite.plan(args[LENS], num_heads=64, num_sm_parts=500, max_seqlen_kv=3000)
-    plans_in_pairs(True)
+    rules(**IN_PAIRS)
     assert_right(*decode(args, kwargs), exact_decode(*on_cpu(args), **kwargs))
 
 

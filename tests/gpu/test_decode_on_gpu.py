@@ -21,6 +21,7 @@ from decode_calls import (
     assert_right,
     assert_right_at_other_lengths,
     check,
+    check_arguments,
     decode,
     decode_grid,
     hostile,
@@ -30,8 +31,6 @@ from decode_calls import (
 )
 
 import mla_suite
-from mla_suite.archs.sm_90.costs import Estimate
-from mla_suite.core import dispatch
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan.metadata import Plan
 from mla_suite.testing import exact_decode
@@ -40,14 +39,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU th
 
 
 @pytest.fixture(autouse=True)
-def gpu(monkeypatch):
+def gpu(rules):
     """Plans are walked however little they save, or none of short sequences would be."""
     require_kernels()
-    monkeypatch.setattr(Estimate, "plan_saves_little", lambda self, splits: False)
-    dispatch.clear_caches()
-    yield
-    monkeypatch.undo()
-    dispatch.clear_caches()
+    rules(every_plan=True)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -91,8 +86,7 @@ def test_hard_scores(kind):
     """Rows that are all equal, one key above all others, maxima that move at every key or never, logits to +-200."""
     args, kwargs = decode_sample((300,), heads=40, q_len=2, num_splits=1).make(torch.device("cpu"))
     decode_grid.hard_scores(kind, args)
-    moved = [None if tensor is None else tensor.cuda() for tensor in args]
-    assert_right(*decode(moved, kwargs), exact_decode(*args, **kwargs))
+    check_arguments(args, kwargs)
 
 
 @pytest.mark.parametrize("scale", [0.0, -(192**-0.5)])

@@ -14,8 +14,6 @@ from decode_calls import FP8, LENS, PLAN, Q, here, hostile, require_kernels
 
 import mla_suite
 from mla_suite import testing
-from mla_suite.archs.sm_90 import decode_splits
-from mla_suite.archs.sm_90.costs import Estimate
 from mla_suite.core import dispatch
 from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
@@ -99,15 +97,9 @@ def test_results_are_those_of_the_models_scores(shape):
 
 @pytest.mark.parametrize("pairs", [True, False])
 @pytest.mark.parametrize("lens", [(3000,) * 33, (4000, 17, 900, 2100, 64, 0, 7000, 333) * 3])
-def test_a_plan_walked_in_pairs_is_right(monkeypatch, lens, pairs):
-    monkeypatch.setattr(decode_splits, "pairing_pays", lambda *sizes: pairs)
-    monkeypatch.setattr(Estimate, "plan_saves_little", lambda self, splits: False)
-    dispatch.clear_caches()
-    try:
-        check(decode_sample(lens, heads=100, sink=True, precision="fp8", **FP8), num_sm_parts=0)
-    finally:
-        monkeypatch.undo()
-        dispatch.clear_caches()
+def test_a_plan_walked_in_pairs_is_right(rules, lens, pairs):
+    rules(pairs=pairs, every_plan=True)
+    check(decode_sample(lens, heads=100, sink=True, precision="fp8", **FP8), num_sm_parts=0)
 
 
 def test_random_problems():

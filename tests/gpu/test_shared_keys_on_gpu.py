@@ -25,8 +25,6 @@ from decode_calls import (
 
 import mla_suite
 from mla_suite.archs.sm_90 import decode as sm90_decode
-from mla_suite.archs.sm_90 import decode_splits
-from mla_suite.core import dispatch
 from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode
@@ -37,20 +35,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU th
 @pytest.fixture(autouse=True)
 def gpu():
     require_kernels("sm_90")
-
-
-@pytest.fixture
-def not_shared(monkeypatch):
-    """Calls of these tests without clusters from then on."""
-
-    def alone():
-        monkeypatch.setattr(decode_splits, "unmerged", lambda config, *sizes: config)
-        monkeypatch.setattr(decode_splits, "pairing_pays", lambda *sizes: False)
-        dispatch.clear_caches()
-
-    yield alone
-    monkeypatch.undo()
-    dispatch.clear_caches()
 
 
 RAGGED = (700, 100, 0, 1063, 1, 33, 64) * 9
@@ -104,13 +88,13 @@ def instance(args, kwargs):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_shared_keys_give_the_bits_of_keys_that_are_not(not_shared, name):
+def test_shared_keys_give_the_bits_of_keys_that_are_not(rules, name):
     """Sharing changes who loads a stage and nothing of what is computed."""
     args, kwargs = made(name)
     assert "clustermode-share_kv" in instance(args, kwargs)
     found = decode(args, kwargs)
     assert_right(*found, exact_decode(*on_cpu(args), **kwargs))
-    not_shared()
+    rules(shared=False, pairs=False)
     assert "clustermode-none" in instance(args, kwargs)
     assert_same_bits([decode(args, kwargs)], [found])
 

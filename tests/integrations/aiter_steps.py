@@ -6,6 +6,10 @@ import torch
 
 from mla_suite.integrations import aiter
 
+ARGUMENTS = ("q", "kv_buffer", "o", "qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_lens", "max_seqlen_q")
+MADE = ("work_meta_data", "work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map", "reduce_partial_map")
+"""What get_mla_metadata_info_v1 sizes; get_mla_metadata_v1 takes the third before the second."""
+
 
 def attend(q, keys, scale, d_v=512):
     """One query token [heads, d] over keys [n, d]."""
@@ -41,16 +45,11 @@ class Step:
 
     @property
     def args(self):
-        return (
-            self.q,
-            self.kv_buffer,
-            self.o,
-            self.qo_indptr,
-            self.kv_indptr,
-            self.kv_indices,
-            self.kv_last_page_lens,
-            self.max_seqlen_q,
-        )
+        return tuple(getattr(self, name) for name in ARGUMENTS)
+
+    @property
+    def named(self):
+        return dict(zip(ARGUMENTS, self.args, strict=True))
 
     def keys(self, b):
         pages = self.kv_indices[self.kv_indptr[b] : self.kv_indptr[b + 1]].long()
@@ -74,23 +73,12 @@ class Step:
         sizes = aiter.get_mla_metadata_info_v1(
             len(self.kv_lens), self.max_seqlen_q, heads, self.q.dtype, self.kv_buffer.dtype, is_sparse=False
         )
-        buffers = [torch.empty(size, dtype=dtype) for size, dtype in sizes]
-        for buffer in buffers:
+        made = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in zip(MADE, sizes, strict=True)}
+        for buffer in made.values():
             buffer.view(torch.uint8).fill_(0x7F)
-        work_metadata, work_indptr, work_info_set, reduce_indptr, reduce_final_map, reduce_partial_map = buffers
-        aiter.get_mla_metadata_v1(
-            self.qo_indptr,
-            self.kv_indptr,
-            self.kv_last_page_lens,
+        self.fill(
+            made,
             heads,
-            1,
-            True,
-            work_metadata,
-            work_info_set,
-            work_indptr,
-            reduce_indptr,
-            reduce_final_map,
-            reduce_partial_map,
             page_size=self.page_size,
             kv_granularity=max(self.page_size, 16),
             max_seqlen_qo=self.max_seqlen_q,
@@ -99,11 +87,12 @@ class Step:
             dtype_q=self.q.dtype,
             dtype_kv=self.kv_buffer.dtype,
         )
-        return dict(
-            work_meta_data=work_metadata,
-            work_indptr=work_indptr,
-            work_info_set=work_info_set,
-            reduce_indptr=reduce_indptr,
-            reduce_final_map=reduce_final_map,
-            reduce_partial_map=reduce_partial_map,
+        return made
+
+    def fill(self, made, heads=16, **options):
+        """Plan the step into such buffers."""
+        work_metadata, work_indptr, work_info_set, *reduce = (made[name] for name in MADE)
+        lengths = self.qo_indptr, self.kv_indptr, self.kv_last_page_lens
+        aiter.get_mla_metadata_v1(
+            *lengths, heads, 1, True, work_metadata, work_info_set, work_indptr, *reduce, **options
         )

@@ -1,6 +1,8 @@
-"""Caches as FlashMLA takes them, and its documented formulas."""
+"""Caches as FlashMLA takes them, its dense calls, and its documented formulas."""
 
 import torch
+
+from mla_suite.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
 
 def attend(q, keys, scale, d_v=512, sink=None):
@@ -16,7 +18,14 @@ def attend(q, keys, scale, d_v=512, sink=None):
 
 
 def dense_expected(q, rows, block_table, lengths, scale, causal, sink=None):
-    """rows [num_pages, page_size, d]: the values the cache stands for."""
+    """rows [num_pages, page_size, d] are the values that the cache stands for.
+
+    With [num_pages, page_size, kv_heads, d] query heads that follow each other share a KV head.
+    """
+    if rows.dim() == 4:
+        shared = zip(q.chunk(rows.shape[2], dim=2), rows.unbind(2), strict=True)
+        each = [dense_expected(own, keys, block_table, lengths, scale, causal, sink) for own, keys in shared]
+        return torch.cat([out for out, _ in each], 2), torch.cat([lse for _, lse in each], 1)
     batch, q_len, heads, _ = q.shape
     out, lse = torch.empty(batch, q_len, heads, 512), torch.empty(batch, heads, q_len)
     for b, length in enumerate(lengths):
@@ -26,16 +35,6 @@ def dense_expected(q, rows, block_table, lengths, scale, causal, sink=None):
             visible = max(length - (q_len - 1 - i), 0) if causal else length
             out[b, i], lse[b, :, i] = attend(q[b, i], keys[:visible], scale, sink=sink)
     return out, lse
-
-
-def several_expected(q, rows, block_table, lengths, scale, causal):
-    """rows [num_pages, page_size, kv_heads, d]: query heads that follow each other share a KV head."""
-    shared = q.unflatten(2, (rows.shape[2], -1))
-    each = [
-        dense_expected(shared[:, :, k], rows[:, :, k], block_table, lengths, scale, causal)
-        for k in range(rows.shape[2])
-    ]
-    return torch.cat([out for out, _ in each], 2), torch.cat([lse for _, lse in each], 1)
 
 
 def paged(lengths, page, width=576, dtype=torch.bfloat16, kv_heads=1):
@@ -60,3 +59,27 @@ def check(out, lse, expected, dtype=torch.bfloat16):
     # 2^-8 relative is half an ulp of bf16 above the fp32 reference's own 1e-5
     torch.testing.assert_close(out.float(), expected[0], rtol=2**-8, atol=2e-5)
     torch.testing.assert_close(lse, expected[1], rtol=1e-5, atol=1e-5)
+
+
+class Dense:
+    """A problem of dense calls: sequences of these lengths in a cache of `paged`."""
+
+    def __init__(self, lengths, page=64, **options):
+        self.lengths = lengths
+        self.cache, self.table, self.lens = paged(lengths, page, **options)
+
+    def queries(self, q_len=1, heads=16):
+        return torch.randn(len(self.lengths), q_len, heads, 576).to(self.cache.dtype)
+
+    def call(self, q, *metadata, **options):
+        """(out, lse); without metadata, with a new holder."""
+        given = metadata or get_mla_metadata()
+        return flash_mla_with_kvcache(q, self.cache, self.table, self.lens, 512, *given, **options)
+
+    def expected(self, q, causal=False, scale=576**-0.5, lengths=None, sink=None):
+        return dense_expected(q, self.cache, self.table, lengths or self.lengths, scale, causal, sink)
+
+    def check(self, q, *metadata, causal=False, **options):
+        """Calls it, and compares what it gives."""
+        found = self.call(q, *metadata, causal=causal, **options)
+        check(*found, self.expected(q, causal, sink=options.get("attn_sink")), q.dtype)

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from aiter_steps import Step, attend
+from aiter_steps import MADE, Step, attend
 
 from mla_suite.integrations import aiter
 
@@ -101,32 +101,31 @@ def sparse_metadata(step, q_len, topk):
     sizes = aiter.get_mla_metadata_info_v1(
         len(step.kv_lens), q_len, 16, torch.bfloat16, torch.bfloat16, is_sparse=True, num_kv_splits=32
     )
-    work_metadata, work_indptr, work_info_set, *reduce = (torch.zeros(size, dtype=dtype) for size, dtype in sizes)
-    lengths = (step.qo_indptr, step.kv_indptr, step.kv_last_page_lens)
-    aiter.get_mla_metadata_v1(
-        *lengths, 16, 1, True, work_metadata, work_info_set, work_indptr, *reduce,
-        page_size=1, max_seqlen_qo=1, uni_seqlen_qo=1, max_split_per_batch=32, topk=topk,
-    )  # fmt: skip
-    names = ("reduce_indptr", "reduce_final_map", "reduce_partial_map")
-    given = dict(work_meta_data=work_metadata, work_indptr=work_indptr, work_info_set=work_info_set)
-    return given | dict(zip(names, reduce, strict=True))
+    made = {name: torch.zeros(size, dtype=dtype) for name, (size, dtype) in zip(MADE, sizes, strict=True)}
+    step.fill(made, page_size=1, max_seqlen_qo=1, uni_seqlen_qo=1, max_split_per_batch=32, topk=topk)
+    return made
+
+
+def selection(step, topk):
+    """kv_indices [tokens, topk], whose rows end in anything where a sequence is shorter, and the results by them."""
+    chosen, expected = torch.full((step.total, topk), 2**31 - 1, dtype=torch.int32), []
+    owners = [b for b, q_len in enumerate(step.q_lens) for _ in range(q_len)]
+    for token, b in enumerate(owners):
+        rows = torch.randperm(step.kv_lens[b])[:topk]
+        chosen[token, : len(rows)] = step.kv_indices[step.kv_indptr[b] + rows]
+        expected.append(attend(step.q[token], step.keys(b)[rows], 0.05))
+    return chosen.view(-1), tuple(torch.stack(part) for part in zip(*expected, strict=True))
 
 
 @pytest.mark.parametrize("q_len", [1, 3])
 def test_selected_keys_by_metadata_with_topk(q_len):
-    """kv_indices [tokens, topk]: rows shorter than topk end in anything."""
     topk, lens = 64, [200, 0, 40, 65]
     step = Step(lens, [q_len] * 4)
     made = sparse_metadata(step, q_len, topk)
-    chosen, expected = torch.full((step.total, topk), 2**31 - 1, dtype=torch.int32), []
-    for token in range(step.total):
-        rows = torch.randperm(lens[token // q_len])[:topk]
-        slots = step.kv_indices[step.kv_indptr[token // q_len] + rows]
-        chosen[token, : len(rows)] = slots
-        expected.append(attend(step.q[token], step.kv_buffer[slots.long()].flatten(0, 2), 0.05))
-    arguments = (*step.args[:5], chosen.view(-1), step.kv_last_page_lens, 1, 1, 1, 0.05)
+    chosen, expected = selection(step, topk)
+    arguments = (*step.args[:5], chosen, step.kv_last_page_lens, 1, 1, 1, 0.05)
     _, lse = aiter.mla_decode_fwd(*arguments, num_kv_splits=32, return_lse=True, **made)
-    step.check(lse, tuple(torch.stack(part) for part in zip(*expected, strict=True)))
+    step.check(lse, expected)
 
     works = made["work_info_set"][: int(made["work_indptr"][-1])].tolist()
     for token in range(step.total):
@@ -136,9 +135,7 @@ def test_selected_keys_by_metadata_with_topk(q_len):
         assert all(left[1] == right[0] for left, right in itertools.pairwise(spans))
 
     # the same buffers planned densely select no more
-    order = ("work_meta_data", "work_info_set", "work_indptr", "reduce_indptr", "reduce_final_map")
-    buffers = [made[key] for key in order] + [made["reduce_partial_map"]]
-    aiter.get_mla_metadata_v1(step.qo_indptr, step.kv_indptr, step.kv_last_page_lens, 16, 1, True, *buffers)
+    step.fill(made)
     _, lse = aiter.mla_decode_fwd(*step.args, return_lse=True, **made)
     step.check(lse, step.expected())
 
@@ -166,20 +163,16 @@ def copied_over_dense(info):
 @pytest.mark.parametrize("change", [cloned, without_its_last_rows, copied, copied_over_dense])
 def test_metadata_means_the_same_when_it_is_copied(change, inference):
     """The selection is what the data says, whichever tensor holds it."""
-    topk, lens = 16, [200, 0, 40, 65]
+    topk = 16
     with torch.inference_mode(inference):
-        step = Step(lens, [1] * 4)
+        step = Step([200, 0, 40, 65], [1] * 4)
         made = sparse_metadata(step, 1, topk)
-        chosen, expected = torch.full((step.total, topk), 2**31 - 1, dtype=torch.int32), []
-        for token, length in enumerate(lens):
-            rows = torch.randperm(length)[:topk]
-            chosen[token, : len(rows)] = step.kv_indices[step.kv_indptr[token] + rows]
-            expected.append(attend(step.q[token], step.keys(token)[rows], 0.05))
+        chosen, expected = selection(step, topk)
         made["work_info_set"] = change(made["work_info_set"])
-        arguments = (*step.args[:5], chosen.view(-1), step.kv_last_page_lens, 1, 1, 1, 0.05)
+        arguments = (*step.args[:5], chosen, step.kv_last_page_lens, 1, 1, 1, 0.05)
         for _ in range(2):
             _, lse = aiter.mla_decode_fwd(*arguments, return_lse=True, **made)
-            step.check(lse, tuple(torch.stack(part) for part in zip(*expected, strict=True)))
+            step.check(lse, expected)
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -211,10 +204,8 @@ def test_refused_selections():
         (dict(kv_indices=step.kv_indices[:15]), "2 query tokens and topk 8 need 16"),
         (dict(kv_buffer=step.kv_buffer.to(torch.float8_e4m3fn)), "bf16, fp16 or fp32 pages of one token"),
     ):
-        names = ("q", "kv_buffer", "o", "qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_lens", "max_seqlen_q")
-        given = dict(zip(names, step.args, strict=True)) | made | changes
         with pytest.raises(ValueError, match=message):
-            aiter.mla_decode_fwd(**given)
+            aiter.mla_decode_fwd(**(step.named | made | changes))
     assert bool(step.o.isnan().all()), "written although refused"
 
 
@@ -278,9 +269,8 @@ def test_what_is_absent_says_so():
 )
 def test_refusals(changes, message):
     step = Step([20, 3], [1, 1])
-    names = ("q", "kv_buffer", "o", "qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_lens", "max_seqlen_q")
     with pytest.raises((ValueError, TypeError), match=message):
-        aiter.mla_decode_fwd(**{**dict(zip(names, step.args, strict=True)), **changes})
+        aiter.mla_decode_fwd(**(step.named | changes))
     assert bool(step.o.isnan().all()), "written although refused"
 
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from aiter_steps import Step, attend
+from aiter_steps import MADE, Step, attend
 
 from mla_suite.integrations import aiter, metadata_convert
 
@@ -34,10 +34,7 @@ def test_metadata_for_the_next_step_goes_into_the_same_plan():
     before = metadata_convert.recall(made["work_info_set"], 3)
     words = before.clone()
     grown = Step([1, 1800, 9], [1] * 3)
-    buffers = [made[key] for key in ("work_meta_data", "work_info_set", "work_indptr")]
-    reduce = [made[key] for key in ("reduce_indptr", "reduce_final_map", "reduce_partial_map")]
-    lengths = (grown.qo_indptr, grown.kv_indptr, grown.kv_last_page_lens)
-    aiter.get_mla_metadata_v1(*lengths, 16, 1, True, *buffers, *reduce)
+    grown.fill(made)
     assert metadata_convert.recall(made["work_info_set"], 3) is before
     assert not torch.equal(before, words)
     _, lse = aiter.mla_decode_fwd(*grown.args, return_lse=True, **made)
@@ -57,18 +54,9 @@ def test_buffers_of_another_kind_are_refused_before_any_is_written(name, shape, 
     step = Step([700, 2, 130], [1] * 3)
     made = {key: torch.full_like(buffer, 7) for key, buffer in step.metadata().items()}
     made[name] = torch.full(shape, 7, dtype=torch.int32)
-    order = (
-        "work_meta_data",
-        "work_info_set",
-        "work_indptr",
-        "reduce_indptr",
-        "reduce_final_map",
-        "reduce_partial_map",
-    )
-    buffers = [made[key] for key in order]
     with pytest.raises(ValueError, match=message):
-        aiter.get_mla_metadata_v1(step.qo_indptr, step.kv_indptr, step.kv_last_page_lens, 16, 1, True, *buffers)
-    assert all(set(buffer.flatten().tolist()) == {7} for buffer in buffers)
+        step.fill(made)
+    assert all(set(buffer.flatten().tolist()) == {7} for buffer in made.values())
 
 
 def test_two_stages_by_hand():
@@ -93,17 +81,8 @@ def test_two_stages_by_hand():
                 splits += 1
                 partial_output[row + token - q_start, 0], partial_lse[row + token - q_start, 0, :, 0] = out, lse
     assert splits
-    aiter.mla_reduce_v1(
-        partial_output,
-        partial_lse,
-        made["reduce_indptr"],
-        made["reduce_final_map"],
-        made["reduce_partial_map"],
-        2,
-        0,
-        step.o,
-        final_lse,
-    )
+    lists = (made[name] for name in MADE[3:])
+    aiter.mla_reduce_v1(partial_output, partial_lse, *lists, 2, 0, step.o, final_lse)
     step.check(final_lse, step.expected())
 
 
@@ -157,21 +136,18 @@ def test_decode_reduce(num_splits, batch):
 def test_refused_plans_and_reductions():
     step = Step([20, 3], [1, 1])
     made = step.metadata()
-    lengths = (step.qo_indptr, step.kv_indptr, step.kv_last_page_lens)
-    order = ("work_meta_data", "work_info_set", "work_indptr", "reduce_indptr", "reduce_final_map")
-    buffers = [made[key] for key in order] + [made["reduce_partial_map"]]
     for changes, message in (
         (dict(topk=2048, page_size=16), "topk is 2048 and page_size 16"),
         (dict(is_cp_round_robin=True), "round-robin"),
     ):
         with pytest.raises(ValueError, match=message):
-            aiter.get_mla_metadata_v1(*lengths, 16, 1, True, *buffers, **changes)
+            step.fill(made, **changes)
     with pytest.raises(ValueError, match=r"kv_last_page_lens is 16; it is the third argument, a tensor \[batch\]"):
-        aiter.get_mla_metadata_v1(*lengths[:2], 16, 1, True, *buffers, 1)
+        aiter.get_mla_metadata_v1(step.qo_indptr, step.kv_indptr, 16, 1, True, *made.values(), 1)
     with pytest.raises(TypeError, match="get_mla_metadata_info_v1: batch_size is None; it takes an int"):
         aiter.get_mla_metadata_info_v1(None, 1, 16, torch.bfloat16, torch.bfloat16, is_sparse=False)
     with pytest.raises(ValueError, match="2 sequences and 8 SM parts need 10"):
-        aiter.get_mla_metadata_v1(*lengths, 16, 1, True, buffers[0], buffers[1][:9], *buffers[2:])
+        step.fill(made | dict(work_info_set=made["work_info_set"][:9]))
     outs, reduced = torch.zeros(2, 3, 4, 512), torch.zeros(2, 4, 512, dtype=torch.bfloat16)
     indptr = torch.zeros(3, dtype=torch.int32)
     for arguments, message in (

@@ -5,7 +5,7 @@ import inspect
 import numpy as np
 import pytest
 import torch
-from flash_mla_calls import check, dense_expected, paged
+from flash_mla_calls import Dense, check
 
 from mla_suite.integrations import metadata_convert
 from mla_suite.integrations.flash_mla import (
@@ -18,42 +18,45 @@ from mla_suite.integrations.flash_mla import (
 
 @pytest.mark.parametrize("form", ["holder", "arguments", "copied"])
 @pytest.mark.parametrize(
-    ("lengths", "heads", "q_len", "page", "causal"),
+    ("lengths", "heads", "kv_heads", "q_len", "page", "causal"),
     [
-        ([130, 64, 1], 16, 1, 64, False),
-        ([130, 0, 700], 16, 1, 64, True),  # varlen and zero-length
-        ([300, 2, 65], 8, 3, 64, True),  # MTP; two keys for three tokens
-        ([300, 2], 8, 2, 64, False),
-        ([77, 40], 5, 1, 2, True),
-        ([77, 200], 16, 2, 61, True),
-        ([600], 128, 1, 256, False),
+        ([130, 64, 1], 16, 1, 1, 64, False),
+        ([130, 0, 700], 16, 1, 1, 64, True),  # varlen and zero-length
+        ([300, 2, 65], 8, 1, 3, 64, True),  # MTP; two keys for three tokens
+        ([300, 2], 8, 1, 2, 64, False),
+        ([77, 40], 5, 1, 1, 2, True),
+        ([77, 200], 16, 1, 2, 61, True),
+        ([600], 128, 1, 1, 256, False),
+        ([130, 0, 20], 3, 3, 1, 64, False),
+        ([20], 9, 3, 4, 64, True),
+        ([140, 20], 64, 2, 2, 64, False),
+        ([70, 2, 0, 64], 64, 8, 4, 64, True),
+        ([65, 3], 126, 3, 1, 64, True),
+        ([129, 1], 128, 8, 1, 61, False),
+        ([5, 300], 8, 2, 2, 1, True),
     ],
 )
-def test_dense_decoding_loop(lengths, heads, q_len, page, causal, form):
-    """The loop of FlashMLA's README: metadata once, then every layer."""
-    cache, block_table, cache_seqlens = paged(lengths, page)
+def test_dense_decoding_loop(lengths, heads, kv_heads, q_len, page, causal, form):
+    """The loop of FlashMLA's README: metadata once, then every layer: a first call, one that is recognised, another."""
+    problem = Dense(lengths, page, kv_heads=kv_heads)
     if form == "holder":
-        tile_scheduler_metadata, num_splits = get_mla_metadata()
+        metadata = get_mla_metadata()
     else:
-        tile_scheduler_metadata, num_splits = get_mla_metadata(cache_seqlens, q_len * heads, 1, heads, False, None)
-        assert tile_scheduler_metadata.shape[1] == 8
-        assert num_splits.shape == (len(lengths) + 1,)
+        metadata = get_mla_metadata(problem.lens, q_len * heads // kv_heads, kv_heads, heads, False, None)
+        assert metadata[0].shape[1] == 8
+        assert metadata[1].shape == (len(lengths) * kv_heads + 1,)
     if form == "copied":
-        tile_scheduler_metadata, num_splits = tile_scheduler_metadata.clone(), num_splits.clone()
-    for _ in range(2):
-        q = torch.randn(len(lengths), q_len, heads, 576).bfloat16()
-        out, lse = flash_mla_with_kvcache(
-            q, cache, block_table, cache_seqlens, 512, tile_scheduler_metadata, num_splits, causal=causal
-        )
-        check(out, lse, dense_expected(q, cache.squeeze(2), block_table, lengths, 576**-0.5, causal))
+        metadata = tuple(tensor.clone() for tensor in metadata)
+    for _ in range(3):
+        problem.check(problem.queries(q_len, heads), *metadata, causal=causal)
 
 
 def test_nan_among_the_scores_is_nan_in_lse():
     """Unlike FlashMLA, which has +inf there, too; the guide for serving engineers says so."""
-    cache, block_table, cache_seqlens = paged([90, 0, 30], 64)
-    q = torch.randn(3, 1, 16, 576).bfloat16()
+    problem = Dense([90, 0, 30])
+    q = problem.queries()
     q[0, 0, 5] = torch.nan
-    out, lse = flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, get_mla_metadata()[0])
+    out, lse = problem.call(q)
     wrong = torch.zeros(3, 16, dtype=torch.bool)
     wrong[0, 5] = True
     assert torch.equal(lse[..., 0].isnan(), wrong)
@@ -62,62 +65,46 @@ def test_nan_among_the_scores_is_nan_in_lse():
 
 
 def test_older_names_of_the_arguments():
-    cache, block_table, cache_seqlens = paged([90, 5], 64)
-    q = torch.randn(2, 1, 16, 576).half()
-    cache = cache.half()
-    metadata, num_splits = get_mla_metadata(cache_seqlens=cache_seqlens, num_heads_per_head_k=16, num_heads_k=1)
-    out, lse = flash_mla_with_kvcache(
-        q, cache, block_table, cache_seqlens, 512, metadata, num_splits, softmax_scale=0.1, causal=True
-    )
-    expected = dense_expected(q, cache.squeeze(2), block_table, [90, 5], 0.1, True)
+    problem = Dense([90, 5], dtype=torch.half)
+    q = problem.queries()
+    metadata = get_mla_metadata(cache_seqlens=problem.lens, num_heads_per_head_k=16, num_heads_k=1)
+    out, lse = problem.call(q, *metadata, softmax_scale=0.1, causal=True)
+    expected = problem.expected(q, True, 0.1)
     torch.testing.assert_close(out.float(), expected[0], rtol=2**-10, atol=1e-5)
     torch.testing.assert_close(lse, expected[1], rtol=1e-5, atol=1e-5)
 
 
 def test_holder_outlives_its_lengths():
     """FlashMLA asks for new metadata when lengths change; here an old one is only less even."""
-    cache, block_table, cache_seqlens = paged([900, 40], 64)
-    holder, _ = get_mla_metadata()
-    q = torch.randn(2, 1, 16, 576).bfloat16()
-    flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, holder, None)
+    problem, (holder, _) = Dense([900, 40]), get_mla_metadata()
+    q = problem.queries()
+    problem.call(q, holder, None)
     made = holder.tile_scheduler_metadata
-    out, lse = flash_mla_with_kvcache(q, cache, block_table, cache_seqlens - 39, 512, holder)
+    problem.lens, problem.lengths = problem.lens - 39, [861, 1]
+    problem.check(q, holder)
     assert holder.have_initialized
     assert holder.tile_scheduler_metadata is made
-    check(out, lse, dense_expected(q, cache.squeeze(2), block_table, [861, 1], 576**-0.5, False))
 
 
 def test_sink_in_a_dense_call():
-    cache, block_table, cache_seqlens = paged([100, 0], 64)
-    q = torch.randn(2, 2, 4, 576).bfloat16()
-    sink = torch.tensor([0.5, -torch.inf, torch.inf, 3.0])
-    out, lse = flash_mla_with_kvcache(
-        q, cache, block_table, cache_seqlens, 512, get_mla_metadata()[0], causal=True, attn_sink=sink
-    )
-    check(out, lse, dense_expected(q, cache.squeeze(2), block_table, [100, 0], 576**-0.5, True, sink))
+    problem, sink = Dense([100, 0]), torch.tensor([0.5, -torch.inf, torch.inf, 3.0])
+    problem.check(problem.queries(2, 4), causal=True, attn_sink=sink)
 
 
-def test_no_sequences():
-    cache = torch.zeros(1, 64, 1, 576)
-    block_table, cache_seqlens = torch.zeros(0, 1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
-    for metadata in (get_mla_metadata(), get_mla_metadata(cache_seqlens, 16, 1)):
-        out, lse = flash_mla_with_kvcache(
-            torch.zeros(0, 1, 16, 576), cache, block_table, cache_seqlens, 512, *metadata, causal=True
-        )
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_no_sequences(kv_heads):
+    cache, nothing = torch.zeros(1, 64, kv_heads, 576), torch.zeros(0, dtype=torch.int32)
+    for metadata in (get_mla_metadata(), get_mla_metadata(nothing, 16, 1)):
+        q = torch.zeros(0, 1, 16, 576)
+        out, lse = flash_mla_with_kvcache(q, cache, nothing.view(0, 1), nothing, 512, *metadata, causal=True)
         assert out.shape == (0, 1, 16, 512)
         assert lse.shape == (0, 16, 1)
 
 
 def call(**changes):
-    cache, block_table, cache_seqlens = paged([70, 3], 64)
-    given = dict(
-        q=torch.randn(2, 1, 4, 576).bfloat16(),
-        k_cache=cache,
-        block_table=block_table,
-        cache_seqlens=cache_seqlens,
-        head_dim_v=512,
-        tile_scheduler_metadata=get_mla_metadata()[0],
-    )
+    problem = Dense([70, 3])
+    given = dict(q=problem.queries(1, 4), k_cache=problem.cache, block_table=problem.table, cache_seqlens=problem.lens)
+    given |= dict(head_dim_v=512, tile_scheduler_metadata=get_mla_metadata()[0])
     return flash_mla_with_kvcache(**{**given, **changes})
 
 
@@ -155,36 +142,34 @@ def test_refused_metadata():
 
 
 def test_a_holder_keeps_its_shapes():
-    cache, block_table, cache_seqlens = paged([70, 3], 64)
-    holder, _ = get_mla_metadata()
-    q = torch.randn(2, 1, 4, 576).bfloat16()
-    flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, holder)
+    problem, (holder, _) = Dense([70, 3]), get_mla_metadata()
+    q = problem.queries(1, 4)
+    problem.call(q, holder)
     with pytest.raises(ValueError, match="heads is 3 and was 4"):
-        flash_mla_with_kvcache(q[:, :, :3], cache, block_table, cache_seqlens, 512, holder)
+        problem.call(q[:, :, :3], holder)
 
 
 def test_a_call_that_is_refused_leaves_the_holder_empty():
-    cache, block_table, cache_seqlens = paged([70, 3, 9], 64)
-    holder, _ = get_mla_metadata()
-    q = torch.randn(3, 1, 4, 576).bfloat16()
+    problem, (holder, _) = Dense([70, 3, 9]), get_mla_metadata()
+    q = problem.queries(1, 4)
     with pytest.raises(ValueError, match="head_dim_v is 999"):
-        flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 999, holder)
+        flash_mla_with_kvcache(q, problem.cache, problem.table, problem.lens, 999, holder)
     assert holder == get_mla_metadata()[0]
-    flash_mla_with_kvcache(q[:2], cache, block_table[:2], cache_seqlens[:2], 512, holder)  # two sequences, not three
+    problem.table, problem.lens = problem.table[:2], problem.lens[:2]
+    problem.call(q[:2], holder)  # two sequences, not three
 
 
 def test_the_older_pair_is_read_only_when_it_was_copied(monkeypatch):
     """Tensors passed on as they came need no conversion per call."""
-    cache, block_table, cache_seqlens = paged([700, 30], 64)
-    q = torch.randn(2, 1, 16, 576).bfloat16()
-    metadata, num_splits = get_mla_metadata(cache_seqlens, 16, 1)
+    problem = Dense([700, 30])
+    metadata, num_splits = get_mla_metadata(problem.lens, 16, 1)
     conversions, convert = [], metadata_convert.from_flash_mla
     monkeypatch.setattr(
         metadata_convert, "from_flash_mla", lambda *args, **columns: conversions.append(1) or convert(*args, **columns)
     )
-    flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, metadata, num_splits)
+    problem.call(problem.queries(), metadata, num_splits)
     assert not conversions
-    flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, metadata.clone(), num_splits)
+    problem.call(problem.queries(), metadata.clone(), num_splits)
     assert len(conversions) == 1
 
 
@@ -217,66 +202,58 @@ def test_what_is_absent_says_so():
         flash_mla.flash_mla  # noqa: B018  the look-up is what is tested
 
 
-@pytest.mark.parametrize("older", [False, True], ids=["holder", "older"])
-def test_dense_decode_compiles_in_one_graph(older):
+@pytest.mark.parametrize(
+    ("older", "kv_heads"), [(False, 1), (True, 1), (False, 2)], ids=["holder", "older", "KV heads"]
+)
+def test_dense_decode_compiles_in_one_graph(older, kv_heads):
     if older and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
         pytest.skip("dynamo of older torch (2.9 was tried) cannot walk over the words of a plan, an enumeration")
-    lengths = [70, 0, 130]
-    cache, table, lens = paged(lengths, 64)
 
-    def decode(q, lens, *metadata):
+    def decode(q, cache, table, lens, *metadata):
         return flash_mla_with_kvcache(q, cache, table, lens, 512, *(metadata or get_mla_metadata()), causal=True)
 
     torch._dynamo.reset()
-    q = torch.randn(3, 2, 8, 576).bfloat16()
-    metadata = get_mla_metadata(lens, 16, 1) if older else ()
-    out, lse = torch.compile(decode, fullgraph=True, backend="aot_eager")(q, lens, *metadata)
-    check(out, lse, dense_expected(q, cache.squeeze(2), table, lengths, 576**-0.5, causal=True))
+    compiled = torch.compile(decode, fullgraph=True, dynamic=None if kv_heads == 1 else True, backend="aot_eager")
+    for lengths in ([70, 0, 130], [5, 64, 200, 9])[: 1 if kv_heads == 1 else 2]:
+        problem = Dense(lengths, kv_heads=kv_heads)
+        q = problem.queries(2, 8)
+        metadata = get_mla_metadata(problem.lens, 16, 1) if older else ()
+        check(*compiled(q, problem.cache, problem.table, problem.lens, *metadata), problem.expected(q, True))
 
 
 def test_calls_in_turn_share_nothing_but_their_metadata():
     """Two problems whose calls alternate, each recognised by its metadata: results are those of a first call."""
-    problems = []
-    for lengths, q_len, dtype in (([130, 0, 7], 1, torch.bfloat16), ([64, 2], 3, torch.bfloat16), ([9], 1, torch.half)):
-        cache, block_table, cache_seqlens = paged(lengths, 64, dtype=dtype)
-        problems.append((lengths, q_len, cache, block_table, cache_seqlens, get_mla_metadata()[0]))
+    made = (([130, 0, 7], 1, torch.bfloat16), ([64, 2], 3, torch.bfloat16), ([9], 1, torch.half))
+    problems = [(Dense(lengths, dtype=dtype), q_len, get_mla_metadata()[0]) for lengths, q_len, dtype in made]
     for _ in range(3):
-        for lengths, q_len, cache, block_table, cache_seqlens, holder in problems:
-            q = torch.randn(len(lengths), q_len, 8, 576).to(cache.dtype)
-            out, lse = flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, holder, causal=True)
-            expected = dense_expected(q, cache.squeeze(2), block_table, lengths, 576**-0.5, True)
-            check(out, lse, expected, cache.dtype)
+        for problem, q_len, holder in problems:
+            problem.check(problem.queries(q_len, 8), holder, causal=True)
 
 
 def test_a_recognised_call_is_checked_as_the_first():
     """A holder of other shapes, other options and bad values are refused after any number of right calls."""
-    cache, block_table, cache_seqlens = paged([130, 7], 64)
-    q, holder, other = torch.randn(2, 1, 8, 576).bfloat16(), get_mla_metadata()[0], get_mla_metadata()[0]
-    flash_mla_with_kvcache(torch.cat((q, q), 2), cache, block_table, cache_seqlens, 512, other, causal=True)
+    problem, (holder, _), (other, _) = Dense([130, 7]), get_mla_metadata(), get_mla_metadata()
+    q = problem.queries(1, 8)
+    problem.call(torch.cat((q, q), 2), other, causal=True)
     for _ in range(3):
-        flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, holder, causal=True)
-    with pytest.raises(ValueError, match="heads is 8 and was 16"):
-        flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, other, causal=True)
-    with pytest.raises(ValueError, match="causal is False and was True"):
-        flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, holder, causal=False)
-    with pytest.raises(ValueError, match="num_splits is given"):
-        flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, holder, cache_seqlens, causal=True)
-    with pytest.raises(ValueError, match="is_fp8_kvcache is 1"):
-        flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, holder, None, None, True, 1)
+        problem.call(q, holder, causal=True)
+    for given, options, sentence in (
+        ((other,), dict(causal=True), "heads is 8 and was 16"),
+        ((holder,), dict(causal=False), "causal is False and was True"),
+        ((holder, problem.lens), dict(causal=True), "num_splits is given"),
+        ((holder, None, None, True, 1), {}, "is_fp8_kvcache is 1"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            problem.call(q, *given, **options)
     with pytest.raises(ValueError, match=r"cache_seqlens\[0\] is 900"):
-        flash_mla_with_kvcache(q, cache, block_table, cache_seqlens + 770, 512, holder, causal=True)
-    out, lse = flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, holder, causal=True)
-    check(out, lse, dense_expected(q, cache.squeeze(2), block_table, [130, 7], 576**-0.5, True))
+        flash_mla_with_kvcache(q, problem.cache, problem.table, problem.lens + 770, 512, holder, causal=True)
+    problem.check(q, holder, causal=True)
 
 
 @pytest.mark.parametrize("scale", [torch.tensor(0.5), np.array(0.5)], ids=["tensor", "array"])
 def test_a_scale_that_is_written_to_between_calls_counts_as_it_is(scale):
-    cache, block_table, cache_seqlens = paged([90, 5], 64)
-    q = torch.randn(2, 1, 16, 576).bfloat16()
-
-    def attended(value):
-        return flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, *get_mla_metadata(), value)
-
+    problem = Dense([90, 5])
+    q = problem.queries()
     for value in (0.5, 0.5, 0.125):
         scale[()] = value
-        assert all(map(torch.equal, attended(scale), attended(value)))
+        assert all(map(torch.equal, *(problem.call(q, softmax_scale=given) for given in (scale, value))))

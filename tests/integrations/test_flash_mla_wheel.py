@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from flash_mla_calls import check, dense_expected, paged
+from flash_mla_calls import Dense, check, dense_expected
 
 import mla_suite
 from mla_suite import kv_formats
@@ -28,49 +28,37 @@ def records(kv_format, pages):
 
 
 def test_a_dense_call_with_metadata_made_before_it():
-    cache, block_table, cache_seqlens = paged(LENGTHS, 64)
-    holder = FlashMLASchedMeta()
-    made = get_mla_decoding_metadata(cache_seqlens, 2 * 16, 1, use_legacy=True)
+    problem, holder = Dense(LENGTHS), FlashMLASchedMeta()
+    made = get_mla_decoding_metadata(problem.lens, 2 * 16, 1, use_legacy=True)
     holder.tile_scheduler_metadata, holder.num_splits = made
     for _ in range(3):
-        q = torch.randn(3, 2, 16, 576).bfloat16()
-        out, lse = flash_mla_with_kvcache(
-            q, cache, block_table, cache_seqlens, 512, holder, causal=True, use_legacy=True
-        )
-        check(out, lse, dense_expected(q, cache.squeeze(2), block_table, LENGTHS, 576**-0.5, True))
+        problem.check(problem.queries(2), holder, causal=True, use_legacy=True)
+
+
+def float8(problem, q, scale_q, scale_k):
+    """What a call over float8 rows gives, by these scales."""
+    rows = problem.cache.float() * scale_k
+    return dense_expected(q.float() * scale_q, rows, problem.table, LENGTHS, 576**-0.5, False)
 
 
 @pytest.mark.parametrize("q_dtype", [torch.float8_e4m3fn, torch.bfloat16], ids=str)
 def test_dense_rows_of_float8(q_dtype):
-    cache, block_table, cache_seqlens = paged(LENGTHS, 64, dtype=torch.float8_e4m3fn)
-    descale_q, descale_k = torch.tensor([0.5]), torch.tensor([0.75])
+    problem = Dense(LENGTHS, dtype=torch.float8_e4m3fn)
+    descales = dict(descale_q=torch.tensor([0.5]), descale_k=torch.tensor([0.75]))
     for _ in range(3):
         q = torch.randn(3, 1, 16, 576).to(q_dtype)
-        holder, _ = get_mla_metadata()
-        out, lse = flash_mla_with_kvcache(
-            *(q, cache, block_table, cache_seqlens, 512, holder),
-            is_fp8_kvcache=True,
-            use_legacy=True,
-            descale_q=descale_q,
-            descale_k=descale_k,
-        )
-        values = cache.squeeze(2).float() * 0.75
-        check(out, lse, dense_expected(q.float() * 0.5, values, block_table, LENGTHS, 576**-0.5, False))
+        found = problem.call(q, is_fp8_kvcache=True, use_legacy=True, **descales)
+        check(*found, float8(problem, q, 0.5, 0.75))
 
 
 def test_a_descale_counts_in_every_call():
     """The third call is one that the fast path recognises, but for the descales' values."""
-    cache, block_table, cache_seqlens = paged(LENGTHS, 64, dtype=torch.float8_e4m3fn)
-    q, holder = torch.randn(3, 1, 16, 576).to(torch.float8_e4m3fn), get_mla_metadata()[0]
+    problem, (holder, _) = Dense(LENGTHS, dtype=torch.float8_e4m3fn), get_mla_metadata()
+    q = problem.queries()
     for descale in (1.0, 1.0, 0.25):
         given = torch.tensor([descale])
-        out, lse = flash_mla_with_kvcache(
-            q, cache, block_table, cache_seqlens, 512, holder, descale_q=given, descale_k=given
-        )
-        rows = cache.squeeze(2).float() * descale
-        check(out, lse, dense_expected(q.float() * descale, rows, block_table, LENGTHS, 576**-0.5, False))
-    plain, lse = flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, holder)
-    check(plain, lse, dense_expected(q.float(), cache.squeeze(2).float(), block_table, LENGTHS, 576**-0.5, False))
+        check(*problem.call(q, holder, descale_q=given, descale_k=given), float8(problem, q, descale, descale))
+    check(*problem.call(q, holder), float8(problem, q, 1.0, 1.0))
 
 
 @pytest.mark.parametrize(("kv_format", "named", "head_dim"), [("v32", "V32", 576), ("dsv4", "V4", 512)])
@@ -141,10 +129,9 @@ def test_batch_invariant_sparse_calls():
 
 
 def test_a_batch_invariant_dense_call_is_refused():
-    cache, block_table, cache_seqlens = paged([90, 5], 64)
-    q, holder = torch.randn(2, 1, 16, 576).bfloat16(), get_mla_metadata()[0]
+    problem = Dense([90, 5])
     with pytest.raises(ValueError, match="in a dense call; pass indices, or call mla_suite.decode with split_size"):
-        flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, holder, enable_batch_invariant=True)
+        problem.call(problem.queries(), enable_batch_invariant=True)
 
 
 def test_statistics_of_sparse_prefill():

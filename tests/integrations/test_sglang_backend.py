@@ -3,6 +3,7 @@
 One test of steps and one of refusals, so that a plain run notices a wrong number.
 """
 
+import importlib
 import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from server_calls import HEADS, LATENT, WIDTH, attend, fresh, modules
+from server_calls import HEADS, LATENT, WIDTH, fresh, modules
 
 from mla_suite.ops.plan.metadata import Plan, Word
 
@@ -144,7 +145,8 @@ def test_sglang_steps(sglang, page, in_two, dtype, deterministic):
                 stored = pool.layers[layer_id]
                 own = stored.view(torch.uint8)[req_to_token[row, :length].long(), 0]  # torch 2.9 does not index float8
                 keys = own.view(stored.dtype).float()
-                want, _ = attend(q[b], keys * (0.5 if dtype.itemsize == 1 else 1.0), 0.05)
+                keys *= 0.5 if dtype.itemsize == 1 else 1.0
+                want = torch.softmax(q[b].float() @ keys.T * 0.05, -1) @ keys[:, :LATENT]
                 torch.testing.assert_close(out[b].view(HEADS, LATENT).float(), want, rtol=2**-8, atol=2e-5)
     assert Plan.read(backend._plan).header[Word.SPLIT_SIZE] == backend._split_size
     assert (backend._split_size > 0) == deterministic
@@ -156,3 +158,11 @@ def test_sglang_refusals(sglang):
     backend = sglang.MLASuiteAttnBackend.__new__(sglang.MLASuiteAttnBackend)
     with pytest.raises(ValueError, match="scores are not capped"):
         backend.forward_decode(torch.zeros(1), None, None, SimpleNamespace(logit_cap=30.0), None)
+
+
+@pytest.mark.parametrize(("name", "needs"), [("vllm", "vLLM"), ("sglang", "SGLang")])
+def test_without_the_server_the_import_says_so(monkeypatch, name, needs):
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, f"mla_suite.integrations.{name}", raising=False)
+    with pytest.raises(ImportError, match=f"mla_suite.integrations.{name} needs {needs}"):
+        importlib.import_module(f"mla_suite.integrations.{name}")

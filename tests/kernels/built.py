@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mla_suite.build import manifest, params
 from mla_suite.launch import has_kernel
 
 PLAIN_DECODE = "decode_dtype-bf16_rows-16_width-576_rotate-0"
@@ -14,3 +15,14 @@ def require_built(arch: str, *instances: str) -> None:
     for instance in instances or (PLAIN_DECODE,):
         if not has_kernel(arch, instance):
             pytest.skip(f"{instance} is not built for {arch}; run `python -m mla_suite build --arch {arch}`")
+
+
+def assert_built_whole(configs, kernel: str) -> None:
+    """Objects of sm_90 take neither scratch nor more registers than there are, and the struct of `kernel`."""
+    require_built("sm_90", configs[0].instance)
+    for config in configs:
+        entry = manifest.installed().find("sm_90", config.instance)
+        assert (entry.spills, entry.scratch, entry.lds, entry.threads) == (0, 0, 0, config.threads)
+        assert entry.registers * config.threads <= 65536, "a block has the registers of an SM"
+        assert entry.params_size == params.load(kernel).size
+        assert entry.params_size % 64 == 0, "the copy engine wants its map on 64 bytes"

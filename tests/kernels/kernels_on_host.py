@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import pytest
 import torch
-from planted import plant
+from planted import each_of, plant
 
 from mla_suite.archs import CSRC
 
 HOST = Path(__file__).parent / "cuda_on_host"
+Fault: TypeAlias = tuple[str, str, str]
+"""A header in a kernel's folder, what a fault breaks there, and what then stands in its place."""
 
 
 def compiled(source: str, to: Path, constants: Mapping[str, object], *first: Path) -> Path:
@@ -57,6 +60,35 @@ def check(program: Path, problem: str) -> None:
     """Asserts that a program finds its kernel's results right."""
     done = ran(program, problem)
     assert done.returncode == 0, f"{problem}: {done.stdout}{done.stderr}"
+
+
+class HostKernel(NamedTuple):
+    """A kernel whose headers lie in `folder` of csrc, in the program `source` of cuda_on_host."""
+
+    source: str
+    folder: str
+
+    def compiled(self, to: Path, constants: Mapping[str, object], *first: Path) -> Path:
+        """The program of an instance, in the folder `to`; `first` as `compiled` takes them."""
+        return compiled(self.source, to / Path(self.source).stem, constants, *first)
+
+    def check(self, to: Path, constants: Mapping[str, object], problems: Iterable[str]) -> None:
+        """Asserts that an instance's results are right."""
+        program = self.compiled(to, constants)
+        for problem in problems:
+            check(program, problem)
+
+    def assert_found(self, to: Path, constants: Mapping[str, object], fault: Fault, problems: Iterable[str]) -> None:
+        """Asserts that with a fault some problem's results are wrong."""
+        header, right, broken = fault
+        own = with_a_fault(to / "csrc", f"{self.folder}/{header}", right, broken)
+        program = self.compiled(to, constants, own)
+        found = [ran(program, problem) for problem in problems]
+        assert any(done.returncode for done in found), found
+
+    def each_of(self, faults: Mapping[str, Fault], *in_default: str) -> pytest.MarkDecorator:
+        """Parametrizes `name` by the names of faults, as planted.py does."""
+        return each_of(faults, *in_default, place=lambda header, right, _: (f"{self.folder}/{header}", right))
 
 
 def merged(

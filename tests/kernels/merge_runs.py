@@ -11,7 +11,20 @@ import itertools
 import torch
 from merges import INF, NAN, exact, partials, special
 
+from mla_suite.ops.combine import COMBINE
 from mla_suite.testing import assert_close, poison
+
+
+def into_poisoned(partial_out, partial_lse, split_indptr=None, attn_sink=None, **options):
+    """The operator's out and lse, in tensors that were poisoned."""
+    args, options = (partial_out, partial_lse, split_indptr, attn_sink), {"out_dtype": torch.bfloat16, **options}
+    functional = {name: value for name, value in options.items() if name != "skip_single"}
+    device = partial_out.device
+    out, lse = (
+        poison(torch.empty(o.shape, dtype=o.dtype, device=device)) for o in COMBINE.specify(*args, **functional)
+    )
+    torch.ops.mla_suite.combine.out(*args, **options, out=out, lse=lse)
+    return out, lse
 
 
 def ints(values, device):

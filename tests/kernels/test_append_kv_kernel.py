@@ -9,7 +9,7 @@ import pytest
 import torch
 from backend_calls import BackendCalls
 from built import require_built
-from hostile_inputs import filled, raw
+from hostile_inputs import filled, fused_pairs, raw
 
 import mla_suite
 from mla_suite import archs, emulator
@@ -91,6 +91,15 @@ def test_every_kv_format_and_input_type(arch, name, dtype):
     for interleaved in (True, False):
         assert_same_bytes(name, 5, 3, kv_c, k_pe, slots, cos_sin, positions, interleaved=interleaved)
     assert_same_bytes(name, 5, 3, kv_c, k_pe, slots.int(), padded=False)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rotation_of_records_multiplies_and_adds_in_one_rounding(arch, interleaved):
+    a, b, cos, sin = (values.view(15, 32) for values in fused_pairs(15 * 32, 7))
+    k_pe = torch.stack([a, b], dim=2 if interleaved else 1).flatten(1).bfloat16()
+    slots, cos_sin = torch.randperm(15), torch.cat([cos, sin], dim=1)
+    latents = torch.zeros(15, 448).bfloat16()
+    assert_same_bytes("v41", 5, 3, latents, k_pe, slots, cos_sin, torch.arange(15), interleaved=interleaved)
 
 
 @pytest.mark.parametrize("name", KV_FORMATS)

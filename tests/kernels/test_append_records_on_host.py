@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from hostile_inputs import raw
+from hostile_inputs import fused_pairs, raw
 from kernels_on_host import compiled, with_a_fault
 from planted import each_of
 
@@ -60,6 +60,10 @@ def arguments(name, seed, angles, interleaved):
         cos_sin = torch.cat([turn.cos(), turn.sin()], 1).to(ANGLES[angles])
         positions = (torch.arange(TOKENS) * 7 % 50).int()
     k_pe = rows[:, latent:].contiguous()
+    if ANGLES[angles] == torch.float32 and interleaved:
+        a, b, cos, sin = (values.view(-1, 32) for values in fused_pairs(10 * 32, seed))
+        k_pe[14:, ::2], k_pe[14:, 1::2] = a.bfloat16(), b.bfloat16()
+        cos_sin[positions[14:].long()] = torch.cat([cos, sin], 1)
     return AppendKvArgs(
         *(rows[:, :latent].contiguous(), k_pe, cache, slots, None, cos_sin, positions),
         kv_format=name,
@@ -146,7 +150,16 @@ def test_the_last_of_a_slots_tokens_is_written(tmp_path, tokens, wide, group):
 ROUNDED = "__fmaf_rn(__fmaf_rn(-near, scale, value), inverse, near)"
 ROW, CODES, WARPS = (f"sm_90/append_kv/{name}.hpp" for name in ("record_row", "record_codes", "append_by_warps"))
 FAULTS = {
-    "rounded to even": (ROW, "(bits & 0xffff) != 0 ? 1 : 0", "bits >> 15 & 1"),
+    "rotated values rounded to zero": (
+        ROW,
+        "Wave::pack_bf16(a, b)",
+        "bit_cast<uint32_t>(a) >> 16 | (bit_cast<uint32_t>(b) & 0xffff0000)",
+    ),
+    "a rotation that is not fused": (
+        "common/encode.hpp",
+        "__builtin_fmaf(a, cos, -Wave::product(b, sin))",
+        "Wave::difference(Wave::product(a, cos), Wave::product(b, sin))",
+    ),
     "a tie goes up": (CODES, "+ (pair >> 9 & 0x00010001)", "+ 0x00010001"),
     "no largest code": (CODES, "stored - 8 > 0x7d - 8", "stored > 0xff"),
     "no largest code of a small scale": (CODES, "stored - 8 > 0x7d - 8", "stored > 0x7d"),
@@ -166,7 +179,12 @@ FAULTS = {
 }
 
 
-FAULTY = {"the scale of half a tile": "v41", "a quotient that is not rounded": "v32_nope", "-0 becomes +0": "v32_nope"}
+FAULTY = {
+    "the scale of half a tile": "v41",
+    "a rotation that is not fused": "v41",
+    "a quotient that is not rounded": "v32_nope",
+    "-0 becomes +0": "v32_nope",
+}
 
 
 @each_of(FAULTS, "a tie goes up", place=lambda header, right, broken: (header, right))

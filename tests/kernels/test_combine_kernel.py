@@ -56,18 +56,12 @@ def arch(request):
         yield record
 
 
-def combine(partial_out, partial_lse, split_indptr=None, attn_sink=None, **arguments):
+def combine(partial_out, partial_lse, split_indptr=None, attn_sink=None, **options):
     """The native kernel's result, in outputs that were poisoned."""
-    arguments = {"out_dtype": torch.bfloat16, "num_splits": 0, **arguments}
-    args = (partial_out, partial_lse, split_indptr, attn_sink)
-    choice = dispatch.choose(
-        "combine", COMBINE.backends, COMBINE.problem(*args, **arguments), dispatch.arch_of(partial_out), "cpu"
-    )
-    assert choice.backend.name == "native", str(choice)
-    functional = {name: value for name, value in arguments.items() if name != "skip_single"}
-    outputs = [poison(torch.empty(o.shape, dtype=o.dtype)) for o in COMBINE.specify(*args, **functional)]
-    torch.ops.mla_suite.combine.out(*args, **arguments, out=outputs[0], lse=outputs[1])
-    return outputs[0], outputs[1]
+    given = (partial_out, partial_lse, split_indptr, attn_sink)
+    choice = mla_suite.explain("combine", *given, **options)
+    assert choice.backend == "native", str(choice)
+    return merge_runs.into_poisoned(*given, **options)
 
 
 CASES = list(enumerate(cover(5_000)))

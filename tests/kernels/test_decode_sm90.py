@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from backend_calls import BackendCalls
-from built import require_built
+from built import assert_built_whole
 from decode_launches import CPU, H200, launched
 from static_asserts import assert_compiles
 
@@ -17,7 +17,6 @@ from mla_suite import archs
 from mla_suite.archs.sm_90 import decode as sm_90
 from mla_suite.archs.sm_90.decode import Sm90Config
 from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N
-from mla_suite.build import manifest, params
 from mla_suite.build.instances import instances
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.launch import launcher
@@ -142,13 +141,7 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
 
 
 def test_what_was_built():
-    configs = [Sm90Config(H200, *point) for point in POINTS + SWAP_AB + MASKED]
-    require_built("sm_90", configs[0].instance)
-    for config in configs:
-        entry = manifest.installed().find("sm_90", config.instance)
-        assert (entry.spills, entry.scratch, entry.lds, entry.threads) == (0, 0, 0, config.threads)
-        assert entry.registers * config.threads <= 65536, "a block has the registers of an SM"
-        assert entry.params_size == params.load("decode_tma").size
+    assert_built_whole([Sm90Config(H200, *point) for point in POINTS + SWAP_AB + MASKED], "decode_tma")
 
 
 def answer_of(monkeypatch, built=True, **options):

@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kernels_on_host import check, compiled, ran, with_a_fault
-from planted import each_of
+from kernels_on_host import HostKernel, check
 
+KERNEL = HostKernel("dense.cpp", "sm_90/decode")
 CONSTANTS = {"DTYPE": "fp8", "KV_SOURCE": "fp8_scores", "HOST_BLOCK_THREADS": 512}
 PROBLEMS = [
     "16 1 64 1 1 plain 128 300 1 0 33 64",
@@ -24,7 +24,7 @@ PROBLEMS = [
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory) -> Path:
-    return compiled("narrow.cpp", tmp_path_factory.mktemp("fp8_scores") / "program", CONSTANTS)
+    return KERNEL.compiled(tmp_path_factory.mktemp("fp8_scores"), CONSTANTS)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
@@ -47,14 +47,7 @@ FAULTS = {
 }
 
 
-@each_of(
-    FAULTS,
-    "half of a row's queries twice",
-    place=lambda header, right, broken: (f"sm_90/decode/{header}", right),
-)
+@KERNEL.each_of(FAULTS, "half of a row's queries twice")
 def test_a_fault_is_found(tmp_path, name):
-    header, right, broken = FAULTS[name]
-    own = with_a_fault(tmp_path / "csrc", f"sm_90/decode/{header}", right, broken)
-    built = compiled("narrow.cpp", tmp_path / "program", CONSTANTS, own)
-    found = [ran(built, problem) for problem in ("64 1 64 1 1 plain 300 90", "64 1 32 1 2 planned 700 40 330")]
-    assert any(done.returncode for done in found), found
+    problems = "64 1 64 1 1 plain 300 90", "64 1 32 1 2 planned 700 40 330"
+    KERNEL.assert_found(tmp_path, CONSTANTS, FAULTS[name], problems)

@@ -5,13 +5,10 @@ kernels_on_host.py says what such a run shows and what not.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from kernels_on_host import check, ran, with_a_fault
-from kernels_on_host import compiled as compiled_program
-from planted import each_of
+from kernels_on_host import HostKernel
 
+KERNEL = HostKernel("dense.cpp", "sm_90/decode")
 WIDTHS = {320: 256, 288: 256, 160: 128}
 SOURCES = [("bf16", "tma"), ("bf16", "cp_async"), ("bf16", "fp8"), ("fp8", "fp8")]
 POINTS = [(width, *source) for width in WIDTHS for source in SOURCES]
@@ -26,17 +23,14 @@ PROBLEMS = [
 ]
 
 
-def compiled(folder: Path, width: int, dtype: str, source: str, *first: Path) -> Path:
-    """The program of an instance."""
-    constants = {"DTYPE": dtype, "KV_SOURCE": source, "D_QK": width, "D_V": WIDTHS[width], "HOST_BLOCK_THREADS": 512}
-    return compiled_program("narrow.cpp", folder / "narrow", constants, *first)
+def constants(width, dtype, source):
+    return {"DTYPE": dtype, "KV_SOURCE": source, "D_QK": width, "D_V": WIDTHS[width], "HOST_BLOCK_THREADS": 512}
 
 
 @pytest.mark.parametrize(("width", "dtype", "source"), POINTS)
 def test_results_are_those_of_fp64(tmp_path, width, dtype, source):
-    program = compiled(tmp_path, width, dtype, source)
-    for problem in PROBLEMS:
-        check(program, problem.replace(" 64 ", " 7 ", 1) if source == "cp_async" else problem)
+    problems = [problem.replace(" 64 ", " 7 ", 1) if source == "cp_async" else problem for problem in PROBLEMS]
+    KERNEL.check(tmp_path, constants(width, dtype, source), problems)
 
 
 FAULTS = {
@@ -76,10 +70,8 @@ FAULTS = {
 }
 
 
-@each_of(FAULTS, place=lambda _, header, right, broken: (f"sm_90/decode/{header}", right))
+@KERNEL.each_of({name: fault for name, (_, *fault) in FAULTS.items()})
 def test_a_fault_is_found(tmp_path, name):
-    source, header, right, broken = FAULTS[name]
-    own = with_a_fault(tmp_path / "csrc", f"sm_90/decode/{header}", right, broken)
-    program = compiled(tmp_path, 160, "fp8" if source == "fp8" else "bf16", source, own)
-    found = [ran(program, problem) for problem in ("16 1 64 1 1 plain 300 33 90", "64 1 32 1 1 plain 700 700")]
-    assert any(done.returncode for done in found), found
+    source, *fault = FAULTS[name]
+    instance = constants(160, "fp8" if source == "fp8" else "bf16", source)
+    KERNEL.assert_found(tmp_path, instance, fault, ["16 1 64 1 1 plain 300 33 90", "64 1 32 1 1 plain 700 700"])

@@ -6,13 +6,10 @@ says what such a run shows and what not.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from kernels_on_host import check, ran, with_a_fault
-from kernels_on_host import compiled as compiled_program
-from planted import each_of
+from kernels_on_host import HostKernel
 
+KERNEL = HostKernel("dense.cpp", "sm_90/decode")
 FULL = pytest.mark.full  # a default run takes each type and each source of keys once
 INSTANCES = [
     ("bf16", "tma"),
@@ -47,17 +44,13 @@ PROBLEMS = {
 }
 
 
-def compiled(folder: Path, dtype: str, source: str, *first: Path) -> Path:
-    """The program of an instance."""
-    constants = {"MASKED": 1, "DTYPE": dtype, "KV_SOURCE": source, "HOST_BLOCK_THREADS": 512}
-    return compiled_program("rotated.cpp", folder / "rotated", constants, *first)
+def constants(dtype, source):
+    return {"MASKED": 1, "UNROTATED": 1, "DTYPE": dtype, "KV_SOURCE": source, "HOST_BLOCK_THREADS": 512}
 
 
 @pytest.mark.parametrize(("dtype", "source"), INSTANCES)
 def test_results_are_those_of_fp64(tmp_path, dtype, source):
-    program = compiled(tmp_path, dtype, source)
-    for problem in PROBLEMS[source]:
-        check(program, problem)
+    KERNEL.check(tmp_path, constants(dtype, source), PROBLEMS[source])
 
 
 FAULTS = {
@@ -96,11 +89,9 @@ FAULTS = {
 }
 
 
-@each_of(FAULTS, "rotated before they arrive", place=lambda _, header, right, broken: (f"sm_90/decode/{header}", right))
+@KERNEL.each_of({name: fault for name, (_, *fault) in FAULTS.items()}, "rotated before they arrive")
 def test_a_fault_is_found(tmp_path, name):
-    source, header, right, broken = FAULTS[name]
-    own = with_a_fault(tmp_path / "csrc", f"sm_90/decode/{header}", right, broken)
+    source, *fault = FAULTS[name]
     masked = {"NaN before the window": "window40", "siblings seen": "tree"}.get(name)
     problem = "16 1 64 1 1 plain 300 33 90" if masked is None else f"4 4 64 1 1 {masked} 300 33 90"
-    found = ran(compiled(tmp_path, "bf16", source, own), problem)
-    assert found.returncode != 0, found.stdout
+    KERNEL.assert_found(tmp_path, constants("bf16", source), fault, [problem])

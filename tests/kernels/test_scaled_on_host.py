@@ -5,11 +5,9 @@ kernels_on_host.py says what such a run shows and what not.
 
 from __future__ import annotations
 
-from pathlib import Path
+from kernels_on_host import HostKernel
 
-from kernels_on_host import check, compiled, ran, with_a_fault
-from planted import each_of
-
+KERNEL = HostKernel("dense.cpp", "sm_90/decode")
 CONSTANTS = {"DTYPE": "bf16", "KV_SOURCE": "fp8", "SCALE_Q": 1, "HOST_BLOCK_THREADS": 512}
 PROBLEMS = [
     "16 1 64 1 1 plain 128 300 1 0 33 64",
@@ -21,14 +19,8 @@ PROBLEMS = [
 ]
 
 
-def program(folder: Path, *first: Path) -> Path:
-    return compiled("narrow.cpp", folder / "scaled", CONSTANTS, *first)
-
-
 def test_results_are_those_of_fp64(tmp_path):
-    built = program(tmp_path)
-    for problem in PROBLEMS:
-        check(built, problem)
+    KERNEL.check(tmp_path, CONSTANTS, PROBLEMS)
 
 
 FAULTS = {
@@ -40,10 +32,7 @@ FAULTS = {
 }
 
 
-@each_of(FAULTS, "not scaled", place=lambda header, right, broken: (f"sm_90/decode/{header}", right))
+@KERNEL.each_of(FAULTS, "not scaled")
 def test_a_fault_is_found(tmp_path, name):
-    header, right, broken = FAULTS[name]
-    own = with_a_fault(tmp_path / "csrc", f"sm_90/decode/{header}", right, broken)
-    built = program(tmp_path, own)
-    found = [ran(built, f"64 1 64 1 1 {what} 300 90") for what in ("plain", "large", "small")]
-    assert any(done.returncode for done in found), found
+    problems = [f"64 1 64 1 1 {what} 300 90" for what in ("plain", "large", "small")]
+    KERNEL.assert_found(tmp_path, CONSTANTS, FAULTS[name], problems)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from backend_calls import BackendCalls
-from built import require_built
+from built import assert_built_whole
 from launch_records import mapped_to, record
 from sparse_problems import FP8_POOLS, POOLS, V41_POOLS, in_mode, problem
 from static_asserts import assert_compiles
@@ -14,7 +14,7 @@ import mla_suite
 from mla_suite import archs
 from mla_suite.archs.sm_90 import sparse_decode as sm_90
 from mla_suite.archs.sm_90.sparse_decode import SLOTS, STAGES, SWAP_AB, TOKEN_BYTES, WIDTHS, Sm90SparseConfig
-from mla_suite.build import manifest, params
+from mla_suite.build import params
 from mla_suite.build.instances import instances
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.core.explain import explain_on
@@ -82,13 +82,7 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
 
 
 def test_what_was_built():
-    require_built("sm_90", CONFIGS[0].instance)
-    for config in CONFIGS:
-        entry = manifest.installed().find("sm_90", config.instance)
-        assert (entry.spills, entry.scratch, entry.lds, entry.threads) == (0, 0, 0, config.threads)
-        assert entry.registers * config.threads <= 65536, "a block has the registers of an SM"
-        assert entry.params_size == params.load("sparse_decode_tma").size
-        assert entry.params_size % 64 == 0, "the copy engine wants its map on 64 bytes"
+    assert_built_whole(CONFIGS, "sparse_decode_tma")
 
 
 def answer_of(monkeypatch, pools, heads=16, built=True, **changes):

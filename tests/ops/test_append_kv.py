@@ -7,7 +7,7 @@ import struct
 
 import pytest
 import torch
-from hostile_inputs import filled, raw
+from hostile_inputs import filled, fused_pairs, raw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -178,6 +178,39 @@ def test_rotation_against_complex_numbers(name, interleaved):
     size = torch.hypot(a, b).repeat_interleave(2, 1) if interleaved else torch.hypot(a, b).repeat(1, 2)
     rounding = 2**-8 * exact.abs() if name != "fp32" else 0
     assert ((stored - exact).abs() <= rounding + 2**-22 * size).all()
+
+
+def by_vllms_cuda_writer(rows, angles, positions):
+    """Bytes [tokens, 528] of 16-bit rows [tokens, 512], as vLLM 0.33's CUDA operator writes them for a window: its last
+    64 values are rotated, all are rounded to 16 bits, and scales chosen for these. numpy's long double holds sums."""
+    cos, sin = (half.numpy() for half in angles[positions].chunk(2, dim=1))
+    a, b = rows[:, 448::2].float().numpy(), rows[:, 449::2].float().numpy()
+    first = (a.astype("longdouble") * cos - b * sin).astype("float32")
+    second = (a.astype("longdouble") * sin + b * cos).astype("float32")
+    rope = torch.stack([torch.from_numpy(first), torch.from_numpy(second)], dim=2).flatten(1)
+    values = torch.cat([rows[:, :448], rope.to(rows.dtype)], dim=1).float().unflatten(1, (16, 32))
+    exponents = (values.abs().amax(dim=2).clamp(min=1e-4) / 448).log2().ceil()
+    codes = (values * torch.exp2(-exponents)[:, :, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return torch.cat([codes.flatten(1).view(torch.uint8), (exponents + 127).to(torch.uint8)], dim=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_v41_vllm_is_what_vllms_cuda_writer_stores(dtype):
+    """Byte for byte; some pairs are such that a sum of two rounded products is not the fused one."""
+    draw = torch.Generator().manual_seed(33)
+    tokens = 300
+    rows = (torch.randn(tokens, 512, generator=draw) * 2.0 ** torch.randint(-9, 9, (tokens, 1), generator=draw)).to(
+        dtype
+    )
+    turn = torch.rand(tokens, 32, generator=draw) * 6.28
+    angles, positions = torch.cat([turn.cos(), turn.sin()], dim=1), torch.randperm(tokens, generator=draw)
+    a, b, cos, sin = (values.view(-1, 32) for values in fused_pairs(200 * 32, 33))
+    rows[:200, 448::2], rows[:200, 449::2] = a.to(dtype), b.to(dtype)
+    angles[positions[:200]] = torch.cat([cos, sin], dim=1)
+    cache = caches.empty("v41_vllm", 5, 64)
+    slots = torch.randperm(5 * 64, generator=draw)[:tokens]
+    mla_suite.append_kv(rows[:, :448], rows[:, 448:], cache, slots, None, angles, positions, kv_format="v41_vllm")
+    assert torch.equal(cache.flatten(0, 1)[slots], by_vllms_cuda_writer(rows, angles, positions))
 
 
 def test_slots_beyond_two_gigabytes():

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from merges import INF, exact, partials
 
 import mla_suite
-from mla_suite.ops.combine import COMBINE
-from mla_suite.testing import assert_close, poison
+from mla_suite.testing import assert_close
 
 few = settings(max_examples=40, deadline=None, derandomize=True)
 CPU = torch.device("cpu")
@@ -70,15 +69,6 @@ def test_merging_in_two_steps_equals_one(counts, seed):
     assert_close(*outer, exact(out, lse, [0, sum(counts)]))
 
 
-def combine(*tensors, **options):
-    """The result in outputs that were poisoned."""
-    options = {"out_dtype": torch.bfloat16, "num_splits": 0, **options}
-    functional = {name: value for name, value in options.items() if name != "skip_single"}
-    out, lse = (poison(torch.empty(o.shape, dtype=o.dtype)) for o in COMBINE.specify(*tensors, **functional))
-    torch.ops.mla_suite.combine.out(*tensors, **options, out=out, lse=lse)
-    return out, lse
-
-
 HOSTILE = (
     merge_runs.what_is_not_read_and_what_is_nan,
     merge_runs.sinks,
@@ -90,7 +80,7 @@ HOSTILE = (
 
 @pytest.mark.parametrize("run", HOSTILE)
 def test_what_native_kernels_pass(run):
-    run(combine, CPU)
+    run(merge_runs.into_poisoned, CPU)
 
 
 def test_strided_outputs_and_partials():

@@ -73,7 +73,7 @@ def case(mode: Any, ratio: int, prefix: tuple[int, ...], extend: tuple[int, ...]
     )
 
 
-def runner_for_checks(layout: str = "v4", **options: Any) -> SimpleNamespace:
+def runner_for_checks(layout: str = "v4", ratios: tuple[int, ...] = (4, 128), **options: Any) -> SimpleNamespace:
     """A model runner as far as the check of a server's options reads it."""
-    pool = SimpleNamespace(get_swa_key_layout=lambda: SimpleNamespace(value=layout))
+    pool = SimpleNamespace(get_swa_key_layout=lambda: SimpleNamespace(value=layout), present_ratios=ratios)
     return SimpleNamespace(server_args=SimpleNamespace(**options), token_to_kv_pool=pool)

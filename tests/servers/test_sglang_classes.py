@@ -74,6 +74,18 @@ def filled(runner, lengths, page, k_scale):
         buffer.copy_(rows.view(pool.store_dtype))
 
 
+def made(monkeypatch, page=64, dtype=torch.bfloat16, *, lengths=LENGTHS, k_scale=None, algorithm="EAGLE", **settings):
+    """(backend, runner) of a server with these settings; the requests have pages of `lengths`, and the pool has rows.
+
+    The pool writes the two parts of a row with a Triton kernel, which needs a GPU: `scatter` stands for it.
+    """
+    theirs.settings(monkeypatch, **settings)
+    monkeypatch.setattr(theirs.memory_pool.MLATokenToKVPool, "_scatter_mla_rows", scatter)
+    runner = theirs.runner(page, dtype, algorithm=algorithm)
+    filled(runner, lengths, page, k_scale or 1.0)
+    return integration.MLASuiteAttnBackend(runner), runner
+
+
 def scatter(pool, buffer, slots, latents, rope):
     buffer[slots] = torch.cat((latents, rope), dim=-1)
 
@@ -148,14 +160,9 @@ def step(backend, runner, mode, lengths, q_lens, k_scale, *, in_two=False, draft
     (16, torch.float8_e4m3fn, 0.25),
 ])  # fmt: skip
 def test_decode(monkeypatch, decodes, page, dtype, k_scale, in_two):
-    theirs.settings(monkeypatch)
-    # The pool writes the two parts of a row with a Triton kernel, which needs a GPU.
-    monkeypatch.setattr(theirs.memory_pool.MLATokenToKVPool, "_scatter_mla_rows", scatter)
-    runner = theirs.runner(page, dtype)
-    backend = integration.MLASuiteAttnBackend(runner)
-    filled(runner, [n + 2 for n in LENGTHS], page, k_scale or 1.0)
+    served = made(monkeypatch, page, dtype, lengths=[n + 2 for n in LENGTHS], k_scale=k_scale)
     for more in (0, 1):
-        step(backend, runner, ForwardMode.DECODE, [n + more for n in LENGTHS], [1, 1, 1], k_scale, in_two=in_two)
+        step(*served, ForwardMode.DECODE, [n + more for n in LENGTHS], [1, 1, 1], k_scale, in_two=in_two)
     assert decodes == [1] * 4
 
 
@@ -170,16 +177,11 @@ def test_queries_of_an_fp8_cache_are_fp8_where_decode_gains(monkeypatch, decodes
         return (rows / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
     queries = []
-    theirs.settings(monkeypatch)
     assert integration.scaled_fp8_quant is not None, "this SGLang has it"
     monkeypatch.setattr(integration, "scaled_fp8_quant", quantised)
     monkeypatch.setattr(integration, "fp8_query_rows", lambda like, page_size: fewest)
-    monkeypatch.setattr(theirs.memory_pool.MLATokenToKVPool, "_scatter_mla_rows", scatter)
-    runner = theirs.runner(64, torch.float8_e4m3fn)
-    backend = integration.MLASuiteAttnBackend(runner)
-    filled(runner, LENGTHS, 64, k_scale or 1.0)
-    asked = fewest == 4 * HEADS
-    step(backend, runner, mode, LENGTHS, q_lens, k_scale, in_two=True, fp8_queries=asked)
+    asked, served = fewest == 4 * HEADS, made(monkeypatch, dtype=torch.float8_e4m3fn, k_scale=k_scale)
+    step(*served, mode, LENGTHS, q_lens, k_scale, in_two=True, fp8_queries=asked)
     assert queries == [(sum(q_lens) * HEADS, WIDTH)] * 2 * asked
     assert len(decodes) == 2
 
@@ -187,10 +189,7 @@ def test_queries_of_an_fp8_cache_are_fp8_where_decode_gains(monkeypatch, decodes
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("dtype", "k_scale"), [(torch.bfloat16, None), (torch.float8_e4m3fn, 0.25)])
 def test_verification_of_four_drafts(monkeypatch, decodes, extends, dtype, k_scale, deterministic):
-    theirs.settings(monkeypatch, deterministic=deterministic)
-    runner = theirs.runner(64, dtype)
-    backend = integration.MLASuiteAttnBackend(runner)
-    filled(runner, LENGTHS, 64, k_scale or 1.0)
+    backend, runner = made(monkeypatch, dtype=dtype, k_scale=k_scale, deterministic=deterministic)
     step(backend, runner, ForwardMode.TARGET_VERIFY, LENGTHS, [4, 4, 4], k_scale)
     assert decodes == [4, 4]
     assert extends == []
@@ -207,18 +206,15 @@ def random_tree(drafts):
 
 @pytest.mark.parametrize(("algorithm", "draft_tokens"), [("EAGLE", 8), ("STANDALONE", 4), ("NGRAM", 12), ("NGRAM", 64)])
 def test_trees_of_drafts(monkeypatch, decodes, extends, ngram_worker, algorithm, draft_tokens):
-    theirs.settings(monkeypatch, topk=4, draft_tokens=draft_tokens)
-    runner = theirs.runner(64, torch.bfloat16, algorithm=algorithm)
-    backend = integration.MLASuiteAttnBackend(runner)
     lengths = [n + draft_tokens for n in LENGTHS]
-    filled(runner, lengths, 64, 1.0)
+    served = made(monkeypatch, lengths=lengths, algorithm=algorithm, topk=4, draft_tokens=draft_tokens)
     mask = torch.stack([random_tree(draft_tokens) for _ in LENGTHS]).flatten()
     mask = torch.cat((mask, torch.ones(7, dtype=torch.bool)))  # as in a buffer for a larger batch
     drafts = theirs.drafts(topk=4)
     drafts.custom_mask = mask
     if algorithm == "NGRAM":
         drafts = NgramVerifyInput(custom_mask=mask, draft_token_num=draft_tokens)
-    step(backend, runner, ForwardMode.TARGET_VERIFY, lengths, [draft_tokens] * 3, None, drafts=drafts)
+    step(*served, ForwardMode.TARGET_VERIFY, lengths, [draft_tokens] * 3, None, drafts=drafts)
     assert decodes == [draft_tokens] * 2
     assert extends == []
 
@@ -251,11 +247,7 @@ def test_a_tree_that_nobody_can_read_is_refused(monkeypatch, extends):
 
 
 def test_short_extends(monkeypatch, decodes, extends):
-    theirs.settings(monkeypatch)
-    runner = theirs.runner(64, torch.bfloat16)
-    backend = integration.MLASuiteAttnBackend(runner)
-    filled(runner, LENGTHS, 64, 1.0)
-    step(backend, runner, ForwardMode.EXTEND, LENGTHS, [8, 1, 3], None)
+    step(*made(monkeypatch), ForwardMode.EXTEND, LENGTHS, [8, 1, 3], None)
     assert decodes == [integration.SHORT_EXTEND] * 2
     assert extends == []
 
@@ -274,10 +266,7 @@ def test_deterministic_prefill_stays_with_sglang(monkeypatch, decodes, extends):
 def test_what_stays_with_sglang(monkeypatch, decodes, extends):
     """Trees of drafts that no option announced or above 64, rows of different lengths, long extends, tokens that pad a
     captured prefill, un-absorbed layers, sinks."""
-    theirs.settings(monkeypatch)
-    runner = theirs.runner(64, torch.bfloat16)
-    backend = integration.MLASuiteAttnBackend(runner)
-    filled(runner, LENGTHS, 64, 1.0)
+    backend, _ = made(monkeypatch)
     q, k = torch.randn(12, HEADS * WIDTH), torch.randn(12, 1, WIDTH)
 
     def extend(mode=ForwardMode.EXTEND, lens=(4, 4, 4), layer=None, drafts=None, **options):

@@ -7,6 +7,7 @@ indexer is not run here: its kernels are for GPUs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib.util
 import json
@@ -23,6 +24,7 @@ if importlib.util.find_spec("sglang") is None:
 
 import sglang_classes
 import sglang_sparse_classes as theirs
+import tiny_deepseek
 from sglang.srt.layers.attention import attention_registry, dsa_backend
 from sglang.srt.layers.dcp.comm import cp_lse_ag_out_rs_mla
 from sglang.srt.mem_cache.kv_cache_configurator import calculate_mla_kv_cache_dim
@@ -82,6 +84,15 @@ def filled(runner):
         rows = torch.randn(len(buffer) // PAGE, PAGE, LATENT + pool.qk_rope_head_dim)
         packed = caches.pack(record(pool), rows) if pool.dsa_kv_cache_store_fp8 else rows.to(pool.dtype)
         buffer.copy_(packed.view(buffer.dtype).reshape(buffer.shape))
+
+
+@contextlib.contextmanager
+def serving(monkeypatch, dtype=torch.bfloat16, *, model=(), **options):
+    """(backend, runner) of a server that was started with `options`; the requests have pages, and the pool has rows."""
+    with theirs.server(monkeypatch, **options):
+        runner = theirs.runner(dtype, topk=TOPK, **dict(model))
+        filled(runner)
+        yield theirs.backend(runner), runner
 
 
 def record(pool):
@@ -160,11 +171,8 @@ def step(backend, runner, mode, lengths, q_lens, *, in_two=True, captured=False,
 @pytest.mark.parametrize("rope", theirs.RECORDS)
 @pytest.mark.parametrize("fused", [True, False])
 def test_decode(monkeypatch, decodes, fused, rope, dtype, in_two):
-    with theirs.server(monkeypatch, fused=fused):
-        runner = theirs.runner(dtype, topk=TOPK, qk_rope_head_dim=rope)
-        backend = theirs.backend(runner)
+    with serving(monkeypatch, dtype, model=dict(qk_rope_head_dim=rope), fused=fused) as (backend, runner):
         assert type(backend) is integration.MLASuiteSparseAttnBackend
-        filled(runner)
         for more in (0, 1):
             step(backend, runner, ForwardMode.DECODE, [n + more for n in LENGTHS], [1, 1, 1], in_two=in_two)
     assert decodes == [3] * 4
@@ -172,10 +180,8 @@ def test_decode(monkeypatch, decodes, fused, rope, dtype, in_two):
 
 def test_plain_fp8_rows(monkeypatch, decodes):
     """As SGLang stores them where prefill is TRT-LLM's, and on ROCm: cast, and divided by nothing."""
-    with theirs.server(monkeypatch):
-        runner = theirs.runner(FP8, topk=TOPK, kv_cache_dim=WIDTH)
-        filled(runner)
-        step(theirs.backend(runner), runner, ForwardMode.DECODE, LENGTHS, [1, 1, 1])
+    with serving(monkeypatch, FP8, model=dict(kv_cache_dim=WIDTH)) as served:
+        step(*served, ForwardMode.DECODE, LENGTHS, [1, 1, 1])
     assert decodes == [3] * 2
 
 
@@ -184,20 +190,14 @@ def test_plain_fp8_rows(monkeypatch, decodes):
 @pytest.mark.parametrize("fused", [True, False])
 def test_four_drafts(monkeypatch, decodes, fused, dtype, mode):
     """Verification of drafts, and the draft layer's own pass over them."""
-    with theirs.server(monkeypatch, fused=fused):
-        runner = theirs.runner(dtype, topk=TOPK)
-        backend = theirs.backend(runner)
-        filled(runner)
-        step(backend, runner, mode, LENGTHS, [theirs.DRAFTS] * 3)
+    with serving(monkeypatch, dtype, fused=fused) as served:
+        step(*served, mode, LENGTHS, [theirs.DRAFTS] * 3)
     assert decodes == [12] * 2
 
 
 def test_a_captured_decode_follows_its_tensors(monkeypatch, decodes):
     """SGLang updates metadata in place before each replay; the call that a graph holds reads them and no other."""
-    with theirs.server(monkeypatch, speculative_num_draft_tokens=None):
-        runner = theirs.runner(torch.bfloat16, topk=TOPK)
-        backend = theirs.backend(runner)
-        filled(runner)
+    with serving(monkeypatch, speculative_num_draft_tokens=None) as (backend, runner):
         backend.init_cuda_graph_state(max_bs=3, max_num_tokens=3)
         addresses = set()
         for more in (0, 1, 2):
@@ -223,12 +223,9 @@ def test_pools_of_keys_and_those_behind_them(monkeypatch, decodes, dtype, call):
     mode, q_lens, make = ForwardMode[call.upper()], CALLS[call], torch.tensor
     # A CPU without a GPU has no pinned memory, in which SGLang lays out a prompt's plan.
     monkeypatch.setattr(torch, "tensor", lambda *given, pin_memory=False, **options: make(*given, **options))
-    with theirs.server(monkeypatch):
-        runner = theirs.runner(dtype, topk=TOPK, qk_rope_head_dim=0, index_kpool=POOL_KEYS)
-        backend = theirs.backend(runner)
-        filled(runner)
-        with forward_context(ForwardContext(attn_backend=backend)):
-            step(backend, runner, mode, LENGTHS, q_lens)
+    model = dict(qk_rope_head_dim=0, index_kpool=POOL_KEYS)
+    with serving(monkeypatch, dtype, model=model) as served, forward_context(ForwardContext(attn_backend=served[0])):
+        step(*served, mode, LENGTHS, q_lens)
     assert decodes == [sum(q_lens)] * 2
 
 
@@ -255,23 +252,15 @@ def test_ranks_of_decode_context_parallelism_add_up(monkeypatch, decodes, dtype,
     mode, q_lens, results = ForwardMode[call.upper()], CALLS[call], []
     for rank in range(Group.world_size):
         torch.manual_seed(7)  # the ranks have the same queries, keys, page tables and selections
-        with theirs.server(monkeypatch, ranks=Group.world_size, rank=rank):
-            runner = theirs.runner(dtype, topk=TOPK)
-            filled(runner)
+        with serving(monkeypatch, dtype, ranks=Group.world_size, rank=rank) as (backend, runner):
             table = runner.req_to_token_pool.req_to_token
             table.mul_(Group.world_size).add_(torch.arange(theirs.CONTEXT, dtype=torch.int32) % Group.world_size)
-            layers = []
-            step(
-                theirs.backend(runner),
-                runner,
-                mode,
-                LENGTHS,
-                q_lens,
-                compare=lambda runner, layer, *given, layers=layers: layers.append(
-                    (stored(runner, layer.layer_id), layer, *given)
-                ),
-            )
-        results.append(layers)
+            results.append([])
+
+            def keep(runner, layer, *given):
+                results[-1].append((stored(runner, layer.layer_id), layer, *given))
+
+            step(backend, runner, mode, LENGTHS, q_lens, compare=keep)
     for ours, others in zip(*results, strict=True):
         keys = torch.stack((ours[0], others[0]), dim=1).flatten(0, 1)
         _, layer, slots, q, k, selected, (out, lse) = ours
@@ -297,10 +286,7 @@ def test_ranks_of_decode_context_parallelism_add_up(monkeypatch, decodes, dtype,
 
 def test_slots_past_a_tokens_length_and_rows_without_one(monkeypatch):
     """A token's length bounds its slots; where lengths are of another count of tokens, -1 alone does."""
-    with theirs.server(monkeypatch):
-        runner = theirs.runner(torch.bfloat16, topk=TOPK)
-        backend = theirs.backend(runner)
-        filled(runner)
+    with serving(monkeypatch) as (backend, runner):
         backend._decodes = True
         q = torch.randn(2, HEADS, WIDTH).bfloat16()
         slots = torch.arange(2 * TOPK, dtype=torch.int32).view(2, TOPK)
@@ -330,10 +316,7 @@ def test_slots_past_a_tokens_length_and_rows_without_one(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
 def test_prefill_stays_with_sglang(monkeypatch, decodes, prefills, dtype):
     """Prefill may end in the same method, between decodes."""
-    with theirs.server(monkeypatch):
-        runner = theirs.runner(dtype, topk=TOPK)
-        backend = theirs.backend(runner)
-        filled(runner)
+    with serving(monkeypatch, dtype) as (backend, runner):
         step(backend, runner, ForwardMode.DECODE, LENGTHS, [1, 1, 1])
         batch = theirs.batch(ForwardMode.EXTEND, LENGTHS, [8, 1, 3], POOL_ROWS, torch.arange(64, 76), None)
         monkeypatch.setattr(dsa_backend, "dequantize_k_cache_paged_dsa", lambda cache, slots: cache)
@@ -418,25 +401,7 @@ def test_draft_layers_decode_with_it_too(monkeypatch, name):
     assert {type(backend) for backend in (target, *drafts.attn_backends)} == {integration.MLASuiteSparseAttnBackend}
 
 
-MODEL = {
-    "architectures": ["DeepseekV32ForCausalLM"],
-    "model_type": "deepseek_v32",
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "hidden_size": 64,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 32,
-    "index_topk": 2048,
-    "index_n_heads": 4,
-    "index_head_dim": 128,
-    "max_position_embeddings": 4096,
-    "vocab_size": 64,
-    "torch_dtype": "bfloat16",
-}
+MODEL = tiny_deepseek.V32 | {"index_topk": 2048, "max_position_embeddings": 4096, "torch_dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize(("cache", "width"), [("bfloat16", WIDTH), ("fp8_e4m3", theirs.RECORDS[64][1])])

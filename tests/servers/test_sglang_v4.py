@@ -97,7 +97,7 @@ def test_our_functions_are_taken_once_asked_for(calls):
         (dict(attn_cp_size=2), "--attn-cp-size is 2"),
         (dict(dcp_size=4), "--dcp-size is 4"),
         (dict(enable_prefill_cp=True), "--enable-prefill-cp is given"),
-        (dict(layout="v41"), "the pool has the layout 'v41'"),
+        (dict(layout="uniform_fp8"), "the pool has the layout 'uniform_fp8'"),
     ],
 )
 def test_what_is_refused(options, message, monkeypatch):

@@ -87,15 +87,6 @@ def each_sequence(attn_metadata):
     return [(b, slice(start, end)) for b, (start, end) in enumerate(pairwise(starts))]
 
 
-def exact(q, keys, scale):
-    """Causal attention of q [q_len, heads, 576] over keys [kv_len, 576] in fp64, and its lse."""
-    q_len, kv_len = q.shape[0], keys.shape[0]
-    scores = torch.einsum("qhd,kd->qhk", q.double(), keys.double()) * scale
-    hidden = torch.arange(kv_len) > torch.arange(q_len)[:, None] + kv_len - q_len
-    scores.masked_fill_(hidden[:, None], -torch.inf)
-    return torch.softmax(scores, -1) @ keys[:, :LATENT].double(), scores.logsumexp(-1)
-
-
 def assert_same(found, expected):
     count = len(found[0])
     assert found[0] == expected[0][:count]
@@ -173,7 +164,7 @@ def test_fp8_cache(checkpoint, calls, monkeypatch):
             length = int(attn_metadata.decode.seq_lens[b])
             pages = attn_metadata.decode.block_table[b, : -(-length // kv_c_and_k_pe_cache.shape[1])]
             keys = values(kv_c_and_k_pe_cache, pages).flatten(0, 1)[:length] * scale
-            want_out, want_lse = exact(queries[tokens], keys, self.scale)
+            want_out, want_lse = vllm_engine.exact(queries[tokens], keys, self.scale)
             torch.testing.assert_close(out[tokens].double(), want_out, rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(lse[tokens].double(), want_lse, rtol=1e-5, atol=1e-5)
             checked += 1

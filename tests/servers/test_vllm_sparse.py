@@ -32,26 +32,12 @@ from mla_suite.kv_formats import get_kv_format
 
 HEADS, TOPK, PAGE, SCALE = 4, 16, 4, 96**-0.5
 LAYER = "model.layers.0.self_attn.attn"
-CONFIG = tiny_deepseek.SHAPE | {
-    "architectures": ["DeepseekV32ForCausalLM"],
-    "model_type": "deepseek_v32",
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "q_lora_rank": 32,
-    "index_topk": TOPK,
-    "index_n_heads": 4,
-    "index_head_dim": 128,
-    "max_position_embeddings": 128,
-}
 
 
 @pytest.fixture(scope="module")
 def vllm_config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("deepseek_v32")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(tiny_deepseek.V32 | {"index_topk": TOPK}))
     settings = dict(skip_tokenizer_init=True, dtype="float32", max_model_len=128, max_num_seqs=8, enforce_eager=True)
     config = EngineArgs(model=str(folder), **settings).create_engine_config()
     config.compilation_config.static_forward_context[LAYER] = SimpleNamespace(prefill_backend=None)

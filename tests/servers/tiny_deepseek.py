@@ -36,6 +36,17 @@ SHAPE = {
     "eos_token_id": 1,
 }
 LAYERS = SHAPE["num_hidden_layers"]
+V32 = SHAPE | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "q_lora_rank": 32,
+    "index_n_heads": 4,
+    "index_head_dim": 128,
+}
+"""The configuration of a layer with an indexer, of which nothing is computed; index_topk comes on top."""
 
 
 def save_model(folder: Path, family: str = "V3", **changes: Any) -> transformers.PreTrainedModel:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from backend import CPU
-from hostile_inputs import filled, in_turn, raw
+from hostile_inputs import filled, fused_pairs, in_turn, raw
 
 import mla_suite
 from mla_suite.kv_formats import KV_FORMATS, get_kv_format
@@ -118,6 +118,13 @@ def test_zeros_keep_the_sign_that_rotation_gives_them() -> None:
     cos_sin = torch.tensor([[1.0, -1.0]] * 4 + [[-1.0, 1.0]] * 4)
     slots = torch.arange(8)
     assert_same_bytes(both("fp32", signs, signs, slots, None, cos_sin, slots))
+
+
+def test_rotation_of_records_multiplies_and_adds_in_one_rounding() -> None:
+    a, b, cos, sin = (values.view(15, 32) for values in fused_pairs(15 * 32, 7))
+    k_pe, slots = torch.stack([a, b], dim=2).flatten(1).bfloat16(), torch.arange(15)
+    cos_sin = torch.cat([cos, sin], dim=1)
+    assert_same_bytes(both("v41", torch.zeros(15, 448).bfloat16(), k_pe, slots, None, cos_sin, slots))
 
 
 def test_other_widths_of_dense_rows() -> None:

@@ -1,9 +1,7 @@
 // A bf16 row of 512 values that append_kv scales and quantises as a whole, its rope part too: the records of V4.1, and
 // V3.2's without a rope part.
 //
-// A rotated pair is rounded to odd to bf16, in the place that it came from, and quantised from there: the bounds between
-// two codes or two scales of V4.1 have at most seven significant bits, and an eighth that is odd never makes a value one
-// of them. So the codes are those of the unrounded value.
+// A rotated pair is rounded to bf16, in the place that it came from, and quantised from there.
 #pragma once
 
 #include "sm_90/append_kv/record_codes.hpp"
@@ -21,7 +19,7 @@ struct RecordRow {
   using Params = mla::AppendKvParams;
   static constexpr int angle_bytes = bytes_of_angle;
   static constexpr bool rotated = angle_bytes != 0;
-  static_assert(Format::ROTATES || !rotated, "append_kv: rounding to odd is for scales of few bits");
+  static_assert(Format::ROTATES || !rotated, "append_kv: the record has no rope values");
   static constexpr uint32_t angle_at = 1024;
   MLA_DEVICE static uint32_t rope_at(const Params& p) { return p.latent * 2; }
 
@@ -77,18 +75,14 @@ struct RecordRow {
     const uint32_t low = at + rope_at(p) + pair.first, high = low + pair.apart;
     const uint32_t cos_at = at + angle_at + lane * angle_bytes, sin_at = cos_at + p.rope / 2 * angle_bytes;
     float a = bit_cast<float>(ld_shared_u16(low) << 16), b = bit_cast<float>(ld_shared_u16(high) << 16);
-    mla::rotate<Wave>(a, b, angle(p, cos_at), angle(p, sin_at));
-    st_shared_u16(low, rounded_to_odd(a));
-    st_shared_u16(high, rounded_to_odd(b));
+    mla::rotate_fused<Wave>(a, b, angle(p, cos_at), angle(p, sin_at));
+    const uint32_t packed = Wave::pack_bf16(a, b);
+    st_shared_u16(low, packed & 0xffff);
+    st_shared_u16(high, packed >> 16);
   }
   MLA_DEVICE static float angle(const Params& p, uint32_t at) {
     if constexpr (angle_bytes == 4) return ld_shared<float>(at);
     return mla::value_of<Wave>(ld_shared_u16(at), p.angle_type);
-  }
-  // The bf16 before or behind a value that is none: of the two the odd one.
-  MLA_DEVICE static uint32_t rounded_to_odd(float value) {
-    const uint32_t bits = bit_cast<uint32_t>(value);
-    return bits >> 16 | ((bits & 0xffff) != 0 ? 1 : 0);
   }
 
   // NaN where there is one among the values. Magnitudes of bf16 as integers are in order, and NaN's are the largest.

@@ -6,10 +6,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import numpy as np
-from isa_case import ALL, ARCHS, LANE, Case, Custom, active, generator, random_mask, register, words
+from isa_case import (
+    ALL,
+    ARCHS,
+    LANE,
+    Case,
+    Custom,
+    active,
+    generator,
+    in_lds,
+    in_memory,
+    in_registers,
+    random_mask,
+    register,
+    rows_from,
+    vector_name,
+    words,
+)
 from isa_memory import WAIT, resource
 from isa_numbers import bf16_to_f32, f32_to_bf16
-from isa_operands import draw
+from isa_operands import draw, pieces
 
 from mla_suite.emulator import State
 
@@ -83,15 +99,20 @@ def drawn(rng: np.random.Generator, kind: str) -> np.ndarray:
     return draw(rng, kind, 64) if kind in ("u32", "u64") else finite(rng, kind)
 
 
-def split(raw: np.ndarray) -> list[np.ndarray]:
-    """Registers of 32- or 64-bit lanes."""
-    if raw.dtype == np.uint64:
-        return [(raw & np.uint64(0xFFFFFFFF)).astype(U), (raw >> np.uint64(32)).astype(U)]
-    return [raw]
+def all_of(checks: list[Callable[[State], None]]) -> Callable[[State], None]:
+    def check(state: State) -> None:
+        for each in checks:
+            each(state)
+
+    return check
 
 
-def pair(first: int, count: int) -> str:
-    return f"v[{first}:{first + count - 1}]" if count > 1 else f"v{first}"
+def returned(first: int, rows: np.ndarray, lanes: np.ndarray, text: str) -> Callable[[State], None]:
+    def check(state: State) -> None:
+        got = state.v[first : first + len(rows)]
+        np.testing.assert_array_equal(got[:, lanes], rows[:, lanes], err_msg=text)
+
+    return check
 
 
 def memory_atomic(op: str, kind: str, update: Update, swap_if_equal: bool = False) -> Callable[[str], Iterable[Case]]:
@@ -117,20 +138,18 @@ def memory_atomic(op: str, kind: str, update: Update, swap_if_equal: bool = Fals
             want[place[lanes & inside]] = new[lanes & inside].astype(old.dtype)
             words_each = size // 4
             vgpr: dict[int | str, object] = {}
-            payload = split(data) + (split(compare) if swap_if_equal else [])
-            for i, row in enumerate(payload):
-                vgpr[4 + i] = row
-            data_name = pair(4, len(payload))
+            payload = [*pieces(data), *(pieces(compare) if swap_if_equal else [])]
+            vgpr |= rows_from(4, payload)
+            data_name = vector_name(4, len(payload))
             result, sgpr = 12, {}
             if space == "buffer":
                 result = 4  # the old value replaces the data
                 vgpr[0] = (place * size).astype(U)
-                sgpr = {f"s{int(str(k)[1:]) + 4}": v for k, v in resource(buffer.ctypes.data, 56 * size).items()}
+                sgpr = resource(buffer.ctypes.data, 56 * size, first=8)
                 text = f"{op} {data_name}, v0, s[8:11], 0 offen" + (" sc0" if returns else "")
             else:
-                for i, row in enumerate(noise[:words_each]):
-                    vgpr[12 + i] = row
-                target = pair(12, words_each) + ", " if returns else ""
+                vgpr |= rows_from(12, noise[:words_each])
+                target = vector_name(12, words_each) + ", " if returns else ""
                 if space == "global" and variant == 1:
                     vgpr[0], sgpr = (place * size).astype(U), {"s2": buffer.ctypes.data}
                     text = f"{op} {target}v0, {data_name}, s[2:3]"
@@ -138,24 +157,10 @@ def memory_atomic(op: str, kind: str, update: Update, swap_if_equal: bool = Fals
                     vgpr[0] = (buffer.ctypes.data + place * size).astype(np.uint64)
                     text = f"{op} {target}v[0:1], {data_name}" + (", off" if space == "global" else "")
                 text += " sc0" if returns else ""
-            before = split(old)
-
-            def check(
-                state: State,
-                buffer=buffer,
-                want=want,
-                lanes=lanes & inside,
-                text=text,
-                before=before,
-                result=result,
-                returns=returns,
-            ) -> None:
-                np.testing.assert_array_equal(buffer, want, err_msg=text)
-                if returns:
-                    for i, row in enumerate(before):
-                        np.testing.assert_array_equal(state.v[result + i][lanes], row[lanes], err_msg=text)
-
-            yield Case([text, WAIT], check, vgpr, sgpr, mask, memory=[("data", buffer, "rw")])
+            checks = [in_memory(buffer, want, text)]
+            if returns:
+                checks.append(returned(result, pieces(old), lanes & inside, text))
+            yield Case([text, WAIT], all_of(checks), vgpr, sgpr, mask, memory=[("data", buffer, "rw")])
 
     return make
 
@@ -219,21 +224,14 @@ def lds_atomic(op: str, kind: str, update: Update, swap_if_equal: bool = False) 
             want = lds.copy()
             want[place[lanes] + offset // size] = new[lanes].astype(old.dtype)
             vgpr: dict[int | str, object] = {0: (place * size).astype(U)}
-            for first, raw in ((4, data), (6, other)):
-                for i, row in enumerate(split(raw)):
-                    vgpr[first + i] = row
-            for i in range(size // 4):
-                vgpr[12 + i] = noise[i]
-            names = [pair(12, size // 4)] if returns else []
-            names += ["v0", pair(4, size // 4)] + ([pair(6, size // 4)] if swap_if_equal else [])
+            vgpr |= {**rows_from(4, pieces(data)), **rows_from(6, pieces(other)), **rows_from(12, noise[: size // 4])}
+            names = [vector_name(12, size // 4)] if returns else []
+            names += ["v0", vector_name(4, size // 4)] + ([vector_name(6, size // 4)] if swap_if_equal else [])
             text = f"{op} {', '.join(names)}" + (f" offset:{offset}" if offset else "")
 
-            def check(state: State, want=want, lanes=lanes, old=old, noise=noise, text=text) -> None:
-                np.testing.assert_array_equal(state.lds.view(want.dtype), want, err_msg=text)
-                for i, row in enumerate(split(old)):
-                    keep = np.where(lanes, row, noise[i]) if returns else noise[i]
-                    np.testing.assert_array_equal(state.v[12 + i], keep, err_msg=text)
-
+            kept = noise[: size // 4]
+            results = np.where(lanes, pieces(old), kept) if returns else kept
+            check = all_of([in_lds(want, text), in_registers(12, results, text)])
             yield Case([text, "s_waitcnt lgkmcnt(0)"], check, vgpr, exec_mask=mask, lds=lds.view(np.uint8))
 
     return make

@@ -85,6 +85,40 @@ class Custom:
         return self.make(arch)
 
 
+def in_registers(first: int, want: np.ndarray, text: object) -> Callable[[State], None]:
+    """The check that the vector registers from `first` on hold the rows of `want`, a row or several."""
+    rows = np.atleast_2d(want)
+
+    def check(state: State) -> None:
+        np.testing.assert_array_equal(state.v[first : first + len(rows)], rows, err_msg=str(text))
+
+    return check
+
+
+def in_memory(array: np.ndarray, want: np.ndarray, text: str) -> Callable[[State], None]:
+    """The check that memory which the snippet was given, `array`, now holds `want`."""
+    return lambda state: np.testing.assert_array_equal(array, want, err_msg=text)
+
+
+def in_lds(want: np.ndarray, text: str) -> Callable[[State], None]:
+    return lambda state: np.testing.assert_array_equal(state.lds.view(want.dtype), want, err_msg=text)
+
+
+def anything(state: State) -> None:
+    """The check of a case whose findings say all."""
+
+
+def rows_from(first: int, rows: Iterable[np.ndarray]) -> dict[int | str, object]:
+    """Rows of 64 lanes by register, from `first` on."""
+    return dict(enumerate(rows, first))
+
+
+def vector_name(first: int, count: int) -> str:
+    if first >= 256:
+        return "a" + vector_name(first - 256, count)[1:]
+    return f"v[{first}:{first + count - 1}]" if count > 1 else f"v{first}"
+
+
 def generator(*name: object) -> np.random.Generator:
     """Random numbers of their own for each instruction, the same in every run."""
     return np.random.default_rng(zlib.crc32(" ".join(map(str, name)).encode()))

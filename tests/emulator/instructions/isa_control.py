@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import numpy as np
-from isa_case import ALL, Case, Custom, generator, register, words
+from isa_case import ALL, Case, Custom, anything, generator, in_registers, register, words
 
 from mla_suite.emulator import State
 
@@ -98,12 +98,7 @@ def counters(arch: str) -> Iterable[Case]:
     lanes = np.arange(64, dtype=U) * 4
     loads = [f"global_load_dword v{4 + i}, v0, s[2:3] offset:{256 * i}" for i in range(3)]
 
-    def first(state: State) -> None:
-        np.testing.assert_array_equal(state.v[20], data[:64])
-
-    def anything(state: State) -> None:
-        pass
-
+    first = in_registers(20, data[:64], "the first")
     use = "v_mov_b32_e32 v20, v4"
     early = frozenset({"register_before_wait"})
     for wait, findings in (
@@ -122,16 +117,12 @@ def counters(arch: str) -> Iterable[Case]:
     yield Case(overwrite, anything, {0: lanes}, base, memory=memory, findings=early)
     lds = data[:64].view(np.uint8)
     reads = ["ds_read_b32 v4, v0", "ds_read_b32 v5, v0"]
-
-    def lds_value(state: State) -> None:
-        np.testing.assert_array_equal(state.v[20], data[:64])
-
     for wait, findings in (
         ("s_waitcnt lgkmcnt(1)", frozenset()),
         ("s_waitcnt lgkmcnt(2)", early),
         ("s_waitcnt vmcnt(0)", early),
     ):
-        check = anything if findings else lds_value
+        check = anything if findings else first
         yield Case([*reads, wait, use], check, {0: lanes}, lds=lds, findings=findings)
     mixed = ["ds_read_b32 v4, v0", "s_load_dword s8, s[2:3], 0x0"]
     for wait, findings in (("s_waitcnt lgkmcnt(1)", early), ("s_waitcnt lgkmcnt(0)", frozenset())):
@@ -153,11 +144,7 @@ def counters(arch: str) -> Iterable[Case]:
     # Copies to LDS arrive in the order of their issue, whether each is waited for or all at once.
     values = ["ds_read_b32 v10, v0", "ds_read_b32 v11, v0 offset:256", "ds_read_b32 v12, v0 offset:512"]
     copies = ["s_mov_b32 m0, 0", "s_nop 0", *(f"global_load_lds_dword v0, s[2:3] offset:{256 * i}" for i in range(3))]
-
-    def copied(state: State) -> None:
-        for i in range(3):
-            np.testing.assert_array_equal(state.v[10 + i], data[64 * i : 64 * i + 64])
-
+    copied = in_registers(10, data[:192].reshape(3, 64), "copied")
     each = [line for i, read in enumerate(values) for line in (f"s_waitcnt vmcnt({2 - i})", read)]
     late = ["s_waitcnt vmcnt(1)", values[2], "s_waitcnt vmcnt(0)"]
     for lines, check, findings in (
@@ -186,16 +173,12 @@ def clocks(op: str) -> Callable[[str], Iterable[Case]]:
         lines = [f"{op} s[4:5]", "s_waitcnt lgkmcnt(0)", "s_nop 3", f"{op} s[6:7]", "s_waitcnt lgkmcnt(0)"]
         yield Case(lines, check)
 
-        def anything(state: State) -> None:
-            pass
-
         # An LDS access behind it may return first, so that one outstanding says nothing about the clock.
         behind = ["ds_read_b32 v4, v0", "s_waitcnt lgkmcnt(1)"]
         for later in ([], behind):
             lines = [f"{op} s[4:5]", *later, "s_mov_b32 s6, s4"]
-            yield Case(
-                lines, anything, {0: 0}, lds=words(generator(op), 64), findings=frozenset({"register_before_wait"})
-            )
+            lds, findings = words(generator(op), 64), frozenset({"register_before_wait"})
+            yield Case(lines, anything, {0: 0}, lds=lds, findings=findings)
 
     return make
 

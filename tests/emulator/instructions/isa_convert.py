@@ -8,7 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import numpy as np
-from isa_case import ALL, DENORMALS, Case, Custom, active, generator, random_mask, register, words
+from isa_case import (
+    ALL,
+    DENORMALS,
+    Case,
+    Custom,
+    active,
+    generator,
+    in_registers,
+    random_mask,
+    register,
+    rows_from,
+    vector_name,
+    words,
+)
 from isa_numbers import BITS, bf16_to_f32, encode, f32_to_bf16, fp8_name, values_of
 from isa_operands import SDWA, typed
 from isa_vector import Vector
@@ -16,6 +29,7 @@ from isa_vector import Vector
 from mla_suite.emulator import State
 
 V1, V2 = "vop1", "vop2"
+NEW = ("gfx950",)
 U = np.uint32
 
 
@@ -31,8 +45,18 @@ to_u32, to_i32 = saturated(0, 2**32 - 1, np.uint32), saturated(-(2**31), 2**31 -
 to_u16, to_i16 = saturated(0, 65535, np.uint16), saturated(-32768, 32767, np.int16)
 
 
-def halves(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    return low.astype(U) & U(0xFFFF) | (high.astype(U) & U(0xFFFF)) << U(16)
+def packed(half: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    """Two operands, each made 16 bits, the first in the low half."""
+    return lambda low, high: half(low).astype(U) & U(0xFFFF) | (half(high).astype(U) & U(0xFFFF)) << U(16)
+
+
+def near_half(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float16).view(np.uint16)
+
+
+def nearest(x: np.ndarray) -> np.ndarray:
+    """Half way goes up."""
+    return np.floor(x + np.longdouble(0.5))
 
 
 def toward_zero(x: np.ndarray) -> np.ndarray:
@@ -62,12 +86,7 @@ register(
     Vector("v_cvt_u32_f32", "f32 -> u32", to_u32, V1),
     Vector("v_cvt_i32_f32", "f32 -> i32", to_i32, V1),
     Vector("v_cvt_flr_i32_f32", "f32 -> i32", saturated(-(2**31), 2**31 - 1, np.int32, np.floor), V1),
-    Vector(
-        "v_cvt_rpi_i32_f32",
-        "f32 -> i32",
-        saturated(-(2**31), 2**31 - 1, np.int32, lambda x: np.floor(x + np.longdouble(0.5))),
-        V1,
-    ),
+    Vector("v_cvt_rpi_i32_f32", "f32 -> i32", saturated(-(2**31), 2**31 - 1, np.int32, nearest), V1),
     *(
         Vector(f"v_cvt_f32_ubyte{i}", "u32 -> f32", lambda a, i=i: (a >> U(8 * i) & U(255)).astype(np.float32), V1)
         for i in range(4)
@@ -84,41 +103,12 @@ register(
     Vector("v_cvt_f64_u32", "u32 -> f64", lambda a: a.astype(np.float64), V1),
     Vector("v_cvt_i32_f64", "f64 -> i32", to_i32, V1),
     Vector("v_cvt_u32_f64", "f64 -> u32", to_u32, V1),
-    Vector(
-        "v_cvt_pkrtz_f16_f32",
-        "f32 f32 -> u32",
-        lambda a, b: halves(toward_zero(a), toward_zero(b)),
-        adjust=numbers,
-    ),
-    Vector("v_cvt_pknorm_i16_f32", "f32 f32 -> u32", lambda a, b: halves(normalised(a), normalised(b)), adjust=numbers),
-    Vector(
-        "v_cvt_pk_f16_f32",
-        "f32 f32 -> u32",
-        lambda a, b: halves(a.astype(np.float16).view(np.uint16), b.astype(np.float16).view(np.uint16)),
-        adjust=numbers,
-        archs=("gfx950",),
-    ),
-    Vector(
-        "v_cvt_pk_bf16_f32",
-        "f32 f32 -> u32",
-        lambda a, b: halves(f32_to_bf16(a), f32_to_bf16(b)),
-        adjust=numbers,
-        archs=("gfx950",),
-    ),
-    Vector(
-        "v_cvt_f32_bf16",
-        "u16 -> f32",
-        lambda a: bf16_to_f32(a),
-        V1,
-        archs=("gfx950",),
-        without="scalar dpp sdwa",
-    ),
-    Vector(
-        "v_pack_b32_f16",
-        "f16 f16 -> u32",
-        lambda a, b: halves(a.view(np.uint16), b.view(np.uint16)),
-        adjust=numbers16,
-    ),
+    Vector("v_cvt_pkrtz_f16_f32", "f32 f32 -> u32", packed(toward_zero), adjust=numbers),
+    Vector("v_cvt_pknorm_i16_f32", "f32 f32 -> u32", packed(normalised), adjust=numbers),
+    Vector("v_cvt_pk_f16_f32", "f32 f32 -> u32", packed(near_half), adjust=numbers, archs=NEW),
+    Vector("v_cvt_pk_bf16_f32", "f32 f32 -> u32", packed(f32_to_bf16), adjust=numbers, archs=NEW),
+    Vector("v_cvt_f32_bf16", "u16 -> f32", bf16_to_f32, V1, archs=NEW, without="scalar dpp sdwa"),
+    Vector("v_pack_b32_f16", "f16 f16 -> u32", packed(lambda x: x.view(np.uint16)), adjust=numbers16),
 )
 
 
@@ -127,8 +117,10 @@ def _codes(rng: np.random.Generator) -> np.ndarray:
     return rng.permutation(256).astype(np.uint8).view(U)
 
 
-def _float_rows(state: State, first: int, count: int) -> np.ndarray:
-    return np.stack([state.v[first + i] for i in range(count)]).view(np.float32)
+def _in_floats(first: int, want: np.ndarray) -> Callable[[State], None]:
+    """The check that registers hold these f32 rows, any NaN for a NaN."""
+    rows = np.atleast_2d(want)
+    return lambda state: np.testing.assert_array_equal(state.v[first : first + len(rows)].view(np.float32), rows)
 
 
 def from_narrow(op: str, kind: str) -> Callable[[str], Iterable[Case]]:
@@ -141,11 +133,7 @@ def from_narrow(op: str, kind: str) -> Callable[[str], Iterable[Case]]:
             text = f"{op}_e32 v1, v0" if select == "e32" else f"{op}_sdwa v1, v0 src0_sel:{select}"
             shift = 0 if select == "e32" else 8 * int(select[-1])
             want = table[codes >> U(shift) & U(255)]
-
-            def check(state: State, want: np.ndarray = want) -> None:
-                np.testing.assert_array_equal(_float_rows(state, 1, 1)[0], want)
-
-            yield Case([text], check, {0: codes})
+            yield Case([text], _in_floats(1, want), {0: codes})
 
     return make
 
@@ -163,11 +151,7 @@ def from_narrow_pair(op: str, kind: str) -> Callable[[str], Iterable[Case]]:
         ]
         for form, shift in forms:
             want = np.stack([table[codes >> U(shift + s) & U(255)] for s in (0, 8)])
-
-            def check(state: State, want: np.ndarray = want) -> None:
-                np.testing.assert_array_equal(_float_rows(state, 2, 2), want)
-
-            yield Case([op + form], check, {0: codes})
+            yield Case([op + form], _in_floats(2, want), {0: codes})
 
     return make
 
@@ -194,12 +178,8 @@ def to_narrow_pair(op: str, kind: str) -> Callable[[str], Iterable[Case]]:
             pair = encode(name, a) | encode(name, b) << U(8)
             new = (old & U(0xFFFF)) | pair << U(16) if high else (old & U(0xFFFF0000)) | pair
             want = np.where(active(mask), new, old)
-
-            def check(state: State, want: np.ndarray = want) -> None:
-                np.testing.assert_array_equal(state.v[2], want)
-
             text = f"{op} v2, v0, v1" + (" op_sel:[0,0,1]" if high else "")
-            yield Case([text], check, {0: a, 1: b, 2: old}, exec_mask=mask)
+            yield Case([text], in_registers(2, want, text), {0: a, 1: b, 2: old}, exec_mask=mask)
         # Above the range: with FP16_OVFL (MODE bit 23) the largest value; NaN is a NaN of the format.
         table = values_of(name)
         top = np.nanmax(np.where(np.isinf(table), np.nan, table))
@@ -277,17 +257,15 @@ def widen(op: str, narrow: str, wide: str, elements: int) -> Callable[[str], Ite
             codes = np.stack([(whole >> start + e * bits & (1 << bits) - 1).astype(np.int64) for e in range(elements)])
             with np.errstate(all="ignore"):
                 want = _pack(wide, table[codes] * factor)
-            source = f"v[0:{registers - 1}]" if registers > 1 else "v0"
-            results = len(want)
-            target = f"v[32:{31 + results}]" if results > 1 else "v32"
+            source, target = vector_name(0, registers), vector_name(32, len(want))
             # One byte of the register: two bits of op_sel; half of it: one.
             select = f" op_sel:[{part & 1},{part >> 1},0]" if selections == 4 else f" op_sel:[{part},0,0]"
             text = f"{op} {target}, {source}, v10" + (select if part else "")
 
-            def check(state: State, want: np.ndarray = want, results: int = results) -> None:
-                _equal(wide, np.stack([state.v[32 + i] for i in range(results)]), want)
+            def check(state: State, want: np.ndarray = want) -> None:
+                _equal(wide, state.v[32 : 32 + len(want)], want)
 
-            yield Case([text], check, {**{i: raw[i] for i in range(registers)}, 10: scale})
+            yield Case([text], check, {**rows_from(0, raw), 10: scale})
 
     return make
 
@@ -321,12 +299,8 @@ def narrow_pair(op: str, narrow: str, wide: str) -> Callable[[str], Iterable[Cas
                 select = f" op_sel:[0,0,{part & 1},{part >> 1}]"
             else:
                 select = f" op_sel:[0,0,{part}]" if wide != "f32" else f" op_sel:[0,0,0,{part}]"
-
-            def check(state: State, want: np.ndarray = want) -> None:
-                np.testing.assert_array_equal(state.v[20], want)
-
-            inputs = {i: raw[i] for i in range(len(raw))}
-            yield Case([f"{op} v20, {names}, v10{select if part else ''}"], check, {**inputs, 10: scale, 20: old})
+            text = f"{op} v20, {names}, v10{select if part else ''}"
+            yield Case([text], in_registers(20, want, text), {**rows_from(0, raw), 10: scale, 20: old})
 
     return make
 
@@ -334,12 +308,12 @@ def narrow_pair(op: str, narrow: str, wide: str) -> Callable[[str], Iterable[Cas
 for wide in ("f32", "f16", "bf16"):
     for narrow in ("fp8", "bf8", "fp4"):
         name = f"v_cvt_scalef32_pk_{wide}_{narrow}"
-        register(Custom(name, widen(name, narrow, wide, 2), ("gfx950",)))
+        register(Custom(name, widen(name, narrow, wide, 2), NEW))
         name = f"v_cvt_scalef32_pk_{narrow}_{wide}"
-        register(Custom(name, narrow_pair(name, narrow, wide), ("gfx950",)))
+        register(Custom(name, narrow_pair(name, narrow, wide), NEW))
     for narrow in ("fp6", "bf6"):
         name = f"v_cvt_scalef32_pk32_{wide}_{narrow}"
-        register(Custom(name, widen(name, narrow, wide, 32), ("gfx950",)))
+        register(Custom(name, widen(name, narrow, wide, 32), NEW))
 for narrow in ("fp8", "bf8"):
     name = f"v_cvt_scalef32_f32_{narrow}"
-    register(Custom(name, widen(name, narrow, "f32", 1), ("gfx950",)))
+    register(Custom(name, widen(name, narrow, "f32", 1), NEW))

@@ -6,39 +6,37 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import numpy as np
-from isa_case import ALL, LANE, Case, Custom, active, generator, random_mask, register, words
-from isa_memory import Part, bytes_at, expect_rows, loaded, stored, vector_name
-
-from mla_suite.emulator import State
+from isa_case import (
+    ALL,
+    LANE,
+    Case,
+    Custom,
+    active,
+    generator,
+    in_lds,
+    in_registers,
+    random_mask,
+    register,
+    rows_from,
+    vector_name,
+    words,
+)
+from isa_memory import LOADS, STORES, Part, bytes_at, loaded, stored
 
 U = np.uint32
 WAIT = "s_waitcnt lgkmcnt(0)"
-READS = {
-    "u8": Part(1, "zero"),
-    "i8": Part(1, "sign"),
-    "u16": Part(2, "zero"),
-    "i16": Part(2, "sign"),
-    "b32": Part(4),
-    "b64": Part(8),
-    "b96": Part(12),
-    "b128": Part(16),
-    "u8_d16": Part(1, "zero", "low"),
-    "u8_d16_hi": Part(1, "zero", "high"),
-    "i8_d16": Part(1, "sign", "low"),
-    "i8_d16_hi": Part(1, "sign", "high"),
-    "u16_d16": Part(2, "zero", "low"),
-    "u16_d16_hi": Part(2, "zero", "high"),
-}
-WRITES = {
-    "b8": Part(1),
-    "b8_d16_hi": Part(1, half="high"),
-    "b16": Part(2),
-    "b16_d16_hi": Part(2, half="high"),
-    "b32": Part(4),
-    "b64": Part(8),
-    "b96": Part(12),
-    "b128": Part(16),
-}
+KINDS = {"dwordx2": "b64", "dwordx3": "b96", "dwordx4": "b128", "dword": "b32"}
+KINDS |= {"ubyte": "u8", "sbyte": "i8", "ushort": "u16", "sshort": "i16"}
+
+
+def names_here(parts: dict[str, Part], more: dict[str, str]) -> dict[str, Part]:
+    """Loads or stores by the names that LDS has for them: a kind, with what follows it."""
+    kinds = KINDS | more
+    return {kinds[name.split("_")[0]] + name[len(name.split("_")[0]) :]: part for name, part in parts.items()}
+
+
+READS = names_here(LOADS, {"short": "u16"})
+WRITES = names_here(STORES, {"byte": "b8", "short": "b16"})
 
 
 def step_of(part: Part) -> int:
@@ -49,18 +47,17 @@ def read(op: str, part: Part) -> Callable[[str], Iterable[Case]]:
     def make(arch: str) -> Iterable[Case]:
         rng = generator(op, arch)
         lds = rng.integers(0, 256, 2048, dtype=np.uint8)
-        registers = max(part.bytes // 4, 1)
         for variant in range(3):
             mask, offset = ALL if variant == 0 else random_mask(rng), 0 if variant == 0 else 16 * variant
             at = rng.integers(0, 1900 // step_of(part), 64) * step_of(part)
-            old = words(rng, registers, 64)
+            old = words(rng, part.registers, 64)
             want = np.where(active(mask), loaded(part, bytes_at(lds, at + offset, part.bytes), old), old)
             first = 0 if variant == 2 and not part.half else 4  # the destination may be the address
-            text = f"{op} {vector_name(first, registers)}, v0" + (f" offset:{offset}" if offset else "")
-            vgpr = {**{first + i: old[i] for i in range(registers)}, 0: at.astype(U)}
+            text = f"{op} {vector_name(first, part.registers)}, v0" + (f" offset:{offset}" if offset else "")
+            vgpr = {**rows_from(first, old), 0: at.astype(U)}
             if first == 0:
                 want[0] = np.where(active(mask), want[0], at)
-            yield Case([text, WAIT], expect_rows(first, want, text), vgpr, exec_mask=mask, lds=lds)
+            yield Case([text, WAIT], in_registers(first, want, text), vgpr, exec_mask=mask, lds=lds)
 
     return make
 
@@ -73,26 +70,18 @@ def written(lds: np.ndarray, pieces: list[tuple[np.ndarray, np.ndarray]], mask: 
     return want
 
 
-def expect_lds(want: np.ndarray, text: str) -> Callable[[State], None]:
-    def check(state: State) -> None:
-        np.testing.assert_array_equal(state.lds, want, err_msg=text)
-
-    return check
-
-
 def write(op: str, part: Part) -> Callable[[str], Iterable[Case]]:
     def make(arch: str) -> Iterable[Case]:
         rng = generator(op, arch)
-        registers = max(part.bytes // 4, 1)
         for variant in range(3):
             lds = rng.integers(0, 256, 2048, dtype=np.uint8)
             mask, offset = ALL if variant == 0 else random_mask(rng), 0 if variant == 0 else 16 * variant
             at = rng.permutation(1900 // max(part.bytes, 4))[:64] * max(part.bytes, 4)
-            value = words(rng, registers, 64)
+            value = words(rng, part.registers, 64)
             want = written(lds, [(at + offset, stored(part, value))], mask)
-            text = f"{op} v0, {vector_name(4, registers)}" + (f" offset:{offset}" if offset else "")
-            vgpr = {0: at.astype(U), **{4 + i: value[i] for i in range(registers)}}
-            yield Case([text, WAIT], expect_lds(want, text), vgpr, exec_mask=mask, lds=lds)
+            text = f"{op} v0, {vector_name(4, part.registers)}" + (f" offset:{offset}" if offset else "")
+            vgpr = {0: at.astype(U), **rows_from(4, value)}
+            yield Case([text, WAIT], in_lds(want, text), vgpr, exec_mask=mask, lds=lds)
 
     return make
 
@@ -109,8 +98,8 @@ def read_two(op: str, size: int, unit: int) -> Callable[[str], Iterable[Case]]:
             both = [bytes_at(lds, at + o * unit, size) for o in (first, second)]
             want = np.where(active(mask), np.concatenate(both, axis=1).view(U).T, old)
             text = f"{op} {vector_name(4, size // 2)}, v0 offset0:{first} offset1:{second}"
-            vgpr = {0: at.astype(U), **{4 + i: old[i] for i in range(size // 2)}}
-            yield Case([text, WAIT], expect_rows(4, want, text), vgpr, exec_mask=mask, lds=lds)
+            vgpr = {0: at.astype(U), **rows_from(4, old)}
+            yield Case([text, WAIT], in_registers(4, want, text), vgpr, exec_mask=mask, lds=lds)
 
     return make
 
@@ -128,8 +117,8 @@ def write_two(op: str, size: int, unit: int) -> Callable[[str], Iterable[Case]]:
             half = size // 4
             names = f"{vector_name(4, half)}, {vector_name(4 + half, half)}"
             text = f"{op} v0, {names} offset0:{first} offset1:{second}"
-            vgpr = {0: at.astype(U), **{4 + i: value[i] for i in range(size // 2)}}
-            yield Case([text, WAIT], expect_lds(want, text), vgpr, exec_mask=mask, lds=lds)
+            vgpr = {0: at.astype(U), **rows_from(4, value)}
+            yield Case([text, WAIT], in_lds(want, text), vgpr, exec_mask=mask, lds=lds)
 
     return make
 
@@ -174,7 +163,7 @@ def transposed(op: str, bits: int, size: int) -> Callable[[str], Iterable[Case]]
                         if value >> 32:
                             want[position // 32 + 1, group * 16 + column] |= value >> 32
             text = f"{op} {vector_name(4, size // 4)}, v0"
-            yield Case([text, WAIT], expect_rows(4, want.astype(U), text), {0: at.astype(U)}, lds=lds)
+            yield Case([text, WAIT], in_registers(4, want.astype(U), text), {0: at.astype(U)}, lds=lds)
 
     return make
 
@@ -192,7 +181,7 @@ def pull(arch: str) -> Iterable[Case]:
         taken = (source + offset // 4) % 64
         want = np.where(lanes, np.where(lanes[taken], data[taken], 0), old).astype(U)
         text = "ds_bpermute_b32 v2, v0, v1" + (f" offset:{offset}" if offset else "")
-        yield Case([text, WAIT], expect_rows(2, want[None], text), {0: address, 1: data, 2: old}, exec_mask=mask)
+        yield Case([text, WAIT], in_registers(2, want, text), {0: address, 1: data, 2: old}, exec_mask=mask)
 
 
 def push(arch: str) -> Iterable[Case]:
@@ -206,7 +195,7 @@ def push(arch: str) -> Iterable[Case]:
         want = np.where(lanes, sent, old)
         text = "ds_permute_b32 v2, v0, v1"
         vgpr = {0: (target * 4).astype(U), 1: data, 2: old}
-        yield Case([text, WAIT], expect_rows(2, want[None], text), vgpr, exec_mask=mask)
+        yield Case([text, WAIT], in_registers(2, want, text), vgpr, exec_mask=mask)
 
 
 SWIZZLES: dict[str, np.ndarray] = {
@@ -229,7 +218,7 @@ def swizzle(arch: str) -> Iterable[Case]:
         lanes = active(mask)
         want = np.where(lanes, np.where(lanes[source], data[source], 0), old).astype(U)
         text = f"ds_swizzle_b32 v2, v0 offset:{pattern}"
-        yield Case([text, WAIT], expect_rows(2, want[None], text), {0: data, 2: old}, exec_mask=mask)
+        yield Case([text, WAIT], in_registers(2, want, text), {0: data, 2: old}, exec_mask=mask)
 
 
 register(Custom("ds_bpermute_b32", pull), Custom("ds_permute_b32", push), Custom("ds_swizzle_b32", swizzle))

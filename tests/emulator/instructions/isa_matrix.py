@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import numpy as np
-from isa_case import ALL, ARCHS, LANE, Case, Custom, generator, register, words
+from isa_case import ALL, ARCHS, LANE, Case, Custom, anything, generator, register, rows_from, vector_name, words
 from isa_numbers import BITS, bf16_to_f32, f32_to_bf16, fp8_name, values_of
 
 from mla_suite.emulator import State
@@ -66,8 +66,9 @@ def gather(registers: np.ndarray, n: int) -> np.ndarray:
     return out
 
 
-def names(first: int, count: int) -> str:
-    return f"v[{first}:{first + count - 1}]" if count > 1 else f"v{first}"
+def on(arch: str, name: str) -> str:
+    """The format that an arch means by a name."""
+    return fp8_name(arch, name) if name in ("fp8", "bf8") else name
 
 
 class Format:
@@ -97,10 +98,10 @@ def format_of(name: str, arch: str) -> Format:
         )
     if name == "i8":
         return Format(8, lambda x: x.astype(np.int8).view(np.uint8), lambda c: c.view(np.int8).astype(np.float64))
-    table = values_of(fp8_name(arch, name) if name in ("fp8", "bf8") else name).astype(np.float64)
+    table = values_of(on(arch, name)).astype(np.float64)
     codes_of = {value: code for code, value in reversed(list(enumerate(table.tolist()))) if value == value}
     return Format(
-        BITS[fp8_name(arch, name) if name in ("fp8", "bf8") else name],
+        BITS[on(arch, name)],
         lambda x: np.vectorize(lambda v: codes_of[v + 0.0])(x).astype(np.uint16),
         lambda c: table[c],
     )
@@ -114,7 +115,7 @@ def some_values(rng: np.random.Generator, name: str, arch: str, shape: tuple[int
         return rng.standard_normal(shape)
     if name == "i8":
         return rng.integers(-128, 128, shape).astype(np.float64)
-    table = values_of(fp8_name(arch, name) if name in ("fp8", "bf8") else name)
+    table = values_of(on(arch, name))
     return rng.choice(table[np.isfinite(table)], shape).astype(np.float64)
 
 
@@ -162,7 +163,7 @@ class Matrix:
         if variant == "nan":  # one NaN of A spoils a row
             code = {"bf16": 0x7FC0, "f16": 0x7E00, "f32": 0x7FC00000, "xf32": 0x7FC00000}.get(self.a)
             if code is None:
-                table = values_of(fp8_name(arch, self.a) if self.a in ("fp8", "bf8") else self.a)
+                table = values_of(on(arch, self.a))
                 code = int(np.flatnonzero(np.isnan(table))[0])
             a[5, 1] = code
             pieces[0] = pack(lanes_of(a, eight and formats[0].bits == 8), formats[0].bits)
@@ -170,32 +171,28 @@ class Matrix:
         vgpr: dict[int | str, object] = {}
         first = [0, 16]
         for at, rows in zip(first, pieces, strict=True):
-            for i, row in enumerate(rows):
-                vgpr[at + i] = row
+            vgpr |= rows_from(at, rows)
         scales = ""
         if self.scaled:
             factors, registers, select = self._scales(rng, n)
-            for i, raw in enumerate(registers):
-                vgpr[60 + i] = raw
+            vgpr |= rows_from(60, registers)
             blocks = np.repeat(np.arange(k // 32), 32)
             left, right = left * factors[0][:, blocks], right * factors[1][:, blocks].T
             scales = f", v60, v61{select}"
         results = n * n // 64
-        sources = [names(at, len(rows)) for at, rows in zip(first, pieces, strict=True)]
+        sources = [vector_name(at, len(rows)) for at, rows in zip(first, pieces, strict=True)]
         c_raw = c.astype(np.int32).view(U) if integer else c.astype(np.float32).view(U)
-        target, addend = 100, names(100, results)
+        target, addend = 100, vector_name(100, results)
         if variant == "zero":
             c, addend = np.zeros_like(c), "0"
         elif variant == "constant":
             c, addend = (np.full_like(c, 7.0), "7") if integer else (np.full_like(c, 1.0), "1.0")
         elif variant == "accumulation":  # D and C in accumulation registers, A there too
-            target, addend = 256 + 100, f"a[100:{99 + results}]"
-            sources[0] = f"a[0:{len(pieces[0]) - 1}]" if len(pieces[0]) > 1 else "a0"
-            for i, row in enumerate(pieces[0]):
-                vgpr[256 + i] = row
-        for i, row in enumerate(spread(c_raw)):
-            vgpr[target + i] = row
-        destination = addend if variant == "accumulation" else names(100, results)
+            target, addend = 256 + 100, vector_name(256 + 100, results)
+            sources[0] = vector_name(256, len(pieces[0]))
+            vgpr |= rows_from(256, pieces[0])
+        vgpr |= rows_from(target, spread(c_raw))
+        destination = addend if variant == "accumulation" else vector_name(100, results)
         text = f"{self.text} {destination}, {sources[0]}, {sources[1]}, {addend}{scales}{self.tail}"
         with np.errstate(all="ignore"):
             want = left @ right + c
@@ -300,11 +297,8 @@ register(Custom("v_mfma_f64_16x16x4_f64", double))
 def partial_exec(arch: str) -> Iterable[Case]:
     """Matrix instructions ignore EXEC, so one that runs under a partial EXEC is a mistake: it is reported."""
 
-    def check(state: State) -> None:
-        pass
-
     text = "v_mfma_f32_16x16x16_f16 v[0:3], v[4:5], v[6:7], 0"
-    yield Case([text], check, exec_mask=ALL >> 1, findings=frozenset({"partial_exec_matrix"}))
+    yield Case([text], anything, exec_mask=ALL >> 1, findings=frozenset({"partial_exec_matrix"}))
 
 
 register(Custom("v_mfma_f32_16x16x16_f16", partial_exec))

@@ -7,7 +7,23 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
-from isa_case import ALL, ARCHS, LANE, Case, Custom, active, generator, random_mask, register, words
+from isa_case import (
+    ALL,
+    ARCHS,
+    LANE,
+    Case,
+    Custom,
+    active,
+    generator,
+    in_lds,
+    in_memory,
+    in_registers,
+    random_mask,
+    register,
+    rows_from,
+    vector_name,
+    words,
+)
 
 from mla_suite.emulator import State
 
@@ -20,6 +36,14 @@ class Part(NamedTuple):
     bytes: int
     extend: str = ""  # "", "zero", "sign"
     half: str = ""  # "", "low", "high": the other half is kept
+
+    @property
+    def registers(self) -> int:
+        return max(self.bytes // 4, 1)
+
+
+Maker = Callable[[str, Part], Callable[[str], Iterable[Case]]]
+"""Makes the checks of an instruction's name and what it moves."""
 
 
 LOADS = {
@@ -78,17 +102,6 @@ def stored(part: Part, registers: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(shifted.T).view(np.uint8).reshape(64, -1)[:, : part.bytes]
 
 
-def vector_name(first: int, count: int) -> str:
-    return f"v[{first}:{first + count - 1}]" if count > 1 else f"v{first}"
-
-
-def expect_rows(first: int, want: np.ndarray, text: str) -> Callable[[State], None]:
-    def check(state: State) -> None:
-        np.testing.assert_array_equal(state.v[first : first + len(want)], want, err_msg=text)
-
-    return check
-
-
 def offsets_of(rng: np.random.Generator, part: Part, room: int) -> np.ndarray:
     step = min(part.bytes, 4)
     return rng.permutation(room // step - 8)[:64] * step
@@ -97,16 +110,17 @@ def offsets_of(rng: np.random.Generator, part: Part, room: int) -> np.ndarray:
 WAIT = "s_waitcnt vmcnt(0) lgkmcnt(0)"
 
 
-def load(op: str, flat: bool, part: Part) -> Callable[[str], Iterable[Case]]:
+def load(op: str, part: Part) -> Callable[[str], Iterable[Case]]:
+    flat = op.startswith("flat")
+
     def make(arch: str) -> Iterable[Case]:
         rng = generator(op, arch)
         data = rng.integers(0, 256, 1024 + 64, dtype=np.uint8)
         base = data.ctypes.data
-        registers = max(part.bytes // 4, 1)
-        target = vector_name(4, registers)
+        target = vector_name(4, part.registers)
         for variant in range(4):
             mask = ALL if variant == 0 else random_mask(rng)
-            offsets, old = offsets_of(rng, part, 1024), words(rng, registers, 64)
+            offsets, old = offsets_of(rng, part, 1024), words(rng, part.registers, 64)
             immediate = 0 if variant == 0 else int(rng.choice([4, 8, 16]))
             tail = f" offset:{immediate}" if immediate else ""
             sgpr: dict[int | str, int] = {}
@@ -114,65 +128,66 @@ def load(op: str, flat: bool, part: Part) -> Callable[[str], Iterable[Case]]:
                 address: object = offsets.astype(U)
                 name, sgpr = "v0, s[2:3]", {"s2": base}
                 if variant == 3:
-                    tail, immediate = " offset:-16", -16
-                    sgpr = {"s2": base + 16}
-                    immediate = 0
+                    tail, immediate, sgpr = " offset:-16", 0, {"s2": base + 16}
             else:
                 address = (base + offsets).astype(np.uint64)
                 name = "v[0:1]" if flat else "v[0:1], off"
             want = np.where(active(mask), loaded(part, bytes_at(data, offsets + immediate, part.bytes), old), old)
             text = f"{op} {target}, {name}{tail}"
-            vgpr = {0: address, **{4 + i: old[i] for i in range(registers)}}
+            vgpr = {0: address, **rows_from(4, old)}
             memory = [("data", data, "r")]
-            yield Case([text, WAIT], expect_rows(4, want, text), vgpr, sgpr, mask, memory=memory)
+            yield Case([text, WAIT], in_registers(4, want, text), vgpr, sgpr, mask, memory=memory)
 
     return make
 
 
-def store(op: str, flat: bool, part: Part) -> Callable[[str], Iterable[Case]]:
+def store(op: str, part: Part) -> Callable[[str], Iterable[Case]]:
+    flat = op.startswith("flat")
+
     def make(arch: str) -> Iterable[Case]:
         rng = generator(op, arch)
-        registers = max(part.bytes // 4, 1)
-        source = vector_name(4, registers)
+        source = vector_name(4, part.registers)
         for variant in range(3):
             data = rng.integers(0, 256, 2048, dtype=np.uint8)
             mask = ALL if variant == 0 else random_mask(rng)
             step = max(part.bytes, 4)
             offsets = rng.permutation(1024 // step)[:64] * step if part.bytes < 16 else rng.permutation(64) * step
-            value = words(rng, registers, 64)
+            value = words(rng, part.registers, 64)
             sgpr: dict[int | str, int] = {}
             if variant == 1 and not flat:
                 address: object = offsets.astype(U)
-                name, sgpr, end = f"v0, {source}, s[2:3]", {"s2": data.ctypes.data}, ""
+                name, sgpr = f"v0, {source}, s[2:3]", {"s2": data.ctypes.data}
             else:
                 address = (data.ctypes.data + offsets).astype(np.uint64)
-                name, end = f"v[0:1], {source}" + ("" if flat else ", off"), ""
+                name = f"v[0:1], {source}" + ("" if flat else ", off")
             want, lanes = data.copy(), active(mask)
             raw = stored(part, value)
             for lane in np.flatnonzero(lanes):
                 want[offsets[lane] : offsets[lane] + part.bytes] = raw[lane]
-            text = f"{op} {name}{end}"
+            text = f"{op} {name}"
 
-            def check(state: State, data=data, want=want, text=text) -> None:
-                np.testing.assert_array_equal(data, want, err_msg=text)
-
-            vgpr = {0: address, **{4 + i: value[i] for i in range(registers)}}
+            vgpr = {0: address, **rows_from(4, value)}
+            check = in_memory(data, want, text)
             yield Case([text, WAIT], check, vgpr, sgpr, mask, memory=[("data", data, "rw")])
 
     return make
 
 
-for name, part in LOADS.items():
-    register(Custom(f"global_load_{name}", load(f"global_load_{name}", False, part)))
-    register(Custom(f"flat_load_{name}", load(f"flat_load_{name}", True, part)))
-for name, part in STORES.items():
-    register(Custom(f"global_store_{name}", store(f"global_store_{name}", False, part)))
-    register(Custom(f"flat_store_{name}", store(f"flat_store_{name}", True, part)))
+def register_forms(space: str, load: Maker, store: Maker) -> None:
+    """All loads and stores of one way to address memory."""
+    for verb, make, parts in (("load", load, LOADS), ("store", store, STORES)):
+        for name, part in parts.items():
+            register(Custom(f"{space}_{verb}_{name}", make(f"{space}_{verb}_{name}", part)))
 
 
-def resource(address: int, size: int, stride: int = 0) -> dict[int | str, int]:
+register_forms("global", load, store)
+register_forms("flat", load, store)
+
+
+def resource(address: int, size: int, stride: int = 0, first: int = 4) -> dict[int | str, int]:
     """s[4:7]: base, stride, number of bytes (of records with a stride), and the raw data format word."""
-    return {"s4": address & 0xFFFFFFFF, "s5": address >> 32 | stride << 16, "s6": size, "s7": 0x00027000}
+    parts = address & 0xFFFFFFFF, address >> 32 | stride << 16, size, 0x00027000
+    return {f"s{first + i}": word for i, word in enumerate(parts)}
 
 
 class Addressing(NamedTuple):
@@ -215,21 +230,20 @@ def buffer_load(op: str, part: Part) -> Callable[[str], Iterable[Case]]:
 
     def make(arch: str) -> Iterable[Case]:
         rng = generator(op, arch)
-        registers = max(part.bytes // 4, 1)
         size = 480 if part.bytes < 12 else 720
         data = rng.integers(0, 256, size, dtype=np.uint8)
         for variant, mode in enumerate(addressings(rng, part, data, size)):
             mask = ALL if variant != 1 else random_mask(rng)
-            old = words(rng, registers, 64)
+            old = words(rng, part.registers, 64)
             padded = np.concatenate([data, np.zeros(8192, np.uint8)])
             offsets = np.where(mode.offsets < size, mode.offsets, size)
             raw = bytes_at(padded, offsets, part.bytes)  # words past the end, one by one, are zero
             if "idxen" in mode.text:
                 raw = np.where(mode.valid[:, None], raw, 0).astype(np.uint8)
             want = np.where(active(mask), loaded(part, raw, old), old)
-            text = f"{op} {vector_name(4, registers)}, {mode.text}"
-            vgpr = {**mode.vgpr, **{4 + i: old[i] for i in range(registers)}}
-            check = expect_rows(4, want, text)
+            text = f"{op} {vector_name(4, part.registers)}, {mode.text}"
+            vgpr = {**mode.vgpr, **rows_from(4, old)}
+            check = in_registers(4, want, text)
             yield Case([text, WAIT], check, vgpr, mode.sgpr, mask, memory=[("data", data, "r")])
 
     return make
@@ -240,7 +254,6 @@ def buffer_store(op: str, part: Part) -> Callable[[str], Iterable[Case]]:
 
     def make(arch: str) -> Iterable[Case]:
         rng = generator(op, arch)
-        registers = max(part.bytes // 4, 1)
         size = 480
         for variant in range(3):
             data = rng.integers(0, 256, size, dtype=np.uint8)
@@ -249,27 +262,22 @@ def buffer_store(op: str, part: Part) -> Callable[[str], Iterable[Case]]:
             while len(offsets) < 64:
                 offsets = np.concatenate([offsets, [size + 4096 + step * len(offsets)]])
             mask = ALL if variant != 1 else random_mask(rng)
-            value = words(rng, registers, 64)
+            value = words(rng, part.registers, 64)
             raw, want = stored(part, value), data.copy()
             for lane in np.flatnonzero(active(mask)):
                 if offsets[lane] + part.bytes <= size:
                     want[offsets[lane] : offsets[lane] + part.bytes] = raw[lane]
-            text = f"{op} {vector_name(4, registers)}, v0, s[8:11], 0 offen"
-            sgpr = {f"s{int(str(k)[1:]) + 4}": v for k, v in resource(data.ctypes.data, size).items()}
+            text = f"{op} {vector_name(4, part.registers)}, v0, s[8:11], 0 offen"
+            sgpr = resource(data.ctypes.data, size, first=8)
 
-            def check(state: State, data=data, want=want, text=text) -> None:
-                np.testing.assert_array_equal(data, want, err_msg=text)
-
-            vgpr = {0: offsets.astype(U), **{4 + i: value[i] for i in range(registers)}}
+            vgpr = {0: offsets.astype(U), **rows_from(4, value)}
+            check = in_memory(data, want, text)
             yield Case([text, WAIT], check, vgpr, sgpr, mask, memory=[("data", data, "rw")])
 
     return make
 
 
-for name, part in LOADS.items():
-    register(Custom(f"buffer_load_{name}", buffer_load(f"buffer_load_{name}", part)))
-for name, part in STORES.items():
-    register(Custom(f"buffer_store_{name}", buffer_store(f"buffer_store_{name}", part)))
+register_forms("buffer", buffer_load, buffer_store)
 
 
 # Loads to LDS: lane l writes at M0 + instruction offset + l x (bytes, at least a dword); no register is written.
@@ -307,9 +315,7 @@ def direct(op: str, width: int) -> Callable[[str], Iterable[Case]]:
                 text, sgpr = f"{op} v[0:1], off{tail}", {"m0": m0}
                 vgpr = {0: (data.ctypes.data + offsets).astype(np.uint64)}
 
-            def check(state: State, want=want, text=text) -> None:
-                np.testing.assert_array_equal(state.lds, want, err_msg=text)
-
+            check = in_lds(want, text)
             yield Case([text, "s_waitcnt vmcnt(0)"], check, vgpr, sgpr, mask, lds=lds, memory=[("data", data, "r")])
 
     return make
@@ -329,15 +335,14 @@ def scalar_load(op: str, count: int, buffered: bool) -> Callable[[str], Iterable
         data = words(rng, 64)
         target = f"s[32:{31 + count}]" if count > 1 else "s32"
         for base, offset, at in (("0", 0, 0), ("0x24", 0x24, 9), ("s20", 0x40, 16), ("s20 offset:0x10", 0x40, 20)):
-            before = data
             if buffered:
                 text = f"{op} {target}, s[8:11], {base}"
                 words_in = 24
-                sgpr = {f"s{int(str(k)[1:]) + 4}": v for k, v in resource(data.ctypes.data, 4 * words_in).items()}
-                want = np.where(np.arange(at, at + count) < words_in, before[at : at + count], 0)
+                sgpr = resource(data.ctypes.data, 4 * words_in, first=8)
+                want = np.where(np.arange(at, at + count) < words_in, data[at : at + count], 0)
             else:
                 text, sgpr = f"{op} {target}, s[8:9], {base}", {"s8": data.ctypes.data}
-                want = before[at : at + count]
+                want = data[at : at + count]
 
             def check(state: State, want=want, text=text) -> None:
                 np.testing.assert_array_equal(state.s[32 : 32 + count], want, err_msg=text)

@@ -5,7 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import numpy as np
-from isa_case import ALL, ARCHS, DENORMALS, DX10_CLAMP, FLUSH, Case, active, generator, random_mask, register, words
+from isa_case import (
+    ALL,
+    ARCHS,
+    DENORMALS,
+    DX10_CLAMP,
+    FLUSH,
+    Case,
+    active,
+    generator,
+    in_registers,
+    random_mask,
+    register,
+    rows_from,
+    words,
+)
 from isa_numbers import fma16, fma32
 from isa_operands import draw, flushed, raw_of, same, typed
 from isa_real import maximum, minimum, strict
@@ -58,7 +72,6 @@ class Packed16:
                     value = np.asarray(self.function(*sources))
                 results.append(raw_of(flushed(value) if mode == FLUSH else value, self.kind) & U(0xFFFF))
             lanes = active(mask)
-            texts = [text]
 
             def check(state: State, results=results, old=old, lanes=lanes, text=text) -> None:
                 got = state.v[20]
@@ -66,15 +79,9 @@ class Packed16:
                 for half, want in enumerate(results):
                     fine = same(got >> U(16 * half) & U(0xFFFF), want, self.kind) | ~lanes
                     bad = np.flatnonzero(~fine)
-                    assert not bad.size, (
-                        text,
-                        half,
-                        bad,
-                        [hex(x) for x in got[bad[:3]]],
-                        [hex(x) for x in want[bad[:3]]],
-                    )
+                    assert not bad.size, (text, half, bad, *(list(map(hex, x[bad[:3]])) for x in (got, want)))
 
-            yield Case(texts, check, {**{k: raw[k] for k in range(self.count)}, 20: old}, exec_mask=mask, mode=mode)
+            yield Case([text], check, {**rows_from(0, raw), 20: old}, exec_mask=mask, mode=mode)
 
 
 class Packed32:
@@ -121,7 +128,7 @@ class Packed32:
                     assert fine.all(), (text, half, np.flatnonzero(~fine))
 
             registers = {2 * k + w: raw[k][w] for k in range(self.count) for w in range(2)}
-            yield Case([text], check, {**registers, 20: old[0], 21: old[1]}, sgpr, mask, mode=mode)
+            yield Case([text], check, {**registers, **rows_from(20, old)}, sgpr, mask, mode=mode)
 
 
 class MovePair:
@@ -136,12 +143,9 @@ class MovePair:
                 raw, mask = words(rng, 4, 64), random_mask(rng)
                 old, lanes = words(rng, 2, 64), active(mask)
                 want = np.where(lanes, np.stack([raw[low], raw[2 + high]]), old)
-
-                def check(state: State, want=want) -> None:
-                    np.testing.assert_array_equal(state.v[20:22], want)
-
                 text = f"v_pk_mov_b32 v[20:21], v[0:1], v[2:3] op_sel:[{low},{high}]"
-                yield Case([text], check, {**dict(enumerate(raw)), 20: old[0], 21: old[1]}, exec_mask=mask)
+                before = {**rows_from(0, raw), **rows_from(20, old)}
+                yield Case([text], in_registers(20, want, text), before, exec_mask=mask)
 
 
 class Mixed:

@@ -6,16 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import numpy as np
-from isa_case import Case, Custom, active, generator, random_mask, register, words
-from isa_memory import LOADS, STORES, WAIT, Part, expect_rows, loaded, stored, vector_name
-
-from mla_suite.emulator import State
+from isa_case import Case, active, anything, generator, in_registers, random_mask, rows_from, vector_name, words
+from isa_memory import WAIT, Part, loaded, register_forms, stored
 
 U = np.uint32
-
-SCRATCH_LOADS = {n: LOADS[n] for n in ("ubyte", "sbyte", "ushort", "sshort", "dword", "dwordx2", "dwordx3", "dwordx4")}
-SCRATCH_LOADS |= {n: LOADS[n] for n in ("short_d16", "short_d16_hi")}
-SCRATCH_STORES = {n: STORES[n] for n in ("byte", "short", "short_d16_hi", "dword", "dwordx2", "dwordx3", "dwordx4")}
 
 
 def scratch_places(rng: np.random.Generator) -> Iterable[tuple[str, dict, dict, np.ndarray]]:
@@ -30,21 +24,16 @@ def scratch_places(rng: np.random.Generator) -> Iterable[tuple[str, dict, dict, 
 def scratch_load(op: str, part: Part) -> Callable[[str], Iterable[Case]]:
     def make(arch: str) -> Iterable[Case]:
         rng = generator(op, arch)
-        registers = max(part.bytes // 4, 1)
         for text, vgpr, sgpr, at in scratch_places(rng):
-            mask, old, filling = random_mask(rng), words(rng, registers, 64), words(rng, 16, 64)
+            mask, old, filling = random_mask(rng), words(rng, part.registers, 64), words(rng, 16, 64)
             fill = [f"scratch_store_dword off, v{40 + i}, off offset:{4 * i}" for i in range(16)]
             memory = np.ascontiguousarray(filling.T).view(np.uint8).reshape(64, 64)
             raw = np.stack([memory[lane, at[lane] : at[lane] + part.bytes] for lane in range(64)])
             want = np.where(active(mask), loaded(part, raw, old), old)
-            line = f"{op} {vector_name(4, registers)}, {text}"
-            registers_in = {
-                **vgpr,
-                **{40 + i: filling[i] for i in range(16)},
-                **{4 + i: old[i] for i in range(registers)},
-            }
+            line = f"{op} {vector_name(4, part.registers)}, {text}"
+            before = {**vgpr, **rows_from(40, filling), **rows_from(4, old)}
             lines = [*fill, WAIT, line, WAIT]
-            yield Case(lines, expect_rows(4, want, line), registers_in, sgpr, mask, scratch=64)
+            yield Case(lines, in_registers(4, want, line), before, sgpr, mask, scratch=64)
 
     return make
 
@@ -52,11 +41,10 @@ def scratch_load(op: str, part: Part) -> Callable[[str], Iterable[Case]]:
 def scratch_store(op: str, part: Part) -> Callable[[str], Iterable[Case]]:
     def make(arch: str) -> Iterable[Case]:
         rng = generator(op, arch)
-        registers = max(part.bytes // 4, 1)
         for text, vgpr, sgpr, at in scratch_places(rng):
-            mask, value, noise = random_mask(rng), words(rng, registers, 64), words(rng, 64)
+            mask, value, noise = random_mask(rng), words(rng, part.registers, 64), words(rng, 64)
             address, base = text.split(", ")
-            line = f"{op} {address}, {vector_name(4, registers)}, {base}"
+            line = f"{op} {address}, {vector_name(4, part.registers)}, {base}"
             fill = [f"scratch_store_dword off, v3, off offset:{4 * i}" for i in range(16)]
             reads = [f"scratch_load_dword v{20 + i}, off, off offset:{4 * i}" for i in range(16)]
             memory = np.repeat(noise[:, None], 16, axis=1).view(np.uint8).reshape(64, 64)
@@ -66,20 +54,14 @@ def scratch_store(op: str, part: Part) -> Callable[[str], Iterable[Case]]:
             whole = "s_mov_b64 exec, -1"
             restore = "s_mov_b64 exec, s[20:21]"
             want = np.ascontiguousarray(memory).view(U).T
-            registers_in = {**vgpr, 3: noise, **{4 + i: value[i] for i in range(registers)}}
+            before = {**vgpr, 3: noise, **rows_from(4, value)}
             lines = [whole, *fill, WAIT, restore, line, WAIT, whole, *reads, WAIT]
-            yield Case(lines, expect_rows(20, want, line), registers_in, {**sgpr, "s20": mask}, mask, scratch=64)
+            yield Case(lines, in_registers(20, want, line), before, {**sgpr, "s20": mask}, mask, scratch=64)
 
-        def nothing(state: State) -> None:
-            pass
-
-        outside = f"{op} off, {vector_name(4, registers)}, off offset:{64 - part.bytes + 4}"
-        yield Case([outside, WAIT], nothing, scratch=64, findings=frozenset({"scratch_out_of_bounds"}))
+        outside = f"{op} off, {vector_name(4, part.registers)}, off offset:{64 - part.bytes + 4}"
+        yield Case([outside, WAIT], anything, scratch=64, findings=frozenset({"scratch_out_of_bounds"}))
 
     return make
 
 
-for name, part in SCRATCH_LOADS.items():
-    register(Custom(f"scratch_load_{name}", scratch_load(f"scratch_load_{name}", part)))
-for name, part in SCRATCH_STORES.items():
-    register(Custom(f"scratch_store_{name}", scratch_store(f"scratch_store_{name}", part)))
+register_forms("scratch", scratch_load, scratch_store)

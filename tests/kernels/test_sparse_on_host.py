@@ -1,14 +1,11 @@
-"""The source of sparse decode over quantised records on sm_90, run on a CPU against fp64 (kernels_on_host.py)."""
+"""The source of sparse decode over records and rows on sm_90, run on a CPU against fp64 (kernels_on_host.py)."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from kernels_on_host import check, ran, with_a_fault
-from kernels_on_host import compiled as compiled_program
-from planted import each_of
+from kernels_on_host import HostKernel
 
+KERNEL = HostKernel("sparse_records.cpp", "sm_90/sparse_decode")
 PROBLEMS = {
     "v41": ["16 2 1 1 plain 64 3 97 16i 4 40", "5 3 2 2 absent 7i 20 70", "1 12 1 1 one 64 4 1", "1 9 1 1 one 16i 4 1"],
     "v41any": [
@@ -29,23 +26,33 @@ PROBLEMS = {
     ],
     "fp8x512": ["16 2 1 1 absent 64 3 97", "1 12 1 1 one 64 4 1"],
     "v32nope": ["16 2 1 1 plain 64 3 97", "1 12 1 1 one 64 4 1"],
+    "bf16x576": [
+        "64 3 1 1 plain 16 40 200",
+        "20 5 1 2 lengths 1 40 40",
+        "100 2 1 1 sink 7 40 33",
+        "16 2 3 2 plain 16 40 300",
+        "8 3 2 1 ragged 16 40 129",
+        "64 2 1 1 sharp 16 40 96",
+        "64 2 1 1 no_max 16 40 64",
+        "9 2 1 2 absent 64 0 40",
+    ],
+    "bf16x512": ["64 3 1 1 lengths 16 40 200 2 9 7", "5 2 3 1 sink 1 40 300"],
 }
 
 
-def compiled(folder: Path, record: str, *first: Path) -> Path:
-    """The program of an instance."""
-    constants = {"KV_FORMAT": record, "HOST_BLOCK_THREADS": 512}
-    return compiled_program("sparse_records.cpp", folder / "dequant", constants, *first)
+def constants(record):
+    return {"KV_FORMAT": record, "HOST_BLOCK_THREADS": 512}
 
 
 @pytest.mark.parametrize(
     "record",
-    ["v41any", "fp8x576", *(pytest.param(record, marks=pytest.mark.full) for record in ("v41", "v32nope", "fp8x512"))],
+    [
+        *("v41any", "fp8x576", "bf16x576", "bf16x512"),
+        *(pytest.param(record, marks=pytest.mark.full) for record in ("v41", "v32nope", "fp8x512")),
+    ],
 )
 def test_results_are_those_of_fp64(tmp_path, record):
-    program = compiled(tmp_path, record)
-    for problem in PROBLEMS[record]:
-        check(program, problem)
+    KERNEL.check(tmp_path, constants(record), PROBLEMS[record])
 
 
 FAULTS = {
@@ -66,11 +73,13 @@ FAULTS = {
         "cp_async_wait<RAW_STAGES - 2>();",
         "cp_async_wait<RAW_STAGES>();",
     ),
+    "stages overwritten": ("producer_gather.hpp", "this->wait_for_empty(kv_);\n    copy_key", "copy_key"),
+    "absent rows seen": ("producer_gather.hpp", "present_ = __ballot_sync(~0u, token.present);", "present_ = ~0u;"),
+    "rows not swizzled": ("producer_gather.hpp", "(to ^ 4 << 4) + 4 * 128", "to + 4 * 128"),
 }
 
 
-@each_of(FAULTS, place=lambda header, right, broken: (f"sm_90/sparse_decode/{header}", right))
+@KERNEL.each_of(FAULTS)
 def test_a_fault_is_found(tmp_path, name):
-    header, *change = FAULTS[name]
-    program = compiled(tmp_path, "v41any", with_a_fault(tmp_path / "csrc", f"sm_90/sparse_decode/{header}", *change))
-    assert any(ran(program, problem).returncode != 0 for problem in PROBLEMS["v41any"])
+    record = "bf16x576" if FAULTS[name][0] == "producer_gather.hpp" else "v41any"
+    KERNEL.assert_found(tmp_path, constants(record), FAULTS[name], PROBLEMS[record])

@@ -1,0 +1,177 @@
+"""Layers of our dense backend on metadata of our builder, against the definition: `tox -e vllm`.
+
+An engine on a CPU has neither fp8 queries nor drafts that a device moves, and asks for no long context. So the layers
+are vLLM's own classes, and a step's metadata is made as vLLM's builder asks for it.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="this needs vLLM for CPUs: tox -e vllm")
+
+import vllm_engine
+from vllm.config import VllmConfig, set_current_vllm_config
+
+import mla_suite
+from mla_suite import archs, integrations
+from mla_suite.distributed import KeyShard
+from mla_suite.integrations import vllm as integration
+from mla_suite.ops.plan.metadata import Plan, Word
+
+HEADS, LATENT, WIDTH, SCALE = 8, 512, 576, 0.05
+
+
+def impl_of(kv_cache_dtype="auto", num_heads=HEADS):
+    options = (None, None, kv_cache_dtype, None, "decoder", None)
+    sizes = dict(q_lora_rank=32, kv_lora_rank=LATENT, qk_nope_head_dim=32, qk_rope_head_dim=64, qk_head_dim=96)
+    with set_current_vllm_config(VllmConfig()):
+        return integration.MLASuiteImpl(num_heads, WIDTH, SCALE, 1, *options, **sizes, v_head_dim=32, kv_b_proj=None)
+
+
+def step_of(lengths, table, q_lens, dcp=None, moved=None, threshold=8, interleave=1, **later):
+    """A step's metadata. moved: query lengths on the device, where drafts may be moved there"""
+    builder = integration.MLASuiteMetadataBuilder.__new__(integration.MLASuiteMetadataBuilder)
+    builder.reorder_batch_threshold, builder.cp_kv_cache_interleave_size = threshold, interleave
+    builder._adaptive = moved is not None
+    counted, on_device = (
+        torch.nn.functional.pad(torch.tensor(lens).cumsum(0), (1, 0)).int() for lens in (q_lens, moved or q_lens)
+    )
+    decode = builder._build_decode(
+        block_table_tensor=table,
+        seq_lens_device=torch.as_tensor(lengths, dtype=torch.int32),
+        max_seq_len=int(max(lengths)),
+        query_start_loc_cpu=counted,
+        query_start_loc_device=on_device,
+        num_decode_tokens=sum(q_lens),
+        dcp_tot_seq_lens_device=dcp,
+        **later,
+    )
+    return SimpleNamespace(num_decodes=len(q_lens), decode=decode)
+
+
+def layer_of(scale=1.0, q_scale=1.0):
+    return SimpleNamespace(_k_scale=torch.tensor(scale), _q_scale=torch.tensor(q_scale))
+
+
+def paged(lengths, page, dtype=torch.bfloat16):
+    """A cache of random rows, and the table of sequences in it."""
+    counts = [-(-n // page) for n in lengths]
+    pages = (torch.randperm(sum(counts)) + 1).int().split(counts)
+    table = torch.nn.utils.rnn.pad_sequence(pages, batch_first=True)
+    return torch.randn(sum(counts) + 1, page, WIDTH).to(dtype), table
+
+
+def assert_attended(found, q, q_lens, cache, table, lengths, tolerance):
+    first = 0
+    for b, (count, length) in enumerate(zip(q_lens, lengths, strict=True)):
+        tokens = slice(first, first := first + count)
+        keys = cache[table[b].long()].flatten(0, 1)[:length]
+        out, lse = vllm_engine.exact(q[tokens], keys, SCALE)
+        torch.testing.assert_close(found[0][tokens].double(), out, **tolerance)
+        torch.testing.assert_close(found[1][tokens].double(), lse, rtol=1e-5, atol=1e-5)
+    assert found[0].shape == (first, HEADS, LATENT)
+
+
+ROUNDED = dict(rtol=2**-8, atol=2e-5)
+
+
+@pytest.mark.parametrize("q_len", [1, 4])
+def test_queries_that_vllm_quantised(q_len):
+    lengths = [300, 9, 64]
+    cache, table = paged(lengths, 16, torch.float8_e4m3fn)
+    metadata = step_of(lengths, table, [q_len] * 3)
+    q = torch.randn(3 * q_len, HEADS, WIDTH).to(torch.float8_e4m3fn)
+    found = impl_of("fp8").forward_mqa(q, cache.view(torch.uint8), metadata, layer_of(0.25, 0.5))
+    assert found[0].dtype == torch.bfloat16
+    assert_attended(found, q.float() * 0.5, [q_len] * 3, cache.float() * 0.25, table, lengths, ROUNDED)
+
+
+@pytest.mark.parametrize(
+    ("arch", "heads", "asked", "change"),
+    [
+        ("gfx950", 16, True, {}),
+        ("gfx950", 16, False, dict(dtype=torch.float16)),  # results would have another type than the model
+        ("gfx942", 128, False, {}),
+        ("sm_90", 128, True, {}),
+        ("sm_90", 64, False, {}),
+        ("sm_90", 32, True, dict(drafts=3)),
+        # pages whose scores may be sums of fp8
+        ("sm_90", 64, True, dict(page=64, precision="fp8")),
+        ("sm_90", 64, False, dict(page=16, precision="fp8")),
+        ("sm_90", 128, True, dict(page=16, precision="fp8")),
+        ("sm_90", 64, True, dict(precision="fp8")),
+    ],
+)
+def test_vllm_is_asked_for_fp8_queries_where_they_are_faster(monkeypatch, arch, heads, asked, change):
+    # vLLM's default page size is replaced by the backend's own after layers are made.
+    page, drafts = change.get("page"), change.get("drafts")
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=change.get("dtype", torch.bfloat16)),
+        cache_config=SimpleNamespace(block_size=page or 16, user_specified_block_size=page is not None),
+        speculative_config=drafts and SimpleNamespace(num_speculative_tokens=drafts),
+    )
+    monkeypatch.setattr(integration, "get_current_vllm_config", lambda: config)
+    monkeypatch.setattr(integrations, "current_arch", lambda tensor: archs.get(arch))
+    monkeypatch.setattr(integrations, "PRECISION", change.get("precision", integrations.PRECISION))
+    assert impl_of("fp8", heads).supports_quant_query_input is asked
+
+
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_invariant_partials_follow_the_lengths(monkeypatch, q_len):
+    """A table as wide as the longest context costs no memory in an eager step, and no bits anywhere."""
+    monkeypatch.setattr(integration, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True))
+    lengths, context = [2100, 9, 1025], 2**17
+    cache, table = paged(lengths, 64)
+    wide = torch.nn.functional.pad(table, (0, context // 64 - table.shape[1]))
+    q, found = torch.randn(3 * q_len, HEADS, WIDTH).bfloat16(), {}
+    for captured in (False, True):
+        monkeypatch.setattr(integration, "capturing", lambda tensor, captured=captured: captured)
+        metadata = step_of(lengths, wide, [q_len] * 3, threshold=q_len)
+        results = impl_of().forward_mqa(q, cache, metadata, layer_of())
+        found[captured] = *results, Plan.read(metadata.decode.plan).header[Word.WORK_TILE_CAPACITY]
+    split_size = mla_suite.batch_invariant_split_size(HEADS, q_len)
+    assert found[False][2] == 3 * -(-2100 // split_size), "the splits that 2100 keys need"
+    assert found[True][2] == 3 * context // split_size, "a captured step serves every later length"
+    assert torch.equal(found[False][0], found[True][0])
+    assert torch.equal(found[False][1], found[True][1])
+
+
+@pytest.mark.parametrize("later", [{}, {"max_query_len": 5}], ids=["before 0.31", "since 0.31"])
+@pytest.mark.parametrize("moved", [None, [5, 1, 2]], ids=["as counted", "moved"])
+def test_query_lengths_that_vary(moved, later):
+    """Drafts that the device moved between sequences count as the device has them."""
+    lengths, counted = [300, 9, 64], [3, 1, 4]
+    cache, table = paged(lengths, 16)
+    metadata = step_of(lengths, table, counted, moved=moved, **later)
+    assert metadata.decode.max_seqlen_q == ((5 if later else 8) if moved else 4)
+    q = torch.randn(8, HEADS, WIDTH).bfloat16()
+    found = impl_of().forward_mqa(q, cache, metadata, layer_of())
+    assert_attended(found, q, moved or counted, cache, table, lengths, ROUNDED)
+
+
+@pytest.mark.parametrize(("q_lens", "interleave"), [([1, 1], 1), ([3, 3], 16), ([1, 4], 16)], ids=str)
+def test_decode_context_parallelism(q_lens, interleave):
+    """Two ranks with the keys dealt in turn, of which one may have none: natural lse merges them into the whole."""
+    lengths, page = [301, 5], 16
+    totals = torch.tensor(lengths, dtype=torch.int32)
+    cache, table = paged(lengths, page, torch.float32)
+    q = torch.randn(sum(q_lens), HEADS, WIDTH)
+    parts = []
+    for rank in range(2):
+        shard = KeyShard(2, rank, interleave)
+        own_cache = torch.full_like(cache, torch.nan)
+        for b, length in enumerate(lengths):
+            own = cache[table[b].long()].flatten(0, 1)[:length][shard.owns(torch.arange(length))]
+            for column, rows in enumerate(own.split(page)):
+                own_cache[table[b, column], : len(rows)] = rows
+        metadata = step_of(shard.local_lens(totals), table, q_lens, dcp=totals, interleave=interleave)
+        impl = impl_of()
+        impl.dcp_world_size, impl.dcp_rank = 2, rank
+        parts.append(impl.forward_mqa(q, own_cache, metadata, layer_of()))
+    lse = torch.stack([part[1] for part in parts])
+    merged = (torch.stack([part[0] for part in parts]) * lse.softmax(0)[..., None]).sum(0)
+    assert_attended((merged, lse.logsumexp(0)), q, q_lens, cache, table, lengths, dict(rtol=1e-4, atol=1e-5))
