@@ -41,6 +41,8 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 TILES = (16, 32, 64)
 LENGTHS = (1024, 1536)  # keys of the workgroup that is played: its loop is steady, in whole periods of its page numbers
 STEP, LONGEST = 256, 1 << 16  # keys
+BELOW = (0, 80, 160, 240)  # contexts up to a limit that are looked at, since whole splits favour multiples of 64
+WORTH = 0.98
 
 
 class Workgroup(NamedTuple):
@@ -88,12 +90,17 @@ def modelled(arch: ArchSpec, kind: tuple[str, str], rows: int, tile: int, batch:
 
 
 def limits(arch: ArchSpec, kind: tuple[str, str], rows: int, batch: int) -> Iterator[tuple[int, int]]:
-    """(context, tile): up to this context, the tile takes the fewest clocks, none being smaller than one before it;
-    ends where one tile for all rows does, or at LONGEST."""
+    """(context, tile): up to this context, the tile takes the fewest clocks, none being smaller than one before it,
+    which a larger one beats by `WORTH`; ends where one tile for all rows does, or at LONGEST."""
     best = 0
+
+    def clocks(tile: int, context: int) -> float:
+        found = sum(modelled(arch, kind, rows, tile, batch, context - less) for less in BELOW)
+        return found * (WORTH if tile == best else 1)
+
     for context in range(STEP, LONGEST + 1, STEP):
         tiles = [tile for tile in (*TILES, rows) if best <= tile <= rows]
-        now = min(tiles, key=lambda tile: (modelled(arch, kind, rows, tile, batch, context), -tile))
+        now = min(tiles, key=lambda tile: (clocks(tile, context), -tile))
         if best and now != best:
             yield context - STEP, best
         best = now

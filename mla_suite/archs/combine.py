@@ -245,7 +245,7 @@ def rule(arch: ArchSpec, head_dim_v: int, rows: int, splits: int) -> CombineConf
     compute unit. Many rows keep the device busy with a wave per row; fewer need their splits, then their columns,
     spread over more waves. On NVIDIA a merge is placed beside decode, on the units that it leaves free: workgroups that
     find no room there cost more than waves that a row does not have. On AMD it is the least modelled time of the
-    kernels that ship (csrc/gfx950/PERF.md, K23): a wave alone reads up to eight splits at once.
+    kernels that ship (csrc/gfx950/PERF.md, K25): a wave alone reads up to eight splits at once.
     """
     beside = arch.vendor == "nvidia" and head_dim_v == 512
     if rows >= 3 * arch.compute_units:
@@ -253,7 +253,8 @@ def rule(arch: ArchSpec, head_dim_v: int, rows: int, splits: int) -> CombineConf
     if arch.vendor == "amd" and head_dim_v == 512:
         if splits <= 8 or 4 * rows >= 3 * arch.compute_units:
             return _config(arch, head_dim_v, 1, 4, 1, 2)
-        return _config(arch, head_dim_v, 1, 4, 16 if splits > 96 else 8, 4 if 4 * rows <= arch.compute_units else 1)
+        if 4 * rows > arch.compute_units:
+            return _config(arch, head_dim_v, 1, 4, 8, 1)
     if 4 * rows >= 3 * arch.compute_units or head_dim_v != 512:
         return _config(arch, head_dim_v, 1, 4, 4 if beside and splits < 32 else 8, 1)
     if beside and 4 * rows > arch.compute_units:
