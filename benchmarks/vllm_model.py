@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -36,45 +35,24 @@ def medians(rows: Sequence[Row], keys: Sequence[str], timed: Sequence[str]) -> d
 
 
 def save_config(folder: Path, layers: int, heads: int, longest: int) -> None:
-    """Write the config.json of a model with DeepSeek V3's attention and dense MLPs."""
-    config = {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        "vocab_size": VOCAB,
-        "hidden_size": 7168,
-        "intermediate_size": 2048,
-        "moe_intermediate_size": 2048,
-        "num_hidden_layers": layers,
-        "first_k_dense_replace": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 128,
-        "v_head_dim": 128,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "routed_scaling_factor": 1.0,
-        "norm_topk_prob": True,
-        "moe_layer_freq": 1,
-        "hidden_act": "silu",
-        "max_position_embeddings": longest,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "rope_interleave": True,
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "torch_dtype": "bfloat16",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    """Write the config.json of a model with DeepSeek V3's attention, whose sizes are the defaults, and dense MLPs."""
+    from transformers import DeepseekV3Config
+
+    experts = dict(n_routed_experts=8, num_experts_per_tok=2, n_group=1, topk_group=1, routed_scaling_factor=1.0)
+    read_by_vllm = dict(topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_freq=1)
+    DeepseekV3Config(
+        architectures=["DeepseekV3ForCausalLM"],
+        vocab_size=VOCAB,
+        intermediate_size=2048,
+        num_hidden_layers=layers,
+        first_k_dense_replace=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=longest,
+        dtype="bfloat16",
+        **experts,
+        **read_by_vllm,
+    ).save_pretrained(folder)
 
 
 class Contexts:

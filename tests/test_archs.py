@@ -113,3 +113,15 @@ def test_every_declared_plan_and_append_kv_is_picked(name):
     for tokens, run in itertools.product((1, 2, MAX_TOKENS), {False, kernels.append_has_runs}):
         picked.add(AppendConfig(record, tokens, one_run=run).instance)
     assert {item.id for item in instances(name) if item.kernel in ("plan", "append_kv", "append_kv_run")} == picked
+
+
+@pytest.mark.parametrize("name", archs.names())
+@pytest.mark.parametrize("op", register.registry().values(), ids=lambda op: op.name)
+def test_a_kernel_that_is_not_built_is_refused_with_what_to_do(op, name, monkeypatch):
+    with launcher.declared_kernels():
+        problems = [op.problem(*args, **kwargs) for args, kwargs in (sample.make(CPU) for sample in op.samples()[:3])]
+        served = [p for p in problems if not isinstance(op.backends[0].supports(p, archs.get(name)), Unsupported)]
+    monkeypatch.setattr(launcher, "usable_kernels", lambda arch: ())
+    refused = [op.backends[0].supports(problem, archs.get(name)) for problem in served]
+    assert all(answer.reason.endswith(dispatch.HOW_TO_BUILD) for answer in refused), refused
+    assert served or (op.name == "convert_kv" and name != "sm_90")  # of which it has a kernel alone

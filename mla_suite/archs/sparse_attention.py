@@ -44,6 +44,8 @@ RECORDS = {
 }
 """(kv_format, values of a row) -> a kernel's name of the record; all pools of a launch have the same, or those that
 `record_of` names together. An arch may have more."""
+VALUES = {"bf16x160": 128}
+"""Record of narrow rows -> the values of V, of which all others have 512."""
 DESCALED = {"fp8x576": 576, "fp8x512": 512}
 """Record of bare rows of e4m3, for which a kernel takes descales -> bytes of one."""
 _DESCALES = {name: SPARSE_INPUTS[name] for name in ("q_descale", "kv_descale")}
@@ -77,12 +79,13 @@ def _sparse_unsupported(problem: SparseDecodeProblem, records: Mapping[tuple[str
     if problem.dtype != torch.bfloat16:
         return Unsupported(f"q is {problem.dtype}; it takes bfloat16")
     kv_formats = [pool.kv_format for pool in problem.pools]
-    if record_of(kv_formats, problem.head_dim, records) is None:
+    record = record_of(kv_formats, problem.head_dim, records)
+    if record is None:
         possible = ", ".join(f"{kv_format} ({width})" for kv_format, width in records)
         given = f"pools in {', '.join(kv_formats)} with rows of {problem.head_dim} values"
         return Unsupported(f"{given}; it takes {possible}")
-    if problem.head_dim_v != 512:
-        return Unsupported(f"head_dim_v {problem.head_dim_v}; it takes 512")
+    if problem.head_dim_v != VALUES.get(record, 512):
+        return Unsupported(f"head_dim_v {problem.head_dim_v}; it takes {VALUES.get(record, 512)} of {record} records")
     if len(problem.pools) > MAX_POOLS:
         return Unsupported(f"{len(problem.pools)} pools; it takes 1 to {MAX_POOLS}")
     for i, pool in enumerate(problem.pools):

@@ -23,11 +23,22 @@ class PoolShape(NamedTuple):
 
 
 def sample(
-    batch: int, q_len: int, heads: int, pools: Sequence[PoolShape], *, sink: bool = False, lengths: bool = False
+    batch: int,
+    q_len: int,
+    heads: int,
+    pools: Sequence[PoolShape],
+    *,
+    sink: bool = False,
+    lengths: bool = False,
+    widths: tuple[int, int] | None = None,
 ) -> Sample:
-    """Random rows and selections; ragged pools give token t only topk - t % 3 indices. Per-tensor fp8 has a descale."""
-    head_dim = get_kv_format(pools[0].kv_format).head_dim
-    tokens = batch * q_len
+    """Random rows and selections; ragged pools give token t only topk - t % 3 indices. Per-tensor fp8 has a descale.
+
+    widths  latent and rope values of dense rows; None: 512 + 64
+    """
+    kind = get_kv_format(pools[0].kv_format)
+    kind = kind if widths is None else kind.sized(*widths)
+    head_dim, head_dim_v, tokens = kind.head_dim, 512 if widths is None else widths[0], batch * q_len
 
     def make(device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
         draw: dict[str, Any] = dict(generator=torch.Generator(device).manual_seed(0), device=device)
@@ -50,15 +61,18 @@ def sample(
             topk_lengths.append(torch.tensor(keep[:batch]).int().to(device) if use_lengths else None)
         attn_sink = torch.randn(heads, **draw) if sink else None
         kwargs = {"kv_formats": [pool.kv_format for pool in pools], "softmax_scale": head_dim**-0.5}
+        kwargs |= {} if widths is None else {"head_dim_v": head_dim_v}
         return (q, kv_caches, indices, indptrs, topk_lengths, attn_sink, None, None, kv_descale), kwargs
 
     name = f"b{batch}-q{q_len}-h{heads}-" + "-".join(
         f"{pool.kv_format}.p{pool.page}.{'r' if pool.ragged else 'k'}{pool.topk}" for pool in pools
     )
-    read = sum(tokens * pool.topk * (get_kv_format(pool.kv_format).token_bytes + 4) for pool in pools)
-    bytes_moved = read + tokens * heads * ((head_dim + 512) * 2 + 4)
-    flops = sum(2 * tokens * pool.topk * heads * (head_dim + 512) for pool in pools)
-    return Sample(name + ("-sink" if sink else ""), make, bytes_moved, flops)
+    sizes = [kind.token_bytes if widths is not None else get_kv_format(pool.kv_format).token_bytes for pool in pools]
+    read = sum(tokens * pool.topk * (size + 4) for pool, size in zip(pools, sizes, strict=True))
+    bytes_moved = read + tokens * heads * ((head_dim + head_dim_v) * 2 + 4)
+    flops = sum(2 * tokens * pool.topk * heads * (head_dim + head_dim_v) for pool in pools)
+    name += ("-sink" if sink else "") + (f"-{widths[0]}+{widths[1]}" if widths is not None else "")
+    return Sample(name, make, bytes_moved, flops)
 
 
 def samples() -> Sequence[Sample]:
@@ -66,6 +80,7 @@ def samples() -> Sequence[Sample]:
         sample(2, 1, 16, [PoolShape("v32", 3, 64, 48)]),
         sample(2, 2, 8, [PoolShape("dsv4", 2, 64, 16), PoolShape("dsv4_fnuz", 9, 2, 12, ragged=True)], sink=True),
         sample(3, 1, 12, [PoolShape("bf16", 4, 16, 9)], lengths=True),
+        sample(2, 1, 20, [PoolShape("bf16", 5, 3, 40), PoolShape("bf16", 2, 16, 9)], sink=True, widths=(128, 32)),
         sample(2, 2, 16, [PoolShape("fp8", 3, 16, 40), PoolShape("fp8", 5, 1, 7, ragged=True)]),
         sample(
             2, 1, 8, [PoolShape("v41_interleaved", 3, 16, 20), PoolShape("v41_fp4_interleaved", 2, 5, 9)], sink=True

@@ -263,42 +263,26 @@ def test_the_command_prints_and_stores(
     assert f"1 rows stored in {path}" in capsys.readouterr().out
 
 
-def test_a_shape_that_cannot_be_searched_costs_no_other_its_row(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = searched({0: 40.0, 2: 30.0})
-
-    def one(case: sets.Case, *rest: Any, **options: Any) -> Outcome:
-        if "b4-" in case.shape:
-            raise ValueError("native does not take it: too wide")
-        return found
-
-    searching(monkeypatch, one)
-    arguments = ["--set", "aiter-3468", "--shapes", "b4-r16-s2-", "b8-r16-s2-", "--user", "--write"]
-    assert main(["tune", "--op", "combine", *arguments]) == 1
-    assert len(tuning.load(FORM, "sm_90", tmp_path / "user" / "combine" / "sm_90.csv")) == 1
-    printed = capsys.readouterr()
-    assert "native does not take it: too wide" in printed.out
-    assert "1 of 2 shapes could not be searched" in printed.err
-
-
 @pytest.mark.parametrize(
-    ("trouble", "code", "said"),
+    ("trouble", "first", "code", "said"),
     [
-        (KeyboardInterrupt(), 130, "tune: stopped before the end, at combine"),
-        (RuntimeError("CUDA error: an illegal [memory] access"), 1, "1 of 2 shapes could not be searched"),
+        (KeyboardInterrupt(), False, 130, "tune: stopped before the end, at combine"),
+        (RuntimeError("CUDA error: an illegal [memory] access"), False, 1, "1 of 2 shapes could not be searched"),
+        (ValueError("native does not take it: too wide"), True, 1, "1 of 2 shapes could not be searched"),
     ],
-    ids=["Ctrl-C", "a fault of the device"],
+    ids=["Ctrl-C", "a fault of the device", "a shape that cannot be searched"],
 )
-def test_what_was_found_before_trouble_is_stored(
+def test_trouble_costs_no_other_shape_its_row(
     trouble: BaseException,
+    first: bool,
     code: int,
     said: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    outcomes = iter([searched({0: 40.0, 2: 30.0}), trouble])
+    found = searched({0: 40.0, 2: 30.0})
+    outcomes = iter([trouble, found] if first else [found, trouble])
 
     def one(*arguments: Any, **options: Any) -> Outcome:
         outcome = next(outcomes)

@@ -13,7 +13,16 @@ from gpu_problems import Recorded, moved
 from sparse_problems import FP8_POOLS, MODES, POOLS, V41_POOLS, in_mode, problem
 
 import mla_suite
-from mla_suite.archs.sm_90.sparse_decode import FAST_MEMORY, INVARIANT_KEYS, LEAST_KEYS, SLOTS, SWAP_AB, WIDTHS
+from mla_suite.archs.sm_90.sparse_decode import (
+    FAST_MEMORY,
+    FEW_HEADS,
+    INVARIANT_KEYS,
+    LEAST_KEYS,
+    NEVER,
+    SLOTS,
+    SWAP_AB,
+    WIDTHS,
+)
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
@@ -131,6 +140,7 @@ def test_random_problems(few_heads, request):
         "mixed": ("v32", "v32_pow2"),
         "v41": ("v41", "v41_interleaved", "v41_vllm"),
         "v41 of both sizes": ("v41", "v41_interleaved", "v41_fp4", "v41_fp4_interleaved"),
+        "narrow": ("bf16",),
     }
     kinds = (
         "v32",
@@ -145,6 +155,7 @@ def test_random_problems(few_heads, request):
         "v32_nope",
         "fp8",
         "fp8",
+        "narrow",
     )
     for number in range(150):
         kind = draw.choice(kinds)
@@ -167,7 +178,8 @@ def test_random_problems(few_heads, request):
         padded = draw.random() < 0.7 or any(page % 2 for _, _, page, _ in pools)
         heads = draw.choice((1, 2, 5, 7, 8, 16, 32, 48, 63, 64, 65, 100, 127, 128, 200))
         tokens = draw.choice((2, 4, 6))
-        args, kwargs = problem(pools, tokens, heads, number, draw.choice((0.0, 0.2, 0.9)), padded)
+        width = 160 if kind == "narrow" else 0
+        args, kwargs = problem(pools, tokens, heads, number, draw.choice((0.0, 0.2, 0.9)), padded, width=width)
         in_mode(mode, args, kwargs, number)
         if draw.random() < 0.3 and "num_splits" not in kwargs and "split_size" not in kwargs:
             kwargs |= draw.choice((dict(num_splits=draw.randint(1, 9)), dict(split_size=draw.choice((32, 100, 256)))))
@@ -180,10 +192,20 @@ def test_random_problems(few_heads, request):
             check(args, kwargs)
         except AssertionError as error:
             raise AssertionError(f"problem {number}: {pools=} {tokens=} {heads=} {mode=} {kwargs=}: {error}") from error
-    usual = len(WIDTHS) + len(SLOTS)
+    usual = len(WIDTHS) + len(SLOTS) + len(FEW_HEADS)
     assert len([name for name in met if not name.startswith("swap_ab")]) == usual, met
     if "keys first" in request.node.name:
         assert len(met) == usual + len(SWAP_AB), met
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("mode", MODES)
+def test_narrow_rows(mode, heads):
+    """128 + 32 values, in one pool and in three."""
+    for pools in ([("bf16", 9, 64, 1500)], [("bf16", 3, 61, 100), ("bf16", 9, 1, 7), ("bf16", 3, 16, 65)]):
+        args, kwargs = problem(pools, 6, heads, seed=heads, width=160)
+        in_mode(mode, args, kwargs, seed=heads)
+        check(args, kwargs)
 
 
 @pytest.mark.usefixtures("few_heads")
@@ -321,10 +343,11 @@ def test_long_splits_of_few_heads_have_keys_as_the_first_operand(heads, at_most,
     if arch.name != "sm_90":
         pytest.skip("only sm_90 has kernels with keys as the first operand")
     of_gpu = LEAST_KEYS[at_most or 32][arch.memory_bytes_per_s < FAST_MEMORY]
-    length = (of_gpu if by == "num_splits" else INVARIANT_KEYS[at_most or 32]) - shorter
+    never = by == "num_splits" and of_gpu == NEVER
+    length = 2048 if never else (of_gpu if by == "num_splits" else INVARIANT_KEYS[at_most or 32]) - shorter
     topk, options = (2 * length, {by: 2}) if by == "num_splits" else (40, {by: length})
     args, kwargs = problem([("v32", 3, 64, topk)], 2, heads)
-    first = at_most is not None and not shorter
+    first = at_most is not None and not shorter and not never
     assert native(moved(args, CUDA), kwargs | options).startswith("swap_ab") == first
     check(args, kwargs | options)
 

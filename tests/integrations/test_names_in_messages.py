@@ -9,7 +9,7 @@ import re
 
 import pytest
 import torch
-from aiter_steps import Step
+from aiter_steps import MADE, Step
 from flash_mla_calls import paged
 
 from mla_suite.core import register
@@ -86,8 +86,7 @@ def prefill():
 
 def step(page_size=1, **options):
     made = Step([40, 23], [1, 1], page_size=page_size, **options)
-    names = ("q", "kv_buffer", "o", "qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_lens", "max_seqlen_q")
-    return dict(zip(names, made.args, strict=True)) | dict(page_size=page_size, sm_scale=0.05), made
+    return made.named | dict(page_size=page_size, sm_scale=0.05), made
 
 
 def aiter_planned():
@@ -110,9 +109,8 @@ def aiter_selected():
 def aiter_metadata():
     _, made = step(page_size=16)
     sizes = aiter.get_mla_metadata_info_v1(2, 1, 16, torch.bfloat16, torch.bfloat16, is_sparse=False)
-    names = ("work_metadata_ptrs", "work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map")
     buffers = [torch.zeros(size, dtype=dtype) for size, dtype in sizes]
-    given = dict(zip((*names, "reduce_partial_map"), buffers, strict=True))
+    given = dict(zip(("work_metadata_ptrs", *MADE[1:]), buffers, strict=True))
     given |= dict(seqlens_qo_indptr=made.qo_indptr, seqlens_kv_indptr=made.kv_indptr, num_heads_per_head_k=16)
     given |= dict(kv_last_page_lens=made.kv_last_page_lens, num_heads_k=1, is_causal=True, page_size=16)
     return given | dict(max_seqlen_qo=1)

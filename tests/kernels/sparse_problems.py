@@ -37,7 +37,7 @@ def kind_of(name, width):
 def problem(pools, tokens, heads, seed=0, invalid=0.2, padded=True, spread=2, width=0, dtype=torch.bfloat16):
     """Queries, poisoned caches and dense indices, some repeated, some absurd. pools: (kv_format, pages, page, topk).
 
-    width  values of dense rows; 0: 576 of up to two pools, else 512
+    width  values of dense rows; 0: 576 of up to two pools, else 512; 160: 128 of them are values of V
     """
     generator = torch.Generator().manual_seed(1000 + seed)
     widths = {get_kv_format(name).head_dim for name, *_ in pools if not get_kv_format(name).dense}
@@ -54,7 +54,7 @@ def problem(pools, tokens, heads, seed=0, invalid=0.2, padded=True, spread=2, wi
         indices.append(index)
     names = [name for name, *_ in pools]
     args = [q, kv_caches, indices, [None] * len(pools), [None] * len(pools), None, None]
-    return args, {"kv_formats": names, "softmax_scale": width**-0.5}
+    return args, {"kv_formats": names, "softmax_scale": width**-0.5, "head_dim_v": 128 if width == 160 else 512}
 
 
 def exact(

@@ -18,7 +18,7 @@ from built import require_built
 from mla_suite.build import manifest
 from mla_suite.build.instances import instances
 
-CUBINS = [item.id for item in instances("sm_90") if item.kernel in ("sparse_decode", "swap_ab_sparse_decode")]
+CUBINS = [item.id for item in instances("sm_90") if item.kernel.endswith("sparse_decode")]
 WAIT, CONSTANT = "ACQBULK", re.compile(r"LDG\.\S*CONSTANT")
 TARGET = re.compile(r"`\((\.L_\w+)\)")
 

@@ -144,8 +144,8 @@ def test_what_was_built():
     assert_built_whole([Sm90Config(H200, *point) for point in POINTS + SWAP_AB + MASKED], "decode_tma")
 
 
-def answer_of(monkeypatch, built=True, **options):
-    declared = {item.id for item in instances("sm_90")} if built else ()
+def answer_of(monkeypatch, **options):
+    declared = {item.id for item in instances("sm_90")}
     monkeypatch.setattr(launcher, "usable_kernels", lambda arch: declared)
     args, kwargs = decode_sample(options.pop("lens", (70,)), **options).make(CPU)
     return NATIVE.supports(DECODE.problem(*args, **kwargs), H200)
@@ -198,7 +198,6 @@ def test_which_kernel(monkeypatch, options, instance):
             {"rotate": True, "kv_format": "fp8"},
             "rope_cos_sin of 64 values with fp8 rows of 576; it rotates 64 of bf16 or fp16 rows of 576",
         ),
-        ({"built": False}, "is not built for sm_90; run `python -m mla_suite build`"),
     ],
 )
 def test_what_it_cannot_take_is_refused_in_a_sentence(monkeypatch, options, sentence):

@@ -17,7 +17,6 @@ from mla_suite.archs import plan as kernels
 from mla_suite.archs.cdna import PLAN_WAVES
 from mla_suite.archs.plan import MAX_SEQUENCES, PlanConfig
 from mla_suite.core import dispatch
-from mla_suite.launch import launcher
 from mla_suite.ops.plan import PLAN, reference, samples, scheduler
 from mla_suite.testing import poison
 
@@ -188,10 +187,3 @@ def test_a_batch_it_does_not_take_is_refused(batch):
     answer = NATIVE.supports(problem, archs.get("gfx942"))
     assert isinstance(answer, dispatch.Unsupported)
     assert f"{batch} sequences" in answer.reason
-
-
-def test_without_its_kernels_the_refusal_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(launcher, "usable_kernels", lambda arch: ())
-    answer = NATIVE.supports(PLAN.problem(lens(5), **arguments()), archs.get("gfx950"))
-    assert isinstance(answer, dispatch.Unsupported)
-    assert "python -m mla_suite build" in answer.reason

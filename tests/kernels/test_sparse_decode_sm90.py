@@ -13,7 +13,17 @@ from static_asserts import assert_compiles
 import mla_suite
 from mla_suite import archs
 from mla_suite.archs.sm_90 import sparse_decode as sm_90
-from mla_suite.archs.sm_90.sparse_decode import SLOTS, STAGES, SWAP_AB, TOKEN_BYTES, WIDTHS, Sm90SparseConfig
+from mla_suite.archs.sm_90.sparse_decode import (
+    FEW_HEADS,
+    FEW_ROWS,
+    FEW_WARPS,
+    SLOTS,
+    STAGES,
+    SWAP_AB,
+    TOKEN_BYTES,
+    WIDTHS,
+    Sm90SparseConfig,
+)
 from mla_suite.build import params
 from mla_suite.build.instances import instances
 from mla_suite.core.dispatch import Supported, Unsupported
@@ -27,8 +37,9 @@ NATIVE = BackendCalls(SPARSE_DECODE, "native")
 
 H200 = archs.get("sm_90")
 TALL = [Sm90SparseConfig(H200, record, cluster) for record in WIDTHS for cluster in (1, 2)[: 1 + (record in SLOTS)]]
-FEW_ROWS = [Sm90SparseConfig(H200, record, q_rows=rows) for record in TOKEN_BYTES for rows in SWAP_AB]
-CONFIGS = TALL + FEW_ROWS
+SWAPPED = [Sm90SparseConfig(H200, record, q_rows=rows) for record in TOKEN_BYTES for rows in SWAP_AB]
+FEW = [Sm90SparseConfig(H200, record, q_rows=FEW_ROWS, few_heads=True) for record in FEW_HEADS]
+CONFIGS = TALL + SWAPPED + FEW
 
 
 def test_every_record_is_declared():
@@ -47,6 +58,8 @@ def test_every_record_is_declared():
         ({"record": "bf16x512", "cluster": 2}, "2 blocks share no keys; 2 do, of dsv4, v32"),
         ({"q_rows": 48}, "blocks have at most 16, 32, 64 query rows, not 48"),
         ({"q_rows": 16}, "blocks of 16 query rows take v32 records, alone"),
+        ({"few_heads": True}, "a kernel for few heads has 16 rows of dsv4, v32"),
+        ({"record": "fp8x512", "few_heads": True, "q_rows": 16}, "a kernel for few heads has 16 rows of dsv4, v32"),
         ({"record": "v32", "cluster": 2, "q_rows": 32}, "blocks of 32 query rows take v32 records, alone"),
     ],
 )
@@ -58,7 +71,7 @@ def test_an_illegal_config_says_why(changed, sentence):
 def test_shared_memory_is_what_the_header_lays_out(tmp_path):
     """The Python sum against the compiler's view of sparse_decode/traits.hpp."""
     lines = []
-    for config in FEW_ROWS:
+    for config in SWAPPED:
         groups_and_stages = SWAP_AB[config.q_rows]
         problem, policy = f"SparseDecodeProblem<{config.record}>", f"SparseSwapAbPolicy<{config.q_rows}>"
         traits = f"SparseSwapAbTraits<{problem}, {policy}>"
@@ -69,6 +82,14 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
             f'static_assert({traits}::STAGES == {groups_and_stages[1]}, "stages of {config.instance}");',
             f'static_assert({config.record}::TOKEN_BYTES == {TOKEN_BYTES[config.record]}, "{config.record}");',
         ]
+    for config in FEW:
+        traits = f"FewHeadsTraits<SparseDecodeProblem<{config.record}>, FewHeadsPolicy<{config.record}>>"
+        lines += [
+            f'static_assert(SharedStorage<{traits}>::BYTES == {config.lds}, "shared memory of {config.instance}");',
+            f'static_assert({traits}::THREADS == {config.threads}, "threads of {config.instance}");',
+            f'static_assert({traits}::PRODUCER_WARPS == {FEW_WARPS}, "warps of {config.instance}");',
+            f'static_assert({traits}::RAW_STAGES == {FEW_HEADS[config.record]}, "slots of {config.instance}");',
+        ]
     for config in TALL:
         record, width = config.record, WIDTHS[config.record]
         cluster = {1: "ClusterNone", 2: "ClusterShareKv"}[config.cluster]
@@ -78,15 +99,16 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
             f'static_assert({record}::HEAD_DIM_QK == {width} && {record}::STAGES == {STAGES[record]}, "{record}");',
             f'static_assert(BLOCK_M == {config.rows} && THREADS == {config.threads}, "block");',
         ]
-    assert_compiles(tmp_path, ["sparse_decode/traits.hpp", "sparse_decode/swap_ab/shared_storage.hpp"], lines)
+    headers = [f"sparse_decode/{kernel}/shared_storage.hpp" for kernel in ("swap_ab", "few_heads")]
+    assert_compiles(tmp_path, ["sparse_decode/traits.hpp", *headers], lines)
 
 
 def test_what_was_built():
     assert_built_whole(CONFIGS, "sparse_decode_tma")
 
 
-def answer_of(monkeypatch, pools, heads=16, built=True, **changes):
-    declared = {item.id for item in instances("sm_90")} if built else ()
+def answer_of(monkeypatch, pools, heads=16, **changes):
+    declared = {item.id for item in instances("sm_90")}
     monkeypatch.setattr(launcher, "usable_kernels", lambda arch: declared)
     args, kwargs = problem(pools, 2, heads)
     args[0] = args[0].to(changes.pop("dtype", torch.bfloat16))
@@ -106,9 +128,12 @@ def answer_of(monkeypatch, pools, heads=16, built=True, **changes):
 def test_which_kernel(monkeypatch, pools, record, heads):
     answer = answer_of(monkeypatch, (POOLS | V41_POOLS | FP8_POOLS)[pools], heads)
     assert isinstance(answer, Supported)
+    assert answer.config.tiles(heads) == -(-heads // 64)
+    if heads == 1 and record in FEW_HEADS:
+        assert answer.config.instance == f"few_heads_sparse_decode_kvformat-{record}"
+        return
     cluster = 2 if heads == 100 and record in SLOTS else 1
     assert answer.config.instance == f"sparse_decode_kvformat-{record}_cluster-{cluster}"
-    assert answer.config.tiles(heads) == -(-heads // 64)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +142,6 @@ def test_which_kernel(monkeypatch, pools, record, heads):
         ({"dtype": torch.float16}, "q is torch.float16; it takes bfloat16"),
         ({"dtype": torch.float8_e4m3fn}, "q is torch.float8_e4m3fn; it takes bfloat16"),
         ({"head_dim_v": 256}, "head_dim_v 256; it takes 512"),
-        ({"built": False}, "is not built for sm_90; run `python -m mla_suite build`"),
     ],
 )
 def test_what_it_cannot_take_is_refused_in_a_sentence(monkeypatch, options, sentence):
@@ -164,6 +188,17 @@ def test_split_counts_are_the_best_that_an_h100_measured(record, tokens, heads, 
     """Among 8 to 16 counts (S32 in csrc/sm_90/sparse_decode/PERF.md)."""
     h100 = H200.on_device(132, memory_bytes_per_s=3_100_000_000_000)
     assert sm_90.best_splits(Sm90SparseConfig(h100, record, 2 if heads == 128 else 1), tokens, heads, keys) == splits
+
+
+@pytest.mark.parametrize(
+    ("record", "tokens", "keys", "splits"),
+    [("dsv4", 128, 640, 1), ("dsv4", 32, 640, 4), ("v41any", 8, 640, 10), ("v41", 1, 640, 10), ("v32", 1, 2048, 32)],
+)
+def test_split_counts_of_few_heads_are_whole_stages(record, tokens, keys, splits):
+    """The best, or within 2 % of it, among five counts on an H100: a split shorter than 64 keys saves no time."""
+    h100 = H200.on_device(132, memory_bytes_per_s=3_100_000_000_000)
+    few = Sm90SparseConfig(h100, record, q_rows=FEW_ROWS, few_heads=True)
+    assert sm_90.best_splits(few, tokens, 16, keys) == splits
 
 
 def test_split_counts():
@@ -219,7 +254,7 @@ def test_a_launch_over_fp8_rows_takes_descales(monkeypatch, dtype):
 
 
 @pytest.mark.parametrize(
-    ("heads", "topk", "first"), [(16, 2047, False), (16, 2048, True), (32, 4095, False), (32, 4096, True)]
+    ("heads", "topk", "first"), [(16, 512, False), (16, 16384, False), (32, 4095, False), (32, 4096, True)]
 )
 def test_splits_are_longer_where_memory_is_slower(heads, topk, first):
     h100 = H200.on_device(132, read_rate(2_619_000, 5120))

@@ -58,8 +58,8 @@ class Merge:
         words = self.partial_out.clone().view(torch.int32)
         if missing is not None:
             words.view(-1)[missing] = -1
-        sink = torch.empty(0) if self.sink is None else self.sink
-        arrays = words, self.partial_lse, sink, self.out, self.lse
+        none = torch.empty(0)  # no plan, and no ragged tokens
+        arrays = words, self.partial_lse, none, none, none if self.sink is None else self.sink, self.out, self.lse
         return kernels_on_host.merged(program, config.grid(self.batch * self.heads), params, arrays, seed)
 
     def run_and_check(self, program, config, seed=1):

@@ -338,34 +338,3 @@ def test_a_plan_and_split_sizes_change_nothing_beyond_rounding():
     plan = mla_suite.plan(step.seq_lens, num_heads=TINY.num_heads, num_sm_parts=7, max_seqlen_kv=64)
     close(layer.decode(xs[:, 49:], cache.layers[0], step, table, plan=plan, max_seqlen_kv=64), expected)
     close(layer.decode(xs[:, 49:], cache.layers[0], step, table, split_size=16), expected)
-
-
-@torch.no_grad()
-def test_the_decode_step_compiles_once_for_all_lengths():
-    layer = make_layer(TINY)
-    table = cos_sin_table(TINY, 64)
-    cache = trapped(TINY)
-    sequences = [cache.allocate(40), cache.allocate(40)]
-    xs = torch.randn(2, 40, TINY.hidden_size)
-    expected = torch.stack([exact(layer, x) for x in xs])
-    layer.prefill(xs[:, :5].flatten(0, 1), table, cache.layers[0], cache.append(sequences, [5, 5]), q_lens=[5, 5])
-    block_table = torch.tensor([cache.pages(s) for s in sequences], dtype=torch.int32)
-    compilations = torch._dynamo.utils.counters
-    compilations.clear()
-    torch._dynamo.reset()
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def decode(x, kv_cache, block_table, seq_lens):
-        positions = seq_lens.long()[:, None]
-        step = Step(
-            block_table, seq_lens + 1, slots(block_table, positions, kv_cache.shape[1]).flatten(), positions.flatten()
-        )
-        return layer(x, kv_cache, step, table)
-
-    seq_lens = torch.tensor([5, 5], dtype=torch.int32)
-    for position in range(5, 40):
-        out = decode(xs[:, position : position + 1], cache.layers[0], block_table, seq_lens)
-        close(out, expected[:, position : position + 1])
-        seq_lens = seq_lens + 1
-    assert compilations["stats"]["unique_graphs"] == 1
-    assert not compilations["graph_break"]

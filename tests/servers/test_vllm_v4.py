@@ -81,7 +81,8 @@ def test_a_layer_gives_what_the_definition_does(version, ratio, heads, monkeypat
 
 @pytest.mark.parametrize("ratio", [1, 2])
 def test_entries_of_288_bytes_are_written(ratio):
-    """Rotated in fp32 by the position of a group's first token, in pairs of neighbours, and stored where groups end."""
+    """Rotated in fp32 by the position of a group's first token, in pairs of neighbours, rounded to bf16 as `append_kv`
+    does for such records, and stored where groups end."""
     tokens, page = 40, 16
     latent = torch.randn(tokens + 3, 512).bfloat16()  # three that pad a batch
     positions = torch.arange(7, 7 + tokens + 3)
@@ -93,7 +94,8 @@ def test_entries_of_288_bytes_are_written(ratio):
     vllm_v41.insert(None, latent, positions, cos_sin, cache, slots, ratio)
     rows, first, ends = latent.float(), positions // ratio * ratio, (positions + 1) % ratio == 0
     (cos, sin), (a, b) = cos_sin[first].chunk(2, dim=1), rows[:, 448:].unflatten(1, (32, 2)).unbind(2)
-    rows[:, 448:] = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=2).flatten(1)
+    turned = a.double() * cos.double() - b * sin, a.double() * sin.double() + b * cos
+    rows[:, 448:] = torch.stack(turned, dim=2).float().bfloat16().float().flatten(1)
     expected = torch.full_like(cache, 7)
     for token in range(tokens):
         if slots[token] >= 0 and ends[token]:

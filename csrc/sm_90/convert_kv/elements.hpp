@@ -92,25 +92,34 @@ struct e4m3 : OneByte {
   }
 };
 
-// FNUZ. A code's fields at fp16's places are the value but for 2^7; the code of -0 is NaN.
+// FNUZ. A code's fields at fp16's places are the value but for 2^7; the code of -0 is NaN, which a unit rarely has.
 struct e4m3fnuz : OneByte {
   MLA_DEVICE static void decode(const uint32_t* words, Unit& unit) {
-    uint32_t pairs[8];
-    bool nan = false;
+    uint32_t pairs[8], nans = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t others = words[i] ^ 0x80808080u;
+      nans |= (others - 0x01010101u) & ~others & 0x80808080u;  // not 0 if a byte of others is
+    }
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const uint32_t upper = __byte_perm(words[i / 2], 0, i % 2 == 0 ? 0x1404 : 0x3424);
       pairs[i] = (upper & 0x80008000) | (upper >> 1 & 0x3f803f80);
+      scale_fp16x2(pairs[i], TWO_TO_7);
+    }
+    if (nans != 0) {
+#pragma unroll
+      for (uint32_t& pair : pairs) {
+        if ((pair & 0xffff) == 0x8000) pair ^= 0x8000 ^ NAN_BITS;
+        if (pair >> 16 == 0x8000) pair ^= (0x8000 ^ NAN_BITS) << 16;
+      }
     }
     decode_pairs<sm_90::fp16>(pairs, unit);
-#pragma unroll
-    for (float& value : unit.values) {
-      const bool is_nan = bit_cast<uint32_t>(value) == 0x80000000;
-      nan |= is_nan;
-      value = is_nan ? bit_cast<float>(0x7fc00000u) : value * 0x1p7f;
-    }
-    unit.largest = nan ? bit_cast<float>(0x7fc00000u) : unit.largest * 0x1p7f;
   }
+
+ private:
+  static constexpr uint32_t TWO_TO_7 = 0x58005800;  // twice
+  static constexpr uint32_t NAN_BITS = 0x7fff;
 };
 
 // With an e4m3 scale. Its values times the scale are bf16.
@@ -119,8 +128,8 @@ struct e2m1 {
   static constexpr bool MIXED = false, SCALED = true;
   MLA_DEVICE static void decode(const uint32_t* words, Unit& unit) {
     uint32_t pairs[8];
-    dequant_e2m1(words[0], ONE, reinterpret_cast<uint32_t(&)[4]>(pairs[0]));
-    dequant_e2m1(words[1], ONE, reinterpret_cast<uint32_t(&)[4]>(pairs[4]));
+    e2m1_to_bf16(words[0], reinterpret_cast<uint32_t(&)[4]>(pairs[0]));
+    e2m1_to_bf16(words[1], reinterpret_cast<uint32_t(&)[4]>(pairs[4]));
     decode_pairs<sm_90::bf16>(pairs, unit);
   }
   MLA_DEVICE static float scale(const KvPlace&, uint32_t stored, const float*) {
@@ -128,9 +137,6 @@ struct e2m1 {
     e4m3_to_fp16(stored, value, rest);
     return fp16_value(static_cast<uint16_t>(value));
   }
-
- private:
-  static constexpr uint32_t ONE = 0x3f803f80;  // twice
 };
 
 }  // namespace stored

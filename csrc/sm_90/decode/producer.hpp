@@ -157,6 +157,23 @@ class ProducerBase {
     __syncwarp();
   }
 
+  // Where queries have a place of their own: both halves of every row, [boxes][rows][64 B] each. Called by a warp, whose
+  // `parity` says which use of that place is next.
+  MLA_DEVICE void load_q_apart(int token, int lane, uint32_t& parity) const {
+    if (lane == 0) {
+      mbarrier_wait(barriers_.q_empty(), parity ^ 1);
+      fence_proxy_async();
+      const int half_bytes = Traits::Q_BOXES * Traits::q_box_bytes(params_);
+      mbarrier_expect_tx(barriers_.q_full(), 2 * half_bytes);
+#pragma unroll 1
+      for (int half = 0; half < 2; ++half)
+        tma_load(shared_ - Storage::KV + Storage::Q + half * half_bytes, params_.q_map, 0, token * params_.heads,
+                 half * Traits::Q_BOXES, barriers_.q_full());
+    }
+    parity ^= 1;
+    __syncwarp();
+  }
+
   // Starts to copy the rows of rope_cos_sin at the positions of an empty stage's keys, from `first` on, by one thread,
   // which has yet to arrive on rope_full. The table may end where the tile does, so no row behind the tile is read.
   MLA_DEVICE void load_cos_sin(int first, int end, const KvState& kv) const {

@@ -35,6 +35,8 @@ class ProloguePrefetch {
   MLA_DEVICE void to_l2() const {
     for_each_line([](const int32_t* at) { prefetch_l2(at); });
     if (Traits::LOAD == KvLoad::tma && params_.plan == nullptr && lane_ == 0) first_keys();
+    if constexpr (Traits::PREFETCHED_STAGES != 0)
+      if (lane_ < Traits::PREFETCHED_STAGES) stage_of_first_tile(lane_);
   }
 
   // Into L1, after griddep_wait, with a plan: all lines at once, so that each is there when it turns out to be needed.
@@ -74,6 +76,32 @@ class ProloguePrefetch {
     for (int block = 0; block < Traits::COLUMN_BLOCKS; block += Traits::BOX_BLOCKS)
       tma_prefetch(params_.kv_map, kv_map_column<Traits>(block), first - in_table * params_.page,
                    kv_map_block<Traits>(block), page);
+  }
+
+  // A stage of keys of an even split, or of the first tile of this SM part in a plan, where keys come by bulk copies. The
+  // map's box is a stage, or what the page has of it.
+  MLA_DEVICE void stage_of_first_tile(int stage) const {
+    int sequence = first_sequence(), first = 0;
+    if (params_.plan != nullptr) {
+      const int tile = ld_relaxed_gpu(params_.plan + PlanHeader::work_indptr_at(params_.batch) + part_);
+      const int64_t at = PlanHeader::work_tiles_at(params_.batch, params_.grid_stride) +
+                         PlanHeader::work_tile_words * static_cast<int64_t>(tile);
+      if (tile < 0 || at + PlanHeader::work_tile_words > params_.plan_words) return;
+      sequence = ld_relaxed_gpu(params_.plan + at);
+      first = ld_relaxed_gpu(params_.plan + at + 1);
+      if (static_cast<uint32_t>(sequence) >= static_cast<uint32_t>(params_.batch)) return;
+    }
+    const int length = ld_relaxed_gpu(params_.seq_lens + sequence);
+    if (params_.plan == nullptr) {
+      const int begin = HAS_MASKS ? first_key(length, params_.q_len, params_.window_left) : 0;
+      first = EvenSplit(params_, part_ - sequence * params_.num_splits, length, begin, BLOCK_N).first;
+    }
+    const int64_t key = (first & -BLOCK_N) + static_cast<int64_t>(stage) * BLOCK_N;
+    if (key < 0 || key >= length) return;
+    const int in_table = divided(static_cast<uint32_t>(key), params_.page_reciprocal, params_.page_shift);
+    if (static_cast<uint32_t>(in_table) >= static_cast<uint32_t>(params_.page_ids_width)) return;
+    const int page = ld_relaxed_gpu(pages_of(sequence) + in_table);
+    tma_prefetch(params_.kv_map, 0, static_cast<int>(key) - in_table * params_.page, 0, page);
   }
 
   MLA_DEVICE int first_sequence() const {

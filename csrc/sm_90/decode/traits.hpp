@@ -190,7 +190,7 @@ struct DecodeTraits {
   // The step of the next Q K^T after which a P is published. It is earlier for selected keys: a stage that is released
   // earlier has more time to be filled.
   static constexpr int P_COMMIT_STEP = LOAD == KvLoad::dequant   ? 16
-                                       : LOAD == KvLoad::gather ? Q_STEPS - 20
+                                       : LOAD == KvLoad::gather ? (Q_STEPS > 20 ? Q_STEPS - 20 : Q_STEPS - 8)
                                        : SCORES_AS_STORED       ? QK_STEPS - 4
                                                                       : QK_STEPS - 8;
   // A tile's queries come through two stages of the KV ring, half of every row in each (of an odd number of boxes, the
@@ -208,6 +208,7 @@ struct DecodeTraits {
   static constexpr int P_STAGES = 2;  // so that a P V can queue behind the last one
   static constexpr int ALL_P_STAGES = Cluster::EXCHANGES_P ? 2 * P_STAGES : P_STAGES;  // the peer's P follow the own
   static constexpr int TILE_STAGES = 4;
+  static constexpr int PREFETCHED_STAGES = 0;  // of keys that come by bulk copies, before the previous kernel has ended
 
   // The epilogue's buffers are in the stage that was read last, or, where that is too small, behind all else.
   static constexpr int OUT_BUFFER_BYTES = 2 * 16 * 128;  // of a PV warp: one piece is written while another is read

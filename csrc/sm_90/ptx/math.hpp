@@ -43,6 +43,7 @@ MLA_DEVICE uint32_t max_u16x2(uint32_t a, uint32_t b) {
 }
 
 // Multiplies both elements of a register by those of another; a * b + c of both. Each is rounded once.
+MLA_DEVICE void scale_fp16x2(uint32_t& a, uint32_t b) { asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(a) : "r"(b)); }
 MLA_DEVICE void scale_bf16x2(uint32_t& a, uint32_t b) { asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b)); }
 MLA_DEVICE uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t sum;

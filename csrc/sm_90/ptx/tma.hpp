@@ -59,6 +59,11 @@ MLA_DEVICE void bulk_load(uint32_t to, const void* from, int bytes, uint32_t bar
       : "memory");
 }
 
+// Prefetches contiguous bytes into L2, a multiple of 16 from such an address on.
+MLA_DEVICE void bulk_prefetch(const void* from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 // Prefetches a box into L2. Coordinates outside the tensor are ignored.
 MLA_DEVICE void tma_prefetch(const void* map, int x, int y, int z, int w) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(x), "r"(y),

@@ -1,6 +1,7 @@
 // wgmma with its first operand in registers and 16, 32 or 64 columns: acc += a b, 16 deep, both of type T. A lane's four
 // registers are its first row's elements 2(l % 4) and the next, the same of its second row, then both rows' 8 further
-// on. mma_ss has its first operand in shared memory, contiguous along the depth.
+// on. mma_ss has its first operand in shared memory, contiguous along the depth; mma_ss_transposed
+// contiguous along its rows.
 #pragma once
 
 #include "common/device.hpp"
@@ -34,17 +35,18 @@ MLA_MMA_RS("16", 8, "8", "9", "10", "11", "12", "13")
 MLA_MMA_RS("32", 16, "16", "17", "18", "19", "20", "21")
 MLA_MMA_RS("64", 32, "32", "33", "34", "35", "36", "37")
 
-#define MLA_MMA_SS(N, REGS, A, B, P)                                                                                   \
-  MLA_DEVICE void mma_ss(float (&acc)[REGS], uint64_t a, uint64_t b, bool add) {                                      \
+#define MLA_MMA_SS(NAME, N, REGS, A, B, P, TRANSPOSE_A)                                                                \
+  MLA_DEVICE void NAME(float (&acc)[REGS], uint64_t a, uint64_t b, bool add) {                                        \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" P ", 0;\n"                                                      \
                  "wgmma.mma_async.sync.aligned.m64n" N "k16.f32.bf16.bf16 {" MLA_LIST##REGS "}, %" A ", %" B           \
-                 ", p, 1, 1, 0, 0;\n}\n"                                                                              \
+                 ", p, 1, 1, " TRANSPOSE_A ", 0;\n}\n"                                                               \
                  : MLA_ACC##REGS(0)                                                                                   \
                  : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                                       \
   }
 
-MLA_MMA_SS("16", 8, "8", "9", "10")
-MLA_MMA_SS("32", 16, "16", "17", "18")
+MLA_MMA_SS(mma_ss, "16", 8, "8", "9", "10", "0")
+MLA_MMA_SS(mma_ss, "32", 16, "16", "17", "18", "0")
+MLA_MMA_SS(mma_ss_transposed, "16", 8, "8", "9", "10", "1")
 
 #undef MLA_MMA_SS
 #undef MLA_MMA_RS

@@ -15,10 +15,9 @@ MLA_DEVICE uint32_t e4m3_to_bf16x2(uint32_t stored) {
   return __byte_perm(low, low, 0x3232);
 }
 
-// Eight values, the first in the low four bits, times a scale in both halves of a register. PTX for sm_90 converts no
-// e2m1, so the two bytes of a value's bf16 are looked up by its low three bits, in tables of eight bytes, four values at
-// a time.
-MLA_DEVICE void dequant_e2m1(uint32_t stored, uint32_t scale, uint32_t (&values)[4]) {
+// Eight values, the first in the low four bits. PTX for sm_90 converts no e2m1, so the two bytes of a value's bf16 are
+// looked up by its low three bits, in tables of eight bytes, four values at a time.
+MLA_DEVICE void e2m1_to_bf16(uint32_t stored, uint32_t (&values)[4]) {
   const uint32_t sizes = stored & 0x77777777u;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -29,6 +28,11 @@ MLA_DEVICE void dequant_e2m1(uint32_t stored, uint32_t scale, uint32_t (&values)
     values[2 * i] = __byte_perm(lower, upper | negative, 0x5140);
     values[2 * i + 1] = __byte_perm(lower, upper | negative, 0x7362);
   }
+}
+
+// The same times a scale in both halves of a register.
+MLA_DEVICE void dequant_e2m1(uint32_t stored, uint32_t scale, uint32_t (&values)[4]) {
+  e2m1_to_bf16(stored, values);
 #pragma unroll
   for (int i = 0; i < 4; ++i) scale_bf16x2(values[i], scale);
 }

@@ -20,6 +20,7 @@ struct SelectedToken {
 
 // What formats that must be dequantised have in common.
 struct QuantisedFormat {
+  static constexpr int HEAD_DIM_V = 512;
   static constexpr bool NEEDS_DEQUANT = true;
   static constexpr bool HAS_SCALES = true;  // tokens have them; else scores and results take one for all pools
   static constexpr bool ANY_V41 = false;  // pools of a launch hold 528 or 288 bytes a token, each its own
@@ -143,19 +144,22 @@ struct v41any : v41 {
   MLA_DEVICE static bool is_fp4(const SparseDecodeTmaParams& params, int pool) { return (params.fp4 >> pool & 1) != 0; }
 };
 
-// Rows of bf16, multiplied as they are stored.
-template <int HEAD_DIM_QK_>
+// Rows of bf16, multiplied as they are stored; the first HEAD_DIM_V of their values are V. Of narrow rows more stages keep
+// as many bytes on their way.
+template <int HEAD_DIM_QK_, int HEAD_DIM_V_ = 512, int STAGES_ = 5>
 struct Bf16Format {
   static constexpr bool NEEDS_DEQUANT = false;
   static constexpr bool HAS_SCALES = true;  // nothing is scaled
   static constexpr int HEAD_DIM_QK = HEAD_DIM_QK_;
+  static constexpr int HEAD_DIM_V = HEAD_DIM_V_;
   static constexpr int TOKEN_BYTES = HEAD_DIM_QK_ * 2;
   static constexpr int TAIL = 0;
   static constexpr bool SCALES_APART = false;
-  static constexpr int STAGES = 5;
+  static constexpr int STAGES = STAGES_;
   static constexpr int RAW_STAGES = 0;
 };
 using bf16x576 = Bf16Format<576>;
 using bf16x512 = Bf16Format<512>;
+using bf16x160 = Bf16Format<160, 128, 14>;
 
 }  // namespace mla::sm_90

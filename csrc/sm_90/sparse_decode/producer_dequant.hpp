@@ -27,6 +27,7 @@ class ProducerDequant : ProducerBase<Traits> {
   using Copying = CopyLayout<Traits>;
   static constexpr bool ANY_V41 = KvFormat::ANY_V41;
   using Lists = typename KvFormat::Lists;
+  static constexpr int STAGE_KEYS = Traits::STAGE_KEYS;
   static constexpr bool PAIRED = Traits::Cluster::SHARES_KV;
   static constexpr uint32_t BATCH_STAGES = 32 / Traits::OWN_KEYS;  // whose tokens are looked up together, one by a lane
   static constexpr uint32_t STAGE_ROUNDS = Traits::OWN_KEYS / 4;
@@ -47,14 +48,15 @@ class ProducerDequant : ProducerBase<Traits> {
       const int token = scheduler.token();
       const int keys = lists().open(this->params_, token);
       WorkTile tile = scheduler.take(token, keys);
-      if constexpr (ANY_V41) tile.end_key = tile.first_key + lists().set_tile(tile.first_key, tile.end_key) * BLOCK_N;
+      if constexpr (ANY_V41)
+        tile.end_key = tile.first_key + lists().template set_tile<STAGE_KEYS>(tile.first_key, tile.end_key) * STAGE_KEYS;
       publish(tile, 0, scheduler.taken() - 1);
       if (tile.keys() == 0) continue;
       if constexpr (!ANY_V41) lists().set_tile(tile.first_key, tile.end_key);
       fetch_indices(0);
       cp_async_commit();
       cp_async_wait<0>();
-      const uint32_t stages = (tile.keys() + BLOCK_N - 1) / BLOCK_N;
+      const uint32_t stages = (tile.keys() + STAGE_KEYS - 1) / STAGE_KEYS;
       load_quantised(token, stages);
     }
     publish(WorkTile{}, END_OF_WORK, scheduler.taken());
@@ -77,6 +79,8 @@ class ProducerDequant : ProducerBase<Traits> {
   }
 
   MLA_DEVICE void publish(const WorkTile& tile, int info, int number) {
+    if constexpr (Traits::PRODUCER_WARPS > 4)
+      if (warp_ != 0) return;
     typename Base::TileState tiles{number % Traits::TILE_STAGES,
                                    static_cast<uint32_t>(number / Traits::TILE_STAGES) % 2};
     Base::publish(tile, info, tiles, 0);
@@ -85,23 +89,28 @@ class ProducerDequant : ProducerBase<Traits> {
   // The queries, in two stages as the other roles expect them. One warp loads them; the others only say that they bring
   // nothing of these stages.
   MLA_DEVICE void load_q(int token) {
+    if constexpr (Traits::Q_APART) {
+      if (warp_ == 0) this->load_q_apart(token, lane_, q_parity_);
+    } else {
 #pragma unroll 1
-    for (int half = 0; half < 2; ++half) {
-      this->wait_for_tma_stage(this->kv_stage(kv_));
-      if (lane_ == 0) {
-        if (warp_ != 0)
-          mbarrier_arrive(this->barriers_.kv_full(kv_.stage));
-        else
-          this->load_q_half(token * this->params_.heads + first_row(), half, kv_);
+      for (int half = 0; half < 2; ++half) {
+        this->wait_for_tma_stage(this->kv_stage(kv_));
+        if (lane_ == 0) {
+          if (warp_ != 0)
+            mbarrier_arrive(this->barriers_.kv_full(kv_.stage));
+          else
+            this->load_q_half(token * this->params_.heads + first_row(), half, kv_);
+        }
+        kv_.next();
       }
-      kv_.next();
+      __syncwarp();
     }
-    __syncwarp();
   }
 
   // A lane's key of a batch, by its number within the tile.
   MLA_DEVICE int key_of(uint32_t batch, uint32_t lane) const {
-    return first_key() + batch * (BATCH_STAGES * BLOCK_N) + lane / Traits::OWN_KEYS * BLOCK_N + lane % Traits::OWN_KEYS;
+    return first_key() + batch * (BATCH_STAGES * STAGE_KEYS) + lane / Traits::OWN_KEYS * STAGE_KEYS +
+           lane % Traits::OWN_KEYS;
   }
 
   // Starts to copy the index of this lane's key of a batch to where only this lane reads it.
@@ -125,7 +134,7 @@ class ProducerDequant : ProducerBase<Traits> {
     const SelectedToken token = lists().token_of(this->params_, key, index);
     const uint32_t stage = lane % BATCH_STAGES;
     const uint32_t which = __ballot_sync(~0u, token.present) >> stage * Traits::OWN_KEYS;
-    const uint32_t bits = which % (1u << Traits::OWN_KEYS) << first_key();
+    const uint32_t bits = which % (1u << Traits::OWN_KEYS) << (Traits::Q_APART ? 0 : first_key());
     st_shared(present_at(batch * BATCH_STAGES + stage), bits);
     uint64_t row = 0;
     if (token.present) row = reinterpret_cast<uint64_t>(token.page) + KvFormat::row_at(this->params_, token);
@@ -136,7 +145,8 @@ class ProducerDequant : ProducerBase<Traits> {
     __syncwarp();
   }
 
-  // This warp's keys of a stage that are present, each the bit of its number in the stage. There is room for two
+  // This warp's keys of a stage that are present, each the bit of its number in the stage, or, with Q_APART, among the
+  // warp's. There is room for two
   // batches, so that a batch that is looked up early does not overwrite what is still needed.
   MLA_DEVICE uint32_t present_at(uint32_t stage) const {
     return scratch() + Traits::SCRATCH_PRESENT + stage % (2 * BATCH_STAGES) * 4;
@@ -186,7 +196,7 @@ class ProducerDequant : ProducerBase<Traits> {
     if constexpr (ANY_V41) {
 #pragma unroll 1
       for (int pool = 0; pool < MAX_POOLS; ++pool) {
-        const uint32_t end = lists().stages_up_to(pool) * STAGE_ROUNDS;
+        const uint32_t end = lists().template stages_up_to<STAGE_KEYS>(pool) * STAGE_ROUNDS;
         if (end == at.round) continue;
         if (KvFormat::is_fp4(this->params_, pool))
           dequantise<Fp4Round<Traits>>(at, end, rounds);
@@ -336,6 +346,7 @@ class ProducerDequant : ProducerBase<Traits> {
   const uint32_t raw_;
   const uint32_t to_peer_;  // from an address of this CTA to the peer's
   PipelineState<Traits::STAGES> kv_;
+  uint32_t q_parity_ = 0;  // with Q_APART
 };
 
 }  // namespace mla::sm_90

@@ -156,10 +156,12 @@ class ProducerGather : ProducerBase<Traits> {
     kv_.next();
   }
 
-  // Starts to copy this lane's 16 bytes of every 128 of a key; zeros where it is absent.
+  // Starts to copy this lane's 16 bytes of every 128 of a key; zeros where it is absent, or behind a row that ends within
+  // the last 128.
   template <int BLOCK = 0>
   MLA_DEVICE static void copy_key(uint32_t to, uint64_t from, bool present) {
-    cp_async_16_zfill_at<BLOCK * Traits::BLOCK_BYTES, BLOCK * 128>(to, from, present);
+    const bool in_row = (BLOCK + 1) * 64 <= Traits::HEAD_DIM_QK || piece() < Traits::HEAD_DIM_QK % 64 / 8;
+    cp_async_16_zfill_at<BLOCK * Traits::BLOCK_BYTES, BLOCK * 128>(to, from, present && in_row);
     if constexpr (BLOCK + 1 < Traits::COLUMN_BLOCKS) copy_key<BLOCK + 1>(to, from, present);
   }
 

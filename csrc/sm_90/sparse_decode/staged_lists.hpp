@@ -16,6 +16,7 @@ class StagedLists : public TopkLists {
 
   // Sets the keys of the work tile and returns its stages. Called once after `open`, when all lanes are done with the
   // keys of the tile before.
+  template <int STAGE_KEYS>
   MLA_DEVICE uint32_t set_tile(int first, int end) const {
     const int lane = warpgroup_thread() % 32;
     const int pool = lane % MAX_POOLS;
@@ -24,16 +25,16 @@ class StagedLists : public TopkLists {
     const int before = __shfl_up_sync(~0u, pool_end, 1);
     const int begin = max(pool == 0 ? 0 : before, first);
     const int keys = max(min(pool_end, end) - begin, 0);
-    int stages = (keys + BLOCK_N - 1) / BLOCK_N;
+    int stages = (keys + STAGE_KEYS - 1) / STAGE_KEYS;
 #pragma unroll
     for (int apart = 1; apart < MAX_POOLS; apart *= 2) {
       const int others = __shfl_up_sync(~0u, stages, apart);
       if (pool >= apart) stages += others;
     }
-    const int start = (stages - (keys + BLOCK_N - 1) / BLOCK_N) * BLOCK_N;
+    const int start = (stages - (keys + STAGE_KEYS - 1) / STAGE_KEYS) * STAGE_KEYS;
     __syncwarp();
     if (lane < MAX_POOLS) {
-      st_shared(table_ + pool * 4, stages * BLOCK_N);
+      st_shared(table_ + pool * 4, stages * STAGE_KEYS);
       st_shared(table_ + LISTS + pool * 8, list + 4 * static_cast<int64_t>(begin - start));
       st_shared(table_ + ABSENT + pool * 4, start + keys);
     }
@@ -41,7 +42,10 @@ class StagedLists : public TopkLists {
     return __shfl_sync(~0u, stages, MAX_POOLS - 1);
   }
 
-  MLA_DEVICE uint32_t stages_up_to(int pool) const { return ld_shared<uint32_t>(table_ + pool * 4) / BLOCK_N; }
+  template <int STAGE_KEYS>
+  MLA_DEVICE uint32_t stages_up_to(int pool) const {
+    return ld_shared<uint32_t>(table_ + pool * 4) / STAGE_KEYS;
+  }
 
   MLA_DEVICE const int32_t* index_at(int key) const {
     const int pool = pool_of(key);

@@ -17,7 +17,7 @@ struct SparseDecodeProblem {
   using KvFormat = KvFormat_;
   using Params = SparseDecodeTmaParams;
   static constexpr int HEAD_DIM_QK = KvFormat::HEAD_DIM_QK;
-  static constexpr int HEAD_DIM_V = 512;
+  static constexpr int HEAD_DIM_V = KvFormat::HEAD_DIM_V;
   static constexpr bool CONVERTS_Q = false;
   static constexpr bool ROTATES = false;
 
@@ -52,6 +52,8 @@ struct SparseDecodeTraits : DecodeTraits<Problem, Policy> {
   static constexpr int CLUSTER_SIZE = Base::Cluster::SHARES_KV ? 2 : 1;
   static_assert(CLUSTER_SIZE == 1 || KvFormat::NEEDS_DEQUANT, "two CTAs share the work of dequantising");
   static constexpr int PRODUCER_WARPS = Base::PRODUCER_WARPS;
+  static constexpr int STAGE_KEYS = BLOCK_N;
+  static constexpr bool Q_APART = false;  // queries come through the ring of keys
   // One of each warp; before it, where rows are gathered, one of each lane whose copies have landed.
   static constexpr int FULL_ARRIVALS = KvFormat::NEEDS_DEQUANT ? PRODUCER_WARPS : 128 + PRODUCER_WARPS;
   static constexpr int WARP_KEYS = BLOCK_N / PRODUCER_WARPS;   // keys of a stage for each warp (of both CTAs)

@@ -313,10 +313,11 @@ def _spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArg
     if config.load.rotates and args.rope_cos_sin.data_ptr() % tensor_map.ALIGNMENT:  # type: ignore[union-attr]  # rotated by it
         copies.append(Copy(DECODE_INPUTS["rope_cos_sin"]))
     maps = dict.fromkeys(("kv_map", "q_map"))
-    if config.load.by_box:
+    swapped = config.kv_load == "swap_ab"  # bulk copies bring keys, and boxes are prefetched
+    if config.load.by_box or swapped:
         # Nothing is read of a cache without pages, which has no address, but a map needs one.
         cache = DECODE_INPUTS["kv_cache" if args.kv_cache.shape[0] else "q"]
-        stored = torch.uint8 if config.fp8_scores else queries.dtype
+        stored = torch.uint8 if config.fp8_scores or swapped else queries.dtype
         kv_map = tensor_maps.kv_map(cache, args.kv_cache.shape, args.kv_cache.stride(), stored, config.box_blocks)
         maps["kv_map"] = kv_map
     if queries.dtype.itemsize > 1:

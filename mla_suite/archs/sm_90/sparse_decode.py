@@ -13,9 +13,19 @@ from mla_suite.archs.attention import SPARSE_INPUTS, Shape, Splits, call_of, com
 from mla_suite.archs.combine import OUTPUTS
 from mla_suite.archs.sm_90 import combine, tensor_maps
 from mla_suite.archs.sm_90.costs import early_share, max_splits, splits_worth_trying
-from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N, REGISTER_STEPS, block_bytes, groups_of, sparse_swap_ab_bytes
+from mla_suite.archs.sm_90.tile import (
+    BLOCK_M,
+    BLOCK_N,
+    OUT_BYTES,
+    REGISTER_STEPS,
+    block_bytes,
+    few_heads_bytes,
+    groups_of,
+    sparse_swap_ab_bytes,
+)
 from mla_suite.archs.sparse_attention import (
     DESCALED,
+    VALUES,
     fp4_pools,
     record_of,
     sparse_copies,
@@ -36,6 +46,7 @@ RECORDS = sparse_attention.RECORDS | {
     ("v41_interleaved", 512): "v41",
     ("v41_vllm", 512): "v41",
     ("v41_fp4_interleaved", 512): "v41any",
+    ("bf16", 160): "bf16x160",
     **sparse_attention.bare_rows("fp8"),
 }
 """As `archs.sparse_attention.RECORDS`."""
@@ -47,6 +58,7 @@ WIDTHS = {
     "v41any": 512,
     "bf16x512": 512,
     "bf16x576": 576,
+    "bf16x160": 160,
 } | DESCALED
 """Record -> values of a row."""
 SLOTS = {"dsv4": (4, 2368), "v32": (4, 2624), "v32nope": (4, 2112), "v41": (4, 2112), "v41any": (4, 2112)} | {
@@ -54,26 +66,35 @@ SLOTS = {"dsv4": (4, 2368), "v32": (4, 2624), "v32nope": (4, 2112), "v41": (4, 2
 }
 """Record that is dequantised before it is multiplied -> slots of four tokens that a warp has, and bytes of one."""
 SCALES_APART = ("dsv4", "v41", "v41any")
-STAGES = {record: 4 if record in SLOTS else 5 for record in WIDTHS}
+STAGES = {record: 4 if record in SLOTS else 5 for record in WIDTHS} | {"bf16x160": 14}
 LOADER_WARPS = 4
 MAX_LOGITS_BYTES = 1024  # of shared memory, where gathered rows may return them
 SWAP_AB = {16: (3, 14), 32: (2, 12)}
 """Most heads of a kernel with keys as the first operand -> its warpgroups that multiply, and stages of 16 records."""
-LEAST_KEYS = {16: (512, 2048), 32: (2048, 4096)}
+NEVER = 2**31  # keys, more than there are
+LEAST_KEYS = {16: (512, NEVER), 32: (2048, 4096)}
 """Most heads of such a kernel -> keys of a split from which it takes less time than 64 query rows do, on an H200 and on
 an H100 (csrc/sm_90/sparse_decode/PERF.md). A shorter split leaves its warpgroups few steps and merges their results all
-the same; the slower the memory, the less there is to gain."""
+the same; the slower the memory, the less there is to gain. On an H100 16 heads have a faster kernel at any length."""
 INVARIANT_KEYS = {16: 1024, 32: 2048}
-"""The same in batch-invariant mode, where every card makes the same choice: on an H100 3 % are lost at 1,024 keys of 16
-heads, on an H200 14 % would be lost without."""
+"""The same in batch-invariant mode, where every card makes the same choice: beside 64 rows an H100 loses 3 % at 1,024
+keys of 16 heads, and an H200 would lose 14 % without."""
 FAST_MEMORY = 4_000_000_000_000  # bytes a second; an H200 reads 4.6e12 and an H100 3.1e12
 TOKEN_BYTES = {"v32": 656}
 """Record that such a kernel reads -> bytes of one."""
+
+FEW_HEADS = {"dsv4": 3, "v32": 2, "v41": 4, "v41any": 4}
+"""Record that the kernel for few heads reads -> slots of four tokens that a warp has which dequantises."""
+FEW_ROWS = 16  # the most heads of that kernel
+FEW_WARPS = 8  # its warps that dequantise
+FEW_KEYS = 64  # of its stages
 
 # Time of a launch, in microseconds; only differences between split counts matter. Of 42 shapes on an H100, each at 8 to
 # 16 counts, the choices take 0.5 % longer than the best on average, 3.7 % at most (csrc/sm_90/sparse_decode/PERF.md).
 STAGE_US = {1: 1.0, 2: 0.9}
 """CTAs that load keys together -> 32 keys on one SM."""
+FEW_STAGE_US = 1.8  # 64 keys on one SM, of the kernel for few heads
+NARROW_STAGE_US = 0.46  # 32 keys of 128 + 32 values, on the same H100
 TILE_US = (
     7.5  # each further work tile of a CTA: its first keys are looked up, copied and dequantised before any product
 )
@@ -89,12 +110,14 @@ class Sm90SparseConfig:
     cluster  blocks that bring keys together, each a part of every stage for all: 1, or 2 of records to dequantise
     q_rows   query rows (heads of one token) that a block holds at most; fewer than 64 are a key of SWAP_AB, where keys
              are the first operand (csrc/sm_90/sparse_decode/swap_ab)
+    few_heads  keys are the first operand and dequantised once (csrc/sm_90/sparse_decode/few_heads); at most 16 rows
     """
 
     arch: ArchSpec = field(repr=False)
     record: str
     cluster: int = 1
     q_rows: int = BLOCK_M
+    few_heads: bool = False
 
     def __post_init__(self) -> None:
         if self.arch.name != "sm_90":
@@ -105,6 +128,8 @@ class Sm90SparseConfig:
             self._raise(f"{self.cluster} blocks share no keys; 2 do, of {', '.join(SLOTS)}")
         if self.q_rows not in (BLOCK_M, *SWAP_AB):
             self._raise(f"blocks have at most {', '.join(map(str, (*SWAP_AB, BLOCK_M)))} query rows, not {self.q_rows}")
+        if self.few_heads and (self.record not in FEW_HEADS or self.cluster != 1 or self.q_rows != FEW_ROWS):
+            self._raise(f"a kernel for few heads has {FEW_ROWS} rows of {', '.join(FEW_HEADS)} records, alone")
         if self.swaps and (self.record not in TOKEN_BYTES or self.cluster != 1):
             self._raise(f"blocks of {self.q_rows} query rows take {', '.join(TOKEN_BYTES)} records, alone")
         if self.lds > self.arch.lds_bytes:
@@ -116,10 +141,12 @@ class Sm90SparseConfig:
     @property
     def swaps(self) -> bool:
         """Whether keys are the first operand."""
-        return self.q_rows != BLOCK_M
+        return self.q_rows != BLOCK_M and not self.few_heads
 
     @property
     def threads(self) -> int:
+        if self.few_heads:
+            return 32 * FEW_WARPS + 128  # eight warps dequantise, a warpgroup multiplies
         if self.swaps:
             return 128 * (1 + SWAP_AB[self.q_rows][0])  # a warpgroup loads keys, the others compute P and the result
         return 512  # four warpgroups: one loads keys, one computes P, two hold the result
@@ -133,10 +160,14 @@ class Sm90SparseConfig:
         width, stages = WIDTHS[self.record], STAGES[self.record]
         slots, slot_bytes = SLOTS.get(self.record, (0, 0))
         notes = 528 + (128 if self.record in SCALES_APART else 0)  # a warp's lists and the addresses of its tokens
+        if self.few_heads:
+            return few_heads_bytes(width, slot_bytes, FEW_HEADS[self.record], notes, FEW_WARPS)
         present = 16 * self.cluster * stages  # bits of the keys that are there
         selected = present + LOADER_WARPS * (notes + slots * slot_bytes)
         selected += MAX_LOGITS_BYTES if self.returns_max_logits else 0
         block = block_bytes(width, stages, REGISTER_STEPS["selected" if self.record in SLOTS else "gathered"])
+        if self.record in VALUES:
+            block = -(-block // 128) * 128 + OUT_BYTES
         return -(-block // 16) * 16 + selected
 
     @property
@@ -152,6 +183,8 @@ class Sm90SparseConfig:
 
     @property
     def instance(self) -> str:
+        if self.few_heads:
+            return f"few_heads_sparse_decode_kvformat-{self.record}"
         if self.swaps:
             return f"swap_ab_sparse_decode_kvformat-{self.record}_qrows-{self.q_rows}"
         return f"sparse_decode_kvformat-{self.record}_cluster-{self.cluster}"
@@ -174,6 +207,8 @@ def config_for(problem: Problem, arch: ArchSpec) -> Sm90SparseConfig:
     """The instance with 64 query rows for a problem, which takes splits of any length."""
     found = record_of([pool.kv_format for pool in problem.pools], problem.head_dim, RECORDS)
     record = "v32" if found == "v32pow2" else found or "none"
+    if problem.heads <= FEW_ROWS and record in FEW_HEADS:
+        return Sm90SparseConfig(arch, record, q_rows=FEW_ROWS, few_heads=True)
     in_pairs = record in SLOTS and -(-problem.heads // BLOCK_M) % 2 == 0
     return Sm90SparseConfig(arch, record, 2 if in_pairs else 1)
 
@@ -183,14 +218,19 @@ def best_splits(config: Sm90SparseConfig, tokens: int, heads: int, keys: int) ->
     """Splits per query token of about `keys` keys: the count that should take the least time."""
     tiles = config.tiles(heads)
     stages = max(1, -(-keys // BLOCK_N))
+    values = VALUES.get(config.record, 512)
+    stage_keys, stage_us = BLOCK_N, NARROW_STAGE_US if config.record in VALUES else STAGE_US[config.cluster]
+    if config.few_heads:
+        stage_keys, stage_us = FEW_KEYS, FEW_STAGE_US
 
     def microseconds(splits: int) -> float:
         groups = groups_of(config.arch, tokens * splits, tiles)
         waves = -(-tokens * splits // groups)
-        spent = waves * -(-stages // splits) * STAGE_US[config.cluster] + (waves - 1) * TILE_US
+        split_keys = -(-stages // splits) * BLOCK_N
+        spent = waves * -(-split_keys // stage_keys) * stage_us + (waves - 1) * TILE_US
         if splits == 1:
             return spent
-        partials = tokens * heads * splits * 2048
+        partials = tokens * heads * splits * values * 4
         late = early_share(config.arch, tokens * heads, splits, config.arch.compute_units - groups * tiles) < 1
         return spent + partials / (PARTIAL_SHARE * config.arch.memory_bytes_per_s / 1e6) + late * LATE_US
 
@@ -212,7 +252,7 @@ def _for_splits(config: Sm90SparseConfig, args: SparseDecodeArgs, shape: Shape, 
     else:
         keys = shape.batch * shape.keys // max(splits.tiles(shape), 1)
         least = LEAST_KEYS[q_rows][config.arch.memory_bytes_per_s < FAST_MEMORY]
-    return replace(config, q_rows=q_rows) if keys >= least else config
+    return replace(config, q_rows=q_rows, few_heads=False) if keys >= least else config
 
 
 @lru_cache(maxsize=256)

@@ -57,6 +57,17 @@ def sparse_swap_ab_bytes(width: int, token_bytes: int, stages: int, groups: int,
     return -(-(queries + values + p + keys + of_rows + 4 * 32 + scratch + barriers) // 16) * 16
 
 
+def few_heads_bytes(width: int, slot_bytes: int, slots: int, notes: int, warps: int) -> int:
+    """Shared memory of a CTA of csrc/sm_90/sparse_decode/few_heads whose `warps` dequantise, by way of slots of four
+    tokens, with `notes` bytes of lists and addresses each."""
+    keys = 2 * 64 * width * 2
+    queries, p = 16 * width * 2, 2 * 64 * 16 * 2
+    producer = warps * (slots * slot_bytes + notes + 2 * 4)
+    of_rows = 16 * (4 * 4 + 4 + 8)
+    barriers = 8 * (2 * 2 + 2 * 4 + 2)
+    return -(-(keys + queries + p + producer + of_rows + 4 * 32 + barriers) // 16) * 16
+
+
 def groups_of(arch: ArchSpec, work_tiles: int, tiles: int) -> int:
     """Groups of `tiles` CTAs that walk the work tiles: one CTA on every SM, as far as there are work tiles."""
     return max(1, min(work_tiles, arch.compute_units // tiles))

@@ -6,8 +6,6 @@
 //         window lie NaN and page numbers of nothing); tree (of drafts). A program may know others.
 #pragma once
 
-#include <sys/mman.h>
-
 #include <string>
 
 #include "arguments.hpp"
@@ -21,17 +19,6 @@
 #endif
 constexpr int WIDTH = D_QK;
 constexpr double MAX_ERROR = 5e-3, MAX_LSE_ERROR = 1e-5;
-
-// Memory of `count` values that ends where none can be read.
-template <class T>
-T* before_a_fence(size_t count) {
-  constexpr size_t PAGE = 4096;
-  const size_t bytes = count * sizeof(T), used = (bytes + PAGE - 1) / PAGE * PAGE;
-  char* begin = static_cast<char*>(
-      mmap(nullptr, used + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-  mprotect(begin + used, PAGE, PROT_NONE);
-  return reinterpret_cast<T*>(begin + used - bytes);
-}
 
 struct DenseCase {
   int heads, q_len, page, splits, groups;  // splits of every sequence; groups of SM parts that walk them

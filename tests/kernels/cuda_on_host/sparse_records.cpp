@@ -1,4 +1,5 @@
-// Sparse decode by the source of csrc/sm_90/sparse_decode on a CPU, compared with fp64 on keys rounded to bf16. KV_FORMAT is the instance's; with Q_ROWS it is one of swap_ab. Arguments: heads, tokens, splits (of every token),
+// Sparse decode by the source of csrc/sm_90/sparse_decode on a CPU, compared with fp64 on keys rounded to bf16. KV_FORMAT is
+// the instance's; with Q_ROWS it is one of swap_ab, with FEW_HEADS of few_heads. Arguments: heads, tokens, splits (of every token),
 // groups (SM parts that walk them), what, and for each pool its page size, pages and the most keys that a token selects. Of
 // V4.1's pools the page size says which: 16i has each token's scales behind it, 16f and 16fi 4-bit values. Bare rows of
 // e4m3 take descales, which are null where what is plain; rows of bf16 give the largest score of each query row as well.
@@ -11,7 +12,12 @@
 
 #include "arguments.hpp"
 #include "decode_case.hpp"
-#ifdef Q_ROWS
+#ifdef FEW_HEADS
+#include "sm_90/decode/swap_ab/kernel.hpp"
+#include "sm_90/sparse_decode/few_heads/mainloop.hpp"
+#include "sm_90/sparse_decode/few_heads/prologue.hpp"
+#include "sm_90/sparse_decode/producer_dequant.hpp"
+#elif defined(Q_ROWS)
 #include "sm_90/decode/swap_ab/kernel.hpp"
 #include "sm_90/sparse_decode/swap_ab/mainloop.hpp"
 #include "sm_90/sparse_decode/swap_ab/producer.hpp"
@@ -25,7 +31,11 @@ namespace {
 
 using namespace mla;
 using namespace mla::sm_90;
-#ifdef Q_ROWS
+#ifdef FEW_HEADS
+using Traits = FewHeadsTraits<SparseDecodeProblem<KV_FORMAT>, FewHeadsPolicy<KV_FORMAT>>;
+using Kernel = SwapAbKernel<Traits, SparseTileScheduler, ProducerDequant, FewHeadsMainloop, SwapAbEpilogue>;
+constexpr int BLOCK_ROWS = Traits::ROWS;
+#elif defined(Q_ROWS)
 using Traits = SparseSwapAbTraits<SparseDecodeProblem<KV_FORMAT>, SparseSwapAbPolicy<Q_ROWS>>;
 using Kernel =
     SwapAbKernel<Traits, SparseTileScheduler, SparseSwapAbProducer, SparseSwapAbMainloop, SwapAbEpilogue>;
@@ -158,8 +168,10 @@ struct Case {
       const int slots = pool.page * pool.pages;
       pool.page_bytes = pool.page * pool.layout.token_bytes() + 48;
       pool.page_bytes += -pool.page_bytes & 15;
-      const size_t bytes = static_cast<size_t>(max(pool.pages, 1)) * pool.page_bytes;
-      pool.cache = static_cast<uint8_t*>(std::aligned_alloc(16, (bytes + 15) / 16 * 16));
+      // Nothing can be read behind the last page's tokens.
+      const size_t last = static_cast<size_t>(pool.page * pool.layout.token_bytes() + 15) / 16 * 16;
+      const size_t bytes = static_cast<size_t>(max(pool.pages, 1) - 1) * pool.page_bytes + last;
+      pool.cache = before_a_fence<uint8_t>(bytes);
       std::memset(pool.cache, 0xFF, bytes);
       if (what == "ragged") {
         pool.indptr.push_back(3);
@@ -304,7 +316,12 @@ struct Case {
 };
 
 const SparseDecodeTmaParams* launched;
-void kernel() { Kernel::run(*launched); }
+void kernel() {
+#ifdef FEW_HEADS
+  FewHeadsPrologue<Traits>::prefetch(*launched);
+#endif
+  Kernel::run(*launched);
+}
 
 }  // namespace
 

@@ -10,8 +10,8 @@
 
 namespace mla::sm_90 {
 
-// `Traits` joins a Problem and a Policy. The first warpgroup is the producer, which walks the list of `TileScheduler`;
-// the others multiply, and end each tile by `Epilogue`.
+// `Traits` joins a Problem and a Policy. The first PRODUCER_GROUPS are the producer, which walks the list of
+// `TileScheduler`; the others multiply, and end each tile by `Epilogue`.
 template <class Traits, class TileScheduler, template <class, class> class Producer,
           template <class, class> class Mainloop, template <class> class Epilogue>
 struct SwapAbKernel {
@@ -35,12 +35,12 @@ struct SwapAbKernel {
       griddep_launch_dependents();
     }
     block_sync();
-    if (group == 0) {
+    if (group / Traits::PRODUCER_GROUPS == 0) {
       setmaxnreg_dec<Traits::PRODUCER_REGISTERS>();
       Producer<Traits, TileScheduler>(params, shared).run();
     } else {
       setmaxnreg_inc<Traits::CONSUMER_REGISTERS>();
-      Mainloop<Traits, Epilogue<Traits>>(params, shared, group - 1).run();
+      Mainloop<Traits, Epilogue<Traits>>(params, shared, group - Traits::PRODUCER_GROUPS).run();
     }
   }
 
@@ -59,7 +59,8 @@ struct SwapAbKernel {
     if constexpr (Traits::SELECTED) {
       mbarrier_init(barriers.q_full(), 1);  // the producer
       mbarrier_init(barriers.q_empty(), Traits::CONSUMERS);
-      for (int group = 0; group < Traits::GROUPS; ++group) mbarrier_init(barriers.vt_empty(group), 4);  // its warps
+      if constexpr (Traits::LEAVES_VALUES)
+        for (int group = 0; group < Traits::GROUPS; ++group) mbarrier_init(barriers.vt_empty(group), 4);  // its warps
     }
     mbarrier_init_fence();
   }

@@ -93,9 +93,9 @@ class SwapAbProducer : ProducerBase<Traits> {
     if (lane == 0) mbarrier_expect_tx(to.full, (count - absent) * ROW_BYTES);
     __syncwarp();
     if (mine > 0) {
-      const uint64_t hint = params_.partial_out != nullptr ? EVICT_FIRST : EVICT_NORMAL;
+      // No other block reads them.
       bulk_load(to.at + begin / GROUP * Traits::GROUP_BYTES + begin % GROUP * ROW_BYTES, from, mine * ROW_BYTES,
-                to.full, hint);
+                to.full, EVICT_FIRST);
     }
   }
 

@@ -38,6 +38,7 @@ struct SwapAbTraits : Policy {
   using Policy::ROWS, Policy::STAGES, Policy::BLOCK_KEYS, Policy::CONSUMERS;
   static constexpr KvLoad LOAD = KvLoad::fp8;
   static constexpr bool SELECTED = false;
+  static constexpr int PRODUCER_GROUPS = 1;
   static constexpr bool HAS_KV_DESCALE = true;
   static constexpr bool STREAMABLE = false;
   static constexpr int HEAD_DIM_QK = Problem::HEAD_DIM_QK;
@@ -46,6 +47,7 @@ struct SwapAbTraits : Policy {
   static constexpr int BOX_BLOCKS = COLUMN_BLOCKS;
   static constexpr int SPLIT_ALIGNMENT = BLOCK_N;
   static constexpr int TILE_STAGES = 4;
+  static constexpr int PREFETCHED_STAGES = 4;  // to L2, while the previous kernel runs
   static constexpr int FULL_ARRIVALS = 1;           // the producer's warp whose turn it is
   static constexpr int EMPTY_ARRIVALS = CONSUMERS;  // both warpgroups read a stage
   static constexpr int STEP_STAGES = BLOCK_KEYS / BLOCK_N;

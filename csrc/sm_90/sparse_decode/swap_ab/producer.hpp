@@ -38,7 +38,7 @@ class SparseSwapAbProducer : ProducerBase<Traits> {
       if (warp_ == TILE_WARP) this->publish(tile, 0, tiles, TILE_WARP * 32);
       if (tile.keys() == 0) continue;
       lists().set_tile(tile.first_key, tile.end_key);
-      if (warp_ == Q_WARP) load_q(token);
+      if (warp_ == Q_WARP) this->load_q_apart(token, lane_, q_parity_);
       copy_keys((tile.keys() + Traits::STEP_KEYS - 1) / Traits::STEP_KEYS);
     }
     if (warp_ == TILE_WARP) this->publish(WorkTile{}, END_OF_WORK, tiles, TILE_WARP * 32);
@@ -46,22 +46,6 @@ class SparseSwapAbProducer : ProducerBase<Traits> {
 
  private:
   MLA_DEVICE TopkLists lists() const { return TopkLists(scratch_); }
-
-  // Both halves of every row, [boxes][rows][64 B] each, to where the queries lie.
-  MLA_DEVICE void load_q(int token) {
-    if (lane_ == 0) {
-      mbarrier_wait(barriers_.q_empty(), q_parity_ ^ 1);
-      fence_proxy_async();
-      const int half_bytes = Traits::Q_BOXES * Traits::q_box_bytes(params_);
-      mbarrier_expect_tx(barriers_.q_full(), 2 * half_bytes);
-#pragma unroll 1
-      for (int half = 0; half < 2; ++half)
-        tma_load(shared_ - Storage::KV + Storage::Q + half * half_bytes, params_.q_map, 0, token * params_.heads,
-                 half * Traits::Q_BOXES, barriers_.q_full());
-    }
-    q_parity_ ^= 1;
-    __syncwarp();
-  }
 
   // The lanes look up the keys of two stages at a time, and load the next two stages' indices meanwhile.
   MLA_DEVICE void copy_keys(int steps) {

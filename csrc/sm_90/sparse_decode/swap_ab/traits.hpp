@@ -33,6 +33,8 @@ struct SparseSwapAbTraits : Policy {
   static_assert(KvFormat::LATENT == 512 && !KvFormat::SCALES_APART, "a record is that of v32");
   static constexpr KvLoad LOAD = KvLoad::dequant;
   static constexpr bool SELECTED = true;
+  static constexpr bool LEAVES_VALUES = true;  // Q K^T leaves columns of V^T in shared memory
+  static constexpr int PRODUCER_GROUPS = 1;
   static constexpr bool STREAMABLE = false;
   static constexpr int HEAD_DIM_QK = Problem::HEAD_DIM_QK;
   static constexpr int COLUMN_BLOCKS = HEAD_DIM_QK / 64;

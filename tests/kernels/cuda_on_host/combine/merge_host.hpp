@@ -1,7 +1,8 @@
-// What the kernels of csrc/sm_90/combine need of CUDA beyond cuda.hpp, and problems of 32-bit words.
+// What the kernels of csrc/sm_90/combine need of CUDA beyond cuda.hpp, and their problems.
 #pragma once
 
 #include "block.hpp"
+#include "common/params/combine.hpp"
 
 #undef __shared__
 #define __shared__ static
@@ -34,3 +35,33 @@ template <class T>
 T* at(Words& words) {
   return words.empty() ? nullptr : reinterpret_cast<T*>(words.data());
 }
+
+// Of 32-bit words: blocks, words of the parameters without addresses and of all arrays; then the parameters and the
+// arrays, out and lse included. Results are out and lse.
+struct Merge {
+  mla::CombineParams params;
+  unsigned blocks;
+  Words partial_out, partial_lse, plan, tokens, sink, out, lse;
+
+  explicit Merge(const char* path) {
+    std::FILE* file = std::fopen(path, "rb");
+    const Words sizes = take(file, 9);
+    const Words packed = take(file, sizes[1]);
+    if (packed.size() * 4 != sizeof params) fail("parameters of words", sizes[1]);
+    std::memcpy(&params, packed.data(), sizeof params);
+    blocks = sizes[0];
+    const uint32_t* size = &sizes[2];
+    for (Words* array : {&partial_out, &partial_lse, &plan, &tokens, &sink, &out, &lse}) *array = take(file, *size++);
+    params.split_indptr = plan.empty() ? nullptr : at<int32_t>(plan) + 16;
+    params.cu_seqlens_q = at<int32_t>(tokens);
+    params.attn_sink = at<float>(sink);
+    params.out = at<void>(out);
+    params.lse = at<float>(lse);
+  }
+
+  void save(const char* path) const {
+    std::FILE* file = std::fopen(path, "wb");
+    for (const Words* array : {&out, &lse}) std::fwrite(array->data(), 4, array->size(), file);
+    std::fclose(file);
+  }
+};

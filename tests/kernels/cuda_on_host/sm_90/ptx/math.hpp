@@ -1,4 +1,4 @@
-// Elementary functions on a CPU, exact where the hardware approximates, and arithmetic on pairs of bf16.
+// Elementary functions on a CPU, exact where the hardware approximates, and arithmetic on pairs of 16-bit values.
 #pragma once
 
 #include "sm_90/ptx/convert.hpp"
@@ -25,6 +25,12 @@ inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
   unpack_pair<bf16>(b, of_b);
   unpack_pair<bf16>(c, of_c);
   return pack_pair<bf16>(std::fma(of_a[0], of_b[0], of_c[0]), std::fma(of_a[1], of_b[1], of_c[1]));
+}
+inline void scale_fp16x2(uint32_t& a, uint32_t b) {  // fp32 holds a product of two fp16
+  float of_a[2], of_b[2];
+  unpack_pair<fp16>(a, of_a);
+  unpack_pair<fp16>(b, of_b);
+  a = pack_pair<fp16>(of_a[0] * of_b[0], of_a[1] * of_b[1]);
 }
 inline void scale_bf16x2(uint32_t& a, uint32_t b) { a = fma_bf16x2(a, b, 0x80008000u); }
 

@@ -102,6 +102,7 @@ inline uint32_t cluster_rank() { return 0; }
 inline void tma_load_multicast(uint32_t, const void*, int, int, int, uint32_t) { fail("no cluster", 0); }
 inline void tma_load_multicast(uint32_t, const void*, int, int, int, int, uint32_t, uint64_t) { fail("no cluster", 0); }
 inline void tma_prefetch(const void*, int, int, int, int) {}
+inline void bulk_prefetch(const void*, int) {}
 template <int PENDING>
 void bulk_store(void*, uint32_t, int) {
   fail("no streaming combine", 0);
