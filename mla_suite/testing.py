@@ -115,8 +115,8 @@ def exact_decode(*tensors: torch.Tensor | None, **options: Any) -> Exact:
 E4M3_RELATIVE = 2.0**-4
 """Rounding to e4m3 changes a value that is not denormal by at most this share of it."""
 E4M3_ABSOLUTE = 2.0**-18
-"""Rounding changes a weight by at most this share of its row's largest one, which is scaled to 2^8, where it is
-denormal: those are multiples of 2^-9."""
+"""Rounding changes a weight by at most this share of its row's largest one, where it is denormal: the largest is scaled
+to 2^8, and those are multiples of 2^-9; in FNUZ to 2^7, and of 2^-10."""
 
 
 def fp8_weights_bound(*tensors: torch.Tensor | None, **options: Any) -> torch.Tensor:

@@ -11,7 +11,8 @@
 #endif
 
 using Problem = mla::DecodeProblem<mla::SameAsQuery<mla::DTYPE>, ROWS, WIDTH, ROTATE, D_V>;
-using Decode = cdna::mfma_16x16x16::Decode<Problem, gfx942::Policy>;
+using Mma = cdna::mfma_16x16x16::SameTypeMma<Problem, gfx942::Policy>;
+using Decode = cdna::mfma_16x16x16::Decode<Problem, gfx942::Policy, Mma>;
 
 MLA_KERNEL(Decode::threads, 1) void MLA_SUITE_KERNEL(mla::DecodeParams) {
   static MLA_SHARED __attribute__((aligned(1024))) char lds[Decode::lds_bytes];

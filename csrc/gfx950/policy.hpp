@@ -39,18 +39,6 @@ struct Policy : cdna::Elementary {
     return cdna::u32x4{fp8_pair_to_bf16<false>(eight[0]), fp8_pair_to_bf16<true>(eight[0]),
                        fp8_pair_to_bf16<false>(eight[1]), fp8_pair_to_bf16<true>(eight[1])};
   }
-
-  // Rounds two values to fp8, to nearest even, into one half of `four`.
-  template <bool upper>
-  MLA_DEVICE static uint32_t pack_fp8(float low, float high, uint32_t four) {
-    return static_cast<uint32_t>(__builtin_amdgcn_cvt_pk_fp8_f32(low, high, static_cast<int>(four), upper));
-  }
-  MLA_DEVICE static float sum_of_fp8(uint32_t four) {
-    const auto low = __builtin_amdgcn_cvt_pk_f32_fp8(static_cast<int>(four), false);
-    const auto high = __builtin_amdgcn_cvt_pk_f32_fp8(static_cast<int>(four), true);
-    const auto pair = low + high;
-    return pair[0] + pair[1];
-  }
 };
 
 template <>

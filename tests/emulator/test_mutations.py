@@ -259,7 +259,7 @@ def test_decode(name, rows, kv_format, lengths):
     """Several items for one workgroup, so that the barrier between two items counts; 20 of the waits."""
     instance = f"decode_dtype-bf16_rows-{rows}_width-576_rotate-0"
     if kv_format == "fp8_fnuz":
-        instance = f"decode_fp8_query-bf16_rows-{rows}"
+        instance = f"decode_fp8_query-bf16_weight-bf16_rows-{rows}"
     require_built(name, instance)
     args, kwargs = decode_sample(lengths, heads=rows, kv_format=kv_format, planned=True).make(CPU)
     plan = mla_suite.plan(args[2], num_heads=rows, num_sm_parts=1, max_seqlen_kv=max(lengths))

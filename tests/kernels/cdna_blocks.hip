@@ -4,11 +4,10 @@
 #include "cdna/common/rope.hpp"
 #include "cdna/decode/mfma_16x16x16/lds_tile.hpp"
 #include "cdna/decode/mfma_16x16x16/merge_key_groups.hpp"
-#include "cdna/decode/mfma_16x16x16/producer_fp8_stage.hpp"
 #include "cdna/decode/mfma_16x16x16/producer_kv_stage.hpp"
-#include "cdna/decode/mfma_16x16x16/softmax.hpp"
-#include "cdna/decode/query.hpp"
+#include "cdna/decode/mfma_16x16x16/products.hpp"
 #include "cdna/decode/row_mask.hpp"
+#include "cdna/decode/softmax.hpp"
 #include "gfx942/policy.hpp"
 
 using namespace cdna;
@@ -80,11 +79,11 @@ MLA_KERNEL(64, 1) void convert(Arrays p) {
 
 // in[16][512] 16-bit values -> out: the tile by columns, [4 blocks][4 keys j][64 lanes][8].
 MLA_KERNEL(64, 1) void latent_tile(Arrays p) {
-  static MLA_SHARED __attribute__((aligned(1024))) char memory[LatentLdsTile<512>::bytes];
+  static MLA_SHARED __attribute__((aligned(1024))) char memory[LatentLdsTile<512, 2>::bytes];
   const LdsBytes lds = (LdsBytes)memory;
   const Lane lane = Lane::current();
-  const ChunkLdsMap<LatentLdsTile<512>> keys(lane);
-  const ColumnLdsMap<LatentLdsTile<512>> columns(lane);
+  const ChunkLdsMap<LatentLdsTile<512, 2>> keys(lane);
+  const ColumnLdsMap<LatentLdsTile<512, 2>> columns(lane);
   for (int c = 0; c < 16; ++c) {
     lds_write16(lds + keys.of(c), static_cast<const u32x4*>(p.in)[lane.column * 64 + c * 4 + lane.group]);
   }
@@ -99,16 +98,19 @@ MLA_KERNEL(64, 1) void latent_tile(Arrays p) {
 // in: three floats per score, [64][4] scores of 16 rows x 16 keys, in accumulator order. Two tiles through the softmax:
 // out[2][64][2] words of P, out2[64][2]: max and sum over the groups.
 MLA_KERNEL(64, 1) void softmax(Arrays p) {
-  using Softmax = TileSoftmax<Policy, mla::bf16>;
+  using Softmax = TileSoftmax<Policy, PvSameType<Policy, mla::bf16>, 1>;
   const Lane lane = Lane::current();
-  mla::RowSoftmax row = mla::RowSoftmax::empty();
+  Softmax::Row row;
+  row.clear();
   for (int tile = 0; tile < 2; ++tile) {
-    f32x4 scores = static_cast<const f32x4*>(p.in)[tile * 64 + lane.index];
+    f32x4 scores[1] = {static_cast<const f32x4*>(p.in)[tile * 64 + lane.index]};
     // Row r sees 16 - r keys of the second.
-    if (tile == 1) RowMask{0, static_cast<uint32_t>(16 - lane.column), 0}.apply<1>(&scores, 4 * lane.group);
-    const float lane_max = Softmax::lane_max(scores);
-    if (any_lane(row.exceeded_by(lane_max * 0.5f))) Softmax::raise_max(row, lane_max, 0.5f, lane);
-    static_cast<u32x2*>(p.out)[tile * 64 + lane.index] = Softmax::compute_p(scores, 0.5f, row);
+    if (tile == 1) RowMask{0, static_cast<uint32_t>(16 - lane.column), 0}.apply<1>(scores, 4 * lane.group);
+    const float largest = lane_max(scores);
+    if (any_lane(Softmax::exceeds(row, largest * 0.5f))) Softmax::raise_max(row, largest, 0.5f, lane);
+    Softmax::P weights;
+    Softmax::compute_p(scores, 0.5f, row, weights);
+    static_cast<u32x2*>(p.out)[tile * 64 + lane.index] = weights[0];
     static_cast<float*>(p.out2)[tile * 64 + lane.index] = row.max;
   }
   static_cast<float*>(p.out2)[128 + lane.index] = sum_over_groups(row.sum, lane);
@@ -134,17 +136,19 @@ struct StageArrays {
   const void* cache;
   const int32_t* block_table;
   const float* rope_cos_sin;
-  void* chunks;    // [tiles][20 chunks][64 lanes][8]
-  void* columns;   // [tiles][4 blocks][4 keys][64 lanes][8]
+  void* pieces;    // [stages][16-key tiles][20 pieces][64 lanes][16 bytes]
+  void* columns;   // [stages][16-key tiles][4 blocks][4 keys][64 lanes][8 values]
   int32_t page;
   int32_t first_key;
   int32_t end_key;
 };
 
-// Four waves copy the tiles of an item through the ring; wave 0 dumps each tile as the two products read it.
-template <class Stages, bool rotate, int element_bytes>
+// Four waves copy the stages of an item through the ring; wave 0 dumps each stage as the two products read it.
+template <class Problem, int keys, class Values>
 MLA_DEVICE void stages(const StageArrays& a) {
-  static MLA_SHARED __attribute__((aligned(1024))) char memory[Stages::lds_bytes];
+  using Ring = KvStageProducer<Problem, Policy, keys>;
+  using Stage = KvStageTile<Problem, keys>;
+  static MLA_SHARED __attribute__((aligned(1024))) char memory[Ring::lds_bytes];
   const LdsBytes lds = (LdsBytes)memory;
   mla::DecodeParams p = {};
   p.kv_cache = a.cache;
@@ -156,40 +160,68 @@ MLA_DEVICE void stages(const StageArrays& a) {
   p.kv_token_stride = 576;
   const Lane lane = Lane::current();
   const int wave = wave_id();
-  const mla::PagedKv source(p, element_bytes, 0);
-  const KvStageReadMap<Plain> places(lane);
-  const int count = (a.end_key - a.first_key + 15) / 16;
-  Stages ring(source, mla::WorkTile{0, a.first_key, a.end_key, -1}, a.rope_cos_sin, count, lds, lane, wave);
+  const mla::PagedKv source(p, Stage::value_bytes, 0);
+  const KvStageReadMap<Stage> places(lane);
+  const int count = (a.end_key - a.first_key + keys - 1) / keys;
+  Ring ring(source, mla::WorkTile{0, a.first_key, a.end_key, -1}, a.rope_cos_sin, count, lds, lane, wave);
   wait_all_loads();
   int filled = 0, used = 0;
-  for (int n = 0; n < Stages::prefetch && n < count; ++n) {
+  for (int n = 0; n < Ring::prefetch && n < count; ++n) {
     ring.copy(n, filled);
-    filled = Stages::next_stage(filled);
+    filled = Ring::next_stage(filled);
   }
   for (int n = 0; n < count; ++n) {
     ring.wait(n, used);
     mla::block_sync();
-    if (n + Stages::prefetch < count) ring.copy(n + Stages::prefetch, filled);
-    filled = Stages::next_stage(filled);
+    if (n + Ring::prefetch < count) ring.copy(n + Ring::prefetch, filled);
+    filled = Ring::next_stage(filled);
     if (wave == 0) {
-      for (int c = 0; c < (rotate ? 20 : 18); ++c) {
-        static_cast<u32x4*>(a.chunks)[(n * 20 + c) * 64 + lane.index] = lds_read16(lds + used + places.of_chunk(c));
-      }
-      for (int b = 0; b < 4; ++b) {
-        for (int j = 0; j < 4; ++j) {
-          static_cast<u32x4*>(a.columns)[((n * 4 + b) * 4 + j) * 64 + lane.index] =
-              lds_read16(lds + used + places.of_columns(b, j));
+      for (int T = 0; T < keys / 16; ++T) {
+        const int tile = n * (keys / 16) + T;
+        for (int m = 0; m < 9 * Stage::value_bytes + (Problem::rotate ? 2 : 0); ++m) {
+          static_cast<u32x4*>(a.pieces)[(tile * 20 + m) * 64 + lane.index] = lds_read16(lds + used + places.of_piece(T, m));
+        }
+        for (int b = 0; b < 4; ++b) {
+          for (int j = 0; j < 4; ++j) {
+            static_cast<Values*>(a.columns)[((tile * 4 + b) * 4 + j) * 64 + lane.index] =
+                *reinterpret_cast<MLA_LDS Values*>(lds + used + places.of_columns(T, b, j));
+          }
         }
       }
     }
-    used = Stages::next_stage(used);
+    used = Ring::next_stage(used);
   }
 }
 using Rotated = mla::DecodeProblem<mla::SameAsQuery<mla::bf16>, 64, 576, true>;
-using Fp8 = mla::DecodeProblem<mla::Fp8Cache<mla::bf16>, 64, 576, false>;
-MLA_KERNEL(256, 1) void stages_plain(StageArrays a) { stages<KvStageProducer<Plain, Policy>, false, 2>(a); }
-MLA_KERNEL(256, 1) void stages_rotated(StageArrays a) { stages<KvStageProducer<Rotated, Policy>, true, 2>(a); }
-MLA_KERNEL(256, 1) void stages_fp8(StageArrays a) { stages<Fp8StageProducer<Fp8, Policy>, false, 1>(a); }
+using Fp8 = mla::DecodeProblem<mla::Fp8Cache<mla::fp8>, 64, 576, false>;
+MLA_KERNEL(256, 1) void stages_plain(StageArrays a) { stages<Plain, 16, u32x4>(a); }
+MLA_KERNEL(256, 1) void stages_rotated(StageArrays a) { stages<Rotated, 16, u32x4>(a); }
+MLA_KERNEL(256, 1) void stages_fp8(StageArrays a) { stages<Fp8, 32, u32x2>(a); }
+
+// in[64][8 keys][8 columns] fp8 values, four keys of a 16-key tile and four of the next -> out[64][8 columns][8 keys],
+// out2[64][8 columns][4 keys] of the first tile in bf16: what both kinds of PV multiply.
+MLA_KERNEL(64, 1) void columns_fp8(Arrays p) {
+  const int lane = Lane::current().index;
+  u32x2 keys[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) keys[j] = static_cast<const u32x2*>(p.in)[lane * 8 + j];
+#pragma unroll
+  for (int u = 0; u < 2; ++u) {
+    PvFp8<Policy>::Unit unit;
+#pragma unroll
+    for (int step = 0; step < unit.steps; ++step) unit.step(keys, u, step);
+#pragma unroll
+    for (int c = 0; c < unit.columns; ++c) static_cast<u32x2*>(p.out)[lane * 8 + u * unit.columns + c] = unit.column[c];
+  }
+#pragma unroll
+  for (int u = 0; u < 4; ++u) {
+    PvFp8ToBf16<Policy>::Unit unit;
+#pragma unroll
+    for (int step = 0; step < unit.steps; ++step) unit.step(keys, u, step);
+#pragma unroll
+    for (int c = 0; c < unit.columns; ++c) static_cast<u32x2*>(p.out2)[lane * 8 + u * unit.columns + c] = unit.column[c];
+  }
+}
 
 // in[4 waves][2 tiles][32][64][4] floats of output, in2[4][2][2][64]: max and sum -> out, out2: the same, merged by two
 // groups of two waves.
@@ -198,10 +230,11 @@ MLA_KERNEL(256, 1) void key_groups(Arrays p) {
   const Lane lane = Lane::current();
   const int wave = wave_id();
   AccumO<512> output[2];
-  mla::RowSoftmax softmax[2];
+  SoftmaxRow<false> softmax[2];
   for (int r = 0; r < 2; ++r) {
     const float* statistics = static_cast<const float*>(p.in2) + (wave * 2 + r) * 2 * WAVE + lane.index;
-    softmax[r] = mla::RowSoftmax{statistics[0], statistics[WAVE]};
+    softmax[r].max = statistics[0];
+    softmax[r].sum = statistics[WAVE];
     const f32x4* tiles = static_cast<const f32x4*>(p.in) + (wave * 2 + r) * 32 * WAVE + lane.index;
 #pragma unroll
     for (int n = 0; n < 32; ++n) output[r].tile[n / BLOCK_TILES][n % BLOCK_TILES] = tiles[n * WAVE];
@@ -215,22 +248,4 @@ MLA_KERNEL(256, 1) void key_groups(Arrays p) {
 #pragma unroll
     for (int n = 0; n < 32; ++n) tiles[n * WAVE] = output[r].tile[n / BLOCK_TILES][n % BLOCK_TILES];
   }
-}
-
-// in[16][576] fp8 values, 16 heads of one query token -> out[18][64][8]: its chunks, through LDS.
-MLA_KERNEL(64, 1) void query_fp8(Arrays a) {
-  static MLA_SHARED __attribute__((aligned(1024))) char memory[3072];
-  const Lane lane = Lane::current();
-  mla::DecodeParams p = {};
-  p.q = a.in;
-  p.q_head_stride = 576;
-  p.heads = 16;
-  p.q_len = 1;
-  p.rows = 16;
-  p.seq_lens = static_cast<const int32_t*>(a.in2);
-  using Problem = mla::DecodeProblem<mla::Fp8Cache<mla::fp8>, 32, 576, false>;
-  QueryTile<Problem> query = QueryTile<Problem>::load(p, mla::SequenceRows::of(p, 0), 0, lane);
-  query.pass_through_lds((LdsBytes)memory, lane);
-#pragma unroll
-  for (int c = 0; c < 18; ++c) static_cast<u32x4*>(a.out)[c * WAVE + lane.index] = query.chunk[c];
 }

@@ -102,13 +102,14 @@ def test_key_groups_become_one(text):
     assert report.lds_clocks(written) == sum(int(report.lds_bytes[pc]) for pc in written) / 128, "a bank conflict"
 
 
-def test_fp8_queries_keep_their_places(text):
-    rows = torch.randn(16, 576).to(torch.float8_e4m3fnuz)
-    out = torch.zeros(18, 64, 8, dtype=torch.bfloat16)
-    run_block(text, "query_fp8", rows.view(torch.uint8), torch.ones(1, dtype=torch.int32), out)
-    for chunk in range(18):
-        columns = 32 * chunk + 8 * GROUP[:, None] + torch.arange(8)
-        assert torch.equal(out[chunk], rows.bfloat16()[COLUMN[:, None], columns])
+def test_fp8_values_become_columns(text):
+    codes = torch.randint(0, 256, (64, 8, 8), dtype=torch.uint8)  # [lane, key, column]
+    fp8, bf16 = torch.zeros(64, 8, 8, dtype=torch.uint8), torch.zeros(64, 8, 4, dtype=torch.bfloat16)
+    run_block(text, "columns_fp8", codes, None, fp8, bf16)
+    assert torch.equal(fp8, codes.transpose(1, 2))
+    expected = codes[:, :4].view(torch.float8_e4m3fnuz).bfloat16().transpose(1, 2)
+    assert torch.equal(bf16.isnan(), expected.isnan())
+    assert torch.equal(bf16.nan_to_num(), expected.nan_to_num())
 
 
 def test_softmax_keeps_its_reference_until_it_lags(text):
@@ -159,7 +160,8 @@ def test_rope_keeps_what_rounding_leaves(text):
 @pytest.mark.parametrize("kernel", ["stages_plain", "stages_rotated", "stages_fp8"])
 @pytest.mark.parametrize(("page", "first_key", "end_key"), [(1, 0, 16), (64, 64, 96), (61, 17, 17 + 300), (5, 3, 36)])
 def test_stages_bring_every_row_to_both_products(text, kernel, page, first_key, end_key):
-    rotate, stored = kernel == "stages_rotated", torch.float8_e4m3fnuz if kernel == "stages_fp8" else torch.bfloat16
+    rotate, keys_of_stage = kernel == "stages_rotated", 32 if kernel == "stages_fp8" else 16
+    stored = torch.float8_e4m3fnuz if kernel == "stages_fp8" else torch.bfloat16
     pages = -(-end_key // page)
     table = torch.randperm(pages + 3)[:pages].to(torch.int32)
     cache = torch.full((pages + 3, page, 576), torch.nan, dtype=torch.bfloat16)
@@ -167,34 +169,37 @@ def test_stages_bring_every_row_to_both_products(text, kernel, page, first_key, 
     keys = torch.arange(end_key)
     cache[table[keys // page].long(), keys % page] = rows
     cos_sin = angles(keys)
-    tiles = -(-(end_key - first_key) // 16)
-    chunks = torch.zeros(tiles, 20, 64, 8, dtype=torch.bfloat16)
-    columns = torch.zeros(tiles, 4, 4, 64, 8, dtype=torch.bfloat16)
-    cache = cache.to(stored).view(torch.uint8) if kernel == "stages_fp8" else cache
-    arrays = [(cache, "r"), (table, "r"), (cos_sin, "r"), (chunks, "rw"), (columns, "rw")]
+    stages = -(-(end_key - first_key) // keys_of_stage)
+    tiles = stages * keys_of_stage // 16
+    values = 16 // stored.itemsize  # of a piece that a lane holds
+    pieces = torch.zeros(tiles, 20, 64, 16, dtype=torch.uint8)
+    columns = torch.zeros(tiles, 4, 4, 64, 8 * stored.itemsize, dtype=torch.uint8)
+    cache = cache.to(stored).view(torch.uint8)
+    arrays = [(cache, "r"), (table, "r"), (cos_sin, "r"), (pieces, "rw"), (columns, "rw")]
     report = launch(text, kernel, 256, arrays, page, first_key, end_key)
+    pieces, columns = pieces.view(stored).bfloat16(), columns.view(stored).bfloat16()
     for tile in range(tiles):
         key = (first_key + 16 * tile + torch.arange(16)).clamp(max=end_key - 1)
         expected = rows[key]
         wide = (
             torch.cat((expected[:, :512].double(), turned(expected[:, 512:], cos_sin[key])), 1) if rotate else expected
         )
-        for c in range(18):
-            part = wide[COLUMN[:, None], 32 * c + 8 * GROUP[:, None] + torch.arange(8)]
-            found = chunks[tile, c].double()
-            if rotate and c >= 16:
-                torch.testing.assert_close(found + chunks[tile, c + 2].double(), part, rtol=2**-16, atol=1e-6)
+        for m in range(576 // (4 * values)):
+            part = wide[COLUMN[:, None], values * (4 * m + GROUP[:, None]) + torch.arange(values)]
+            found = pieces[tile, m].double()
+            if rotate and m >= 16:
+                torch.testing.assert_close(found + pieces[tile, m + 2].double(), part, rtol=2**-16, atol=1e-6)
             else:
                 assert torch.equal(found, part.double())
         for block in range(4):
             for j in range(4):
                 place = block * 128 + 8 * COLUMN[:, None] + torch.arange(8)
                 assert torch.equal(columns[tile, block, j], expected[(4 * GROUP + j)[:, None], place])
-    cost = dict.fromkeys(("ds_read_b128", "global_load_lds_dword", "ds_write_b128"), 0)
+    cost = dict.fromkeys(("ds_read_b128", "ds_read_b64", "global_load_lds_dword"), 0)
     moved = dict(cost)
     for pc, name in enumerate(report.names):
         if name in cost:
             cost[name] += int(report.lds_clocks_128[pc])
             moved[name] += int(report.lds_bytes[pc])
     assert cost == {name: nbytes / 128 for name, nbytes in moved.items()}, "a bank conflict"
-    assert report.loaded["array 0"] == tiles * 16 * 576 * cache.element_size(), "every row is read once"
+    assert report.loaded["array 0"] == tiles * 16 * 576 * stored.itemsize, "every row is read once"

@@ -38,19 +38,20 @@ MLA_DEVICE uint32_t pack_fp16(float low, float high) {
   return static_cast<uint32_t>(mla::bit_cast<uint16_t>(h)) << 16 | mla::bit_cast<uint16_t>(l);
 }
 
-// Converts fp8 (e4m3 in the arch's flavour) to bf16, exactly: the upper halves of the floats.
-MLA_DEVICE uint32_t fp8_pair_to_bf16(uint32_t four, bool upper) {
-  const auto pair = upper ? __builtin_amdgcn_cvt_pk_f32_fp8(static_cast<int>(four), true)
-                          : __builtin_amdgcn_cvt_pk_f32_fp8(static_cast<int>(four), false);
-  const float low = pair[0], high = pair[1];
-  return truncate_to_bf16(low, high);
+// Converts two of four fp8 values (e4m3 in the arch's flavour).
+MLA_DEVICE f32x2 fp8_pair_to_f32(uint32_t four, bool upper) {
+  return upper ? __builtin_amdgcn_cvt_pk_f32_fp8(static_cast<int>(four), true)
+               : __builtin_amdgcn_cvt_pk_f32_fp8(static_cast<int>(four), false);
 }
-MLA_DEVICE u32x2 fp8_to_bf16(uint32_t four) {
-  return u32x2{fp8_pair_to_bf16(four, false), fp8_pair_to_bf16(four, true)};
+
+// Rounds four values to fp8, to nearest even.
+MLA_DEVICE uint32_t pack_fp8(f32x4 x) {
+  const int low = __builtin_amdgcn_cvt_pk_fp8_f32(x[0], x[1], 0, false);
+  return static_cast<uint32_t>(__builtin_amdgcn_cvt_pk_fp8_f32(x[2], x[3], low, true));
 }
-MLA_DEVICE u32x4 fp8_to_bf16(u32x2 eight) {
-  const u32x2 low = fp8_to_bf16(eight[0]), high = fp8_to_bf16(eight[1]);
-  return u32x4{low[0], low[1], high[0], high[1]};
+MLA_DEVICE float sum_of_fp8(uint32_t four) {
+  const f32x2 pair = fp8_pair_to_f32(four, false) + fp8_pair_to_f32(four, true);
+  return pair[0] + pair[1];
 }
 
 }  // namespace cdna

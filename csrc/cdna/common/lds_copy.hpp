@@ -32,11 +32,11 @@ MLA_DEVICE void copy_words_to_lds(const void* from, uint32_t lds) {
 // Copies four rows of whole 256 bytes to LDS rows that lie `pitch` apart, one of `instructions` at a time. Row j begins
 // at row[j] + pitch * j: the caller subtracts that, so that one M0 serves all instructions (the offset in an
 // instruction counts on both sides).
-template <int row_bytes, int padding = 16>
+template <int row_bytes>
 struct FourRows {
   static constexpr int of_row = row_bytes / 256;
   static constexpr int instructions = 4 * of_row;
-  static constexpr int pitch = row_bytes + padding;
+  static constexpr int pitch = row_bytes + 16;
 
   // Separates what wrote the rows to scalar registers from the copies.
   MLA_DEVICE static void settle(const char* (&row)[4]) {
@@ -49,13 +49,6 @@ struct FourRows {
                  : "v"(lane_offset), "s"(row[n / of_row]), "i"(n / of_row * pitch + n % of_row * 256), "{m0}"(lds)
                  : "memory");
   }
-};
-
-// Four rows of 512 bytes, end to end in LDS, and behind them one word per lane.
-struct FourShortRows : FourRows<512, 0> {
-  static constexpr int bytes = 4 * pitch + WAVE * 4;
-
-  MLA_DEVICE static void copy_word(const char* word, uint32_t lds) { copy_words_to_lds(word, lds + 4 * pitch); }
 };
 
 // Copies two words per lane: `first` to lds + 4 * lane, `second` to lds + 256 + 4 * lane.

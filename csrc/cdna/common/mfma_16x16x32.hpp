@@ -1,4 +1,4 @@
-// The matrix instructions that contract 32 or 128 values (CDNA4), with named operands:
+// The matrix instructions that contract 32 or 128 values (CDNA4; CDNA3 has that of 32 fp8 values), with named operands:
 // accumulator(16 x 16) += left(16 x k) * right(k x 16).
 //
 // Lane map (l = lane): left holds row l % 16, right column l % 16, the accumulator column l % 16 and rows
@@ -38,7 +38,7 @@ struct Mfma16x16x32<mla::fp16> {
   }
 };
 template <>
-struct Mfma16x16x32<mla::fp8> {  // half the rate of the next
+struct Mfma16x16x32<mla::fp8> {  // half the rate of the next, twice that of 16-bit ones on CDNA3
   MLA_DEVICE static f32x4 multiply(u32x2 left, u32x2 right, f32x4 accumulator) {
     return __builtin_amdgcn_mfma_f32_16x16x32_fp8_fp8(__builtin_bit_cast(long, left), __builtin_bit_cast(long, right),
                                                       accumulator, 0, 0, 0);

@@ -5,6 +5,22 @@
 
 namespace cdna {
 
+// Bytes 0-3 of a selector of v_perm_b32 name the second argument, 4-7 the first.
+MLA_DEVICE uint32_t low_halves(uint32_t first, uint32_t second) {
+  return __builtin_amdgcn_perm(second, first, 0x05040100);
+}
+MLA_DEVICE uint32_t high_halves(uint32_t first, uint32_t second) {
+  return __builtin_amdgcn_perm(second, first, 0x07060302);
+}
+
+// The same of bytes: the two low or the two high ones of two words, in turn.
+MLA_DEVICE uint32_t mix_low_bytes(uint32_t first, uint32_t second) {
+  return __builtin_amdgcn_perm(second, first, 0x05010400);
+}
+MLA_DEVICE uint32_t mix_high_bytes(uint32_t first, uint32_t second) {
+  return __builtin_amdgcn_perm(second, first, 0x07030602);
+}
+
 // Four keys of one pair of columns, each word = (column 0, column 1 << 16), become two matrix operands of four keys of
 // one column each: four v_perm_b32 for eight values.
 struct KeyColumns {
@@ -13,12 +29,8 @@ struct KeyColumns {
 };
 
 MLA_DEVICE KeyColumns transpose_pair(uint32_t key0, uint32_t key1, uint32_t key2, uint32_t key3) {
-  // Bytes 0-3 of the selector name the second argument, 4-7 the first.
-  constexpr uint32_t LOW_HALVES = 0x05040100;
-  constexpr uint32_t HIGH_HALVES = 0x07060302;
-  return KeyColumns{
-      u32x2{__builtin_amdgcn_perm(key1, key0, LOW_HALVES), __builtin_amdgcn_perm(key3, key2, LOW_HALVES)},
-      u32x2{__builtin_amdgcn_perm(key1, key0, HIGH_HALVES), __builtin_amdgcn_perm(key3, key2, HIGH_HALVES)}};
+  return KeyColumns{u32x2{low_halves(key0, key1), low_halves(key2, key3)},
+                    u32x2{high_halves(key0, key1), high_halves(key2, key3)}};
 }
 
 }  // namespace cdna

@@ -40,30 +40,9 @@ struct QueryTile {
     for (int c = 0; c < chunks; ++c) {
       constexpr int per_load = columns / 8;  // chunks
       const char* at = q + (c / per_load * 32 * per_load + c % per_load * 8) * Stored::bytes;
-      if constexpr (Stored::bytes == 1) {
-        tile.chunk[c] = fp8_to_bf16(*reinterpret_cast<const u32x2*>(at));
-      } else {
-        tile.chunk[c] = *reinterpret_cast<const u32x4*>(at);
-      }
+      tile.chunk[c] = *reinterpret_cast<const u32x4*>(at);
     }
     return tile;
-  }
-
-  // Passes the tile through LDS; `lds` is the wave's own 3 KiB. A computed value is born in a VGPR and is copied back
-  // to one for each product, while a loaded value may stay in an AGPR and be multiplied from there.
-  MLA_DEVICE void pass_through_lds(LdsBytes lds, const Lane& lane) {
-    constexpr int batch = 3;
-    static_assert(chunks % batch == 0, "query: whole groups of chunks");
-    const LdsBytes at = lds + lane.index * 16;
-#pragma unroll
-    for (int c = 0; c < chunks; c += batch) {
-#pragma unroll
-      for (int n = 0; n < batch; ++n) lds_write16(at + n * WAVE * 16, chunk[c + n]);
-      wave_lds_fence();
-#pragma unroll
-      for (int n = 0; n < batch; ++n) chunk[c + n] = lds_read16(at + n * WAVE * 16);
-      wave_lds_fence();
-    }
   }
 };
 

@@ -26,6 +26,10 @@ class CdnaKernels(CommonKernels):
     append_has_runs = True
     sparse_config: type[CdnaSparseConfig]
 
+    def fp8_query_rows(self, precision: str, page_size: int) -> int:
+        """fp8 is multiplied as it is stored where the queries are fp8, too."""
+        return 1
+
     def decode_config(self, problem: DecodeProblem, most: int) -> CdnaConfig:
         """The arch's instance of decode for a problem, in tiles of at most `most` query rows."""
         raise NotImplementedError

@@ -46,6 +46,8 @@ ELEMENTS = {
     torch.float8_e4m3fnuz: "fp8",
     torch.float8_e4m3fn: "fp8",
 }
+MAX_BF16_P_ROWS = 96
+"""Rows of a tile up to which fp8 queries keep softmax weights in bf16."""
 FP8_KV_FORMATS = {"fnuz": "fp8_fnuz", "ocp": "fp8"}  # by the arch's flavour
 FP8_QUERIES = {"fnuz": torch.float8_e4m3fnuz, "ocp": torch.float8_e4m3fn}
 PAIRS = (("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "fp8"), ("fp8", "fp8"))
@@ -56,11 +58,12 @@ PAIRS = (("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "fp8"), ("fp8", "fp8"))
 class CdnaConfig:
     """One instance of csrc/<arch>/decode*.hip. Construction raises ValueError, in one sentence, for an illegal point.
 
-    query   type of the queries
-    cache   type of the cached values
-    rows    query rows (query token x head) that a workgroup holds
-    width   values of a cached row
-    rotate  the cache holds an un-rotated rope part
+    query        type of the queries
+    cache        type of the cached values
+    rows         query rows (query token x head) that a workgroup holds
+    width        values of a cached row
+    rotate       the cache holds an un-rotated rope part
+    fp8_weights  the softmax weights are rounded to fp8 before they meet the values, which needs fp8 queries
     """
 
     costs: ClassVar[LoopCosts]
@@ -72,6 +75,7 @@ class CdnaConfig:
     rows: int
     width: int
     rotate: bool
+    fp8_weights: bool = False
 
     def __post_init__(self) -> None:
         if self.arch.vendor != "amd":
@@ -88,6 +92,8 @@ class CdnaConfig:
             self._raise("only bf16 rows of 576 values have un-rotated instances")
         if self.narrow and (self.cache != "bf16" or self.rows not in NARROW_ROWS):
             self._raise(f"narrow rows are bf16, with {', '.join(map(str, NARROW_ROWS))} query rows")
+        if self.fp8_weights and self.query != "fp8":
+            self._raise("fp8 weights come with fp8 queries")
         if self.lds > self.arch.lds_bytes:
             self._raise(f"it needs {self.lds} bytes of LDS of {self.arch.lds_bytes}")
 
@@ -109,13 +115,14 @@ class CdnaConfig:
 
     @property
     def lds(self) -> int:
-        """Static LDS in bytes: one private latent tile per wave, or stages of 16 shared rows and their page numbers."""
+        """Static LDS in bytes: one private latent tile per wave, or stages of shared rows and their page numbers."""
+        value = 1 if self.cache == "fp8" else 2
         if self.rows == TILE:
-            return 4 * TILE * max(self.head_dim_v * 2, min(self.head_dim_v, 256) * 4)
-        rope = TILE * 2 * (self.width - self.head_dim_v)
-        stage, pages = TILE * (self.head_dim_v * 2 + 16) + rope, 4 * 512
-        if self.cache == "fp8":
-            return 2 * stage + 2 * 4 * (4 * 512 + 256) + pages  # as stored, per wave, and converted
+            return 4 * TILE * max(self.head_dim_v * value, min(self.head_dim_v, 256) * 4)
+        few = self.cache != "fp8" or (self.query != "fp8" and self.rows > MAX_ROWS // 2)
+        keys = TILE if few else 2 * TILE  # of a stage; two tiles of 16-bit queries leave no registers for more scores
+        rope = keys * value * (self.width - self.head_dim_v)
+        stage, pages = keys * (self.head_dim_v * value + 16) + rope, 4 * 512
         if self.rotate:
             return 2 * (stage + rope + TILE * 256) + pages  # with what rounding leaves, cosines and sines
         return STAGES[self.head_dim_v] * stage + pages
@@ -123,7 +130,8 @@ class CdnaConfig:
     @property
     def instance(self) -> str:
         if self.cache == "fp8":
-            return f"decode_fp8_query-{self.query}_rows-{self.rows}"
+            kernel, weight = ("decode_fp8_weights", "fp8") if self.fp8_weights else ("decode_fp8", "bf16")
+            return f"{kernel}_query-{self.query}_weight-{weight}_rows-{self.rows}"
         if self.narrow:
             return f"decode_narrow_dtype-{self.cache}_rows-{self.rows}_width-{self.width}_dv-{self.head_dim_v}"
         kernel = "decode_rotated" if self.rotate else "decode"

@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from mla_suite.archs.cdna import CdnaKernels
-from mla_suite.archs.cdna.decode import ELEMENTS, FP8_KV_FORMATS, NARROW, CdnaConfig, tile_rows
+from mla_suite.archs.cdna.decode import ELEMENTS, FP8_KV_FORMATS, MAX_BF16_P_ROWS, NARROW, CdnaConfig, tile_rows
 from mla_suite.archs.cdna.sparse_decode import CdnaSparseConfig
 from mla_suite.archs.cdna.splits import LoopCosts
 from mla_suite.archs.sparse_attention import RECORDS, bare_rows
@@ -17,7 +17,7 @@ class Gfx942Config(CdnaConfig):
         unit_bytes=38,
         chip_bytes=2059,
         combine=15_000,
-        loop={("16bit", "16bit"): (45, 146, 266), ("16bit", "fp8"): (43, 157, 288), ("fp8", "fp8"): (45, 157, 288)},
+        loop={("16bit", "16bit"): (45, 146, 266), ("16bit", "fp8"): (43, 144, 274), ("fp8", "fp8"): (28, 101, 155)},
     )
 
 
@@ -47,6 +47,8 @@ class Kernels(CdnaKernels):
 
     def decode_config(self, problem: DecodeProblem, most: int) -> Gfx942Config:
         """The instance for a problem, in tiles of at most `most` rows; it depends on the queries' shapes alone."""
+        query = ELEMENTS[problem.q_dtype]
         cache = "fp8" if problem.kv_format in FP8_KV_FORMATS.values() else problem.kv_format
         rows = tile_rows(problem.heads * problem.q_len, most, problem.head_dim in NARROW)
-        return Gfx942Config(self.arch, ELEMENTS[problem.q_dtype], cache, rows, problem.head_dim, problem.rope > 0)
+        fp8_weights = query == "fp8" and rows > MAX_BF16_P_ROWS
+        return Gfx942Config(self.arch, query, cache, rows, problem.head_dim, problem.rope > 0, fp8_weights)

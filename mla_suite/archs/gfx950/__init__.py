@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from mla_suite.archs import ArchSpec
 from mla_suite.archs.cdna import CdnaKernels
-from mla_suite.archs.cdna.decode import ELEMENTS, FP8_KV_FORMATS, NARROW, TILE, CdnaConfig, tile_rows
+from mla_suite.archs.cdna.decode import ELEMENTS, FP8_KV_FORMATS, MAX_BF16_P_ROWS, NARROW, TILE, CdnaConfig, tile_rows
 from mla_suite.archs.cdna.sparse_decode import CdnaSparseConfig
 from mla_suite.archs.cdna.splits import LoopCosts
 from mla_suite.archs.sparse_attention import RECORDS, bare_rows
@@ -16,19 +16,13 @@ from mla_suite.ops.decode import Problem as DecodeProblem
 
 WAVES = 4
 MAX_STAGES = 4
-MAX_BF16_P_ROWS = 96  # rows: 39 matrix clocks per token with bf16 probabilities, beside 44 for its bytes
 MAX_ONE_TILE_KEYS = 64  # of a context: bf16 probabilities come in tiles of 64 keys, fp8 ones in tiles of 128
 MAX_BF16_P_KEYS = 2048  # of a work tile: 52 matrix clocks each at 128 rows, and of memory, queries and results included
 
 
 @dataclass(frozen=True)
 class Gfx950Config(CdnaConfig):
-    """As CdnaConfig, with 16-byte copies, transposed LDS reads and 160 KiB of LDS behind it.
-
-    fp8_weights  the softmax weights are rounded to fp8 before they meet the values, which needs fp8 queries
-    """
-
-    fp8_weights: bool = False
+    """As CdnaConfig, with 16-byte copies, transposed LDS reads and 160 KiB of LDS behind it."""
 
     costs = LoopCosts(
         unit_bytes=27,
@@ -36,11 +30,6 @@ class Gfx950Config(CdnaConfig):
         combine=13_500,
         loop={("16bit", "16bit"): (47, 99, 145), ("16bit", "fp8"): (26, 84, 159), ("fp8", "fp8"): (25, 66, 100)},
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.fp8_weights and self.query != "fp8":
-            self._raise("fp8 weights come with fp8 queries")
 
     @property
     def keys(self) -> int:
@@ -60,13 +49,6 @@ class Gfx950Config(CdnaConfig):
         if self.rotate:
             stage += self.keys * 128 + WAVES * 2048  # with what rounding leaves, cosines and sines
         return min(MAX_STAGES, (self.arch.lds_bytes - pages) // stage) * stage + pages
-
-    @property
-    def instance(self) -> str:
-        if self.cache == "fp8":
-            kernel, weight = ("decode_fp8_weights", "fp8") if self.fp8_weights else ("decode_fp8", "bf16")
-            return f"{kernel}_query-{self.query}_weight-{weight}_rows-{self.rows}"
-        return super().instance
 
 
 def _work_tile_keys(problem: DecodeProblem, arch: ArchSpec, rows: int) -> int:
@@ -89,10 +71,6 @@ class SparseConfig(CdnaSparseConfig):
 
 class Kernels(CdnaKernels):
     sparse_config = SparseConfig
-
-    def fp8_query_rows(self, precision: str, page_size: int) -> int:
-        """fp8 is multiplied as it is stored; gfx942 converts it whatever the queries are."""
-        return 1
 
     def decode_config(self, problem: DecodeProblem, most: int) -> Gfx950Config:
         """The instance for a problem, in tiles of at most `most` rows.

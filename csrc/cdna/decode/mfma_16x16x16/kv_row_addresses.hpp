@@ -2,23 +2,28 @@
 #pragma once
 
 #include "cdna/common/cross_lane.hpp"
-#include "cdna/decode/mfma_16x16x16/kv_stage_tile.hpp"
+#include "cdna/common/lds.hpp"
+#include "cdna/common/lds_copy.hpp"
 #include "common/paged_kv.hpp"
 
 namespace cdna::mfma_16x16x16 {
 
-// Row addresses of the keys that one wave copies, found for a block of 16 tiles at a time: lane l knows key l % 4 (of
-// the wave's four) of tile l / 4. Page numbers come through LDS, one block ahead. The address of row j is lowered by
-// pitch * j, as the copies of lds_copy.hpp expect.
-template <int pitch>
+// Row addresses of the keys that one wave copies, found for a block of tiles at a time: lane l knows key l % `keys` (of
+// the wave's) of tile l / `keys`. Page numbers come through LDS, one block ahead. The address of row j of four is
+// lowered by pitch * j, as the copies of lds_copy.hpp expect.
+template <int pitch, int keys, int waves>
 class KvRowAddresses {
  public:
-  static constexpr int block_tiles = 16;
+  static constexpr int block_tiles = WAVE / keys;
   static constexpr int bytes = 2 * WAVE * 4;  // page numbers of two blocks, of a wave
 
   MLA_DEVICE KvRowAddresses(const mla::PagedKv& paged_kv, int first_key, int end_key, const Lane& lane, int wave,
                             LdsBytes lds)
-      : paged_kv_(paged_kv), first_key_(first_key + 4 * wave), last_key_(end_key - 1), lane_(lane.index), lds_(lds) {}
+      : paged_kv_(paged_kv),
+        first_key_(first_key + keys * wave),
+        last_key_(end_key - 1),
+        lane_(lane.index),
+        lds_(lds) {}
 
   // Makes the addresses of a tile known, of `tiles` in all; called for each tile in order.
   MLA_DEVICE void advance(int tile, int tiles) {
@@ -44,21 +49,21 @@ class KvRowAddresses {
   }
 
   // Returns row j of the wave in a tile of the entered block, the same in all lanes.
-  MLA_DEVICE const char* uniform(int tile, int j) const { return broadcast(row_, tile % block_tiles * 4 + j); }
-  // Returns the row of the wave's key number lane.group.
-  MLA_DEVICE const char* of_group(int tile, const Lane& lane) const {
-    return shuffle(row_, tile % block_tiles * 4 + lane.group);
+  MLA_DEVICE const char* uniform(int tile, int j) const { return broadcast(row_, tile % block_tiles * keys + j); }
+  // Returns the row of the wave's key number `first` + lane.group.
+  MLA_DEVICE const char* of_group(int tile, int first, const Lane& lane) const {
+    return shuffle(row_, tile % block_tiles * keys + first + lane.group);
   }
 
   MLA_DEVICE int key_of_group(int tile, const Lane& lane) const {
-    const int key = first_key_ + tile * STAGE_KEYS + lane.group;
+    const int key = first_key_ + tile * keys * waves + lane.group;
     return key < last_key_ ? key : last_key_;
   }
 
  private:
   MLA_DEVICE static int slot(int block) { return block % 2 * WAVE * 4; }
   MLA_DEVICE uint32_t key(int block, int lane) const {
-    const int key = first_key_ + (block * block_tiles + lane / 4) * STAGE_KEYS + lane % 4;
+    const int key = first_key_ + (block * block_tiles + lane / keys) * keys * waves + lane % keys;
     return static_cast<uint32_t>(key < last_key_ ? key : last_key_);
   }
 

@@ -9,29 +9,30 @@
 
 #include "cdna/common/lds.hpp"
 #include "cdna/common/score_scale.hpp"
+#include "cdna/decode/mfma_16x16x16/accum_o.hpp"
 #include "cdna/decode/mfma_16x16x16/lds_tile.hpp"
 #include "cdna/decode/mfma_16x16x16/producer_registers.hpp"
-#include "cdna/decode/mfma_16x16x16/softmax.hpp"
-#include "cdna/decode/query.hpp"
+#include "cdna/decode/mfma_16x16x16/products.hpp"
 #include "cdna/decode/row_mask.hpp"
+#include "cdna/decode/softmax.hpp"
 #include "common/paged_kv.hpp"
 
 namespace cdna::mfma_16x16x16 {
 
-template <class Problem, class Policy>
+template <class Problem, class Policy, class Mma>
 class KeySplitWave;
 
 // LDS of a wave: its keys, later the part of its output, of two blocks of columns at most, that is combined at a time.
 template <class Problem>
 struct KeySplitLds {
-  using Tile = LatentLdsTile<Problem::latent>;
+  using Tile = LatentLdsTile<Problem::latent, Problem::Format::bytes>;
   using Output = AccumO<Problem::latent>;
   static constexpr int part_blocks = Output::blocks > 1 ? 2 : 1;
   static constexpr int part_bytes = part_blocks * BLOCK_TILES * WAVE * 16;
   static constexpr int wave_bytes = Tile::bytes > part_bytes ? Tile::bytes : part_bytes;
 };
 
-template <class Problem, class Policy>
+template <class Problem, class Policy, class Mma>
 struct KeySplitMainloop {
   static constexpr int lds_bytes = Policy::waves * KeySplitLds<Problem>::wave_bytes;
   static constexpr bool sync_after_tile = true;
@@ -39,26 +40,24 @@ struct KeySplitMainloop {
 
   template <class Kernel>
   MLA_DEVICE static void run_waves(LdsBytes lds) {
-    Kernel::template run_wave<KeySplitWave<Problem, Policy>>(lds, wave_id());
+    Kernel::template run_wave<KeySplitWave<Problem, Policy, Mma>>(lds, wave_id());
   }
 };
 
 // One wave's part: all rows against every fourth tile of keys.
-template <class Problem, class Policy>
+template <class Problem, class Policy, class Mma>
 class KeySplitWave {
-  using Element = typename Problem::Element;
-  using Softmax = TileSoftmax<Policy, Element>;
+  using Qk = typename Mma::Qk;
+  using Pv = typename Mma::Pv;
+  using Query = typename Qk::Query;
+  using Softmax = TileSoftmax<Policy, Pv, 1>;
   static_assert(Problem::row_tiles == 1, "key-split decode: a wave holds the output of one 16-row tile");
 
   static constexpr int waves = Policy::waves;
   static constexpr int tile_keys = 16;
-  static constexpr int chunks = Problem::qk_dim / 32;
-  static constexpr int latent_chunks = Problem::latent / 32;
-  static constexpr int loads = KvRegisters<Problem>::loads;
-  static constexpr int chunks_per_load = chunks / loads;  // 1, or 2 where the cache is fp8
-  using Query = QueryTile<Problem, 8 * chunks_per_load>;
+  static constexpr int pieces = KvRegisters<Problem>::loads;
+  static constexpr int latent_pieces = Problem::latent * Problem::Format::bytes / 64;
   using Lds = KeySplitLds<Problem>;
-  using KeyMap = typename ChunkLdsMapFor<typename Lds::Tile, chunks_per_load>::Map;
   using Output = typename Lds::Output;
 
  public:
@@ -73,8 +72,9 @@ class KeySplitWave {
         latent_(lds + wave_ * Lds::wave_bytes),
         key_map_(lane_),
         column_map_(lane_),
-        scale_(score_scale<typename Problem::Format>(p)),
-        softmax_(mla::RowSoftmax::empty()) {}
+        scale_(score_scale<typename Problem::Format>(p)) {
+    softmax_.clear();
+  }
 
   // QK^T, softmax and PV over the wave's tiles of the work tile.
   template <class Producer>
@@ -171,33 +171,32 @@ class KeySplitWave {
   MLA_DEVICE f32x4 scores(Producer& producer) {
     f32x4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-    for (int n = 0; n < loads; ++n) {
+    for (int n = 0; n < pieces; ++n) {
       if constexpr (Problem::rotate) {
-        if (n == latent_chunks) {
+        if (n == latent_pieces) {
           u32x4 residual[2];
-          kv_.cos_sin.template rotate<Policy, Element>(kv_.key[n], kv_.key[loads - 1], residual);
-          sum = multiply_chunk<Element>(residual[0], query_.chunk[n], sum);
-          sum = multiply_chunk<Element>(residual[1], query_.chunk[loads - 1], sum);
+          kv_.cos_sin.template rotate<Policy, typename Problem::Element>(kv_.key[n], kv_.key[pieces - 1], residual);
+          sum = multiply_piece(residual[0], n, sum);
+          sum = multiply_piece(residual[1], pieces - 1, sum);
         }
       }
-#pragma unroll
-      for (int part = 0; part < chunks_per_load; ++part) {
-        const int c = n * chunks_per_load + part;
-        const u32x4 keys = chunk_of(kv_.key[n], part);
-        if (c < latent_chunks) lds_write16(latent_ + key_map_.of(c), keys);
-        sum = multiply_chunk<Element>(keys, query_.chunk[c], sum);
-      }
+      if (n < latent_pieces) lds_write16(latent_ + key_map_.of(n), kv_.key[n]);
+      sum = multiply_piece(kv_.key[n], n, sum);
       if (prefetch) producer.refill(n);
     }
     return sum;
   }
 
-  MLA_DEVICE static u32x4 chunk_of(u32x4 load, int part) {
-    if constexpr (chunks_per_load == 1) {
-      return load;
-    } else {
-      return fp8_to_bf16(part == 0 ? load.xy : load.zw);
+  MLA_DEVICE f32x4 multiply_piece(u32x4 piece, int m, f32x4 sum) const {
+    typename Qk::Keys keys;
+    keys.piece = piece;
+    if constexpr (Qk::Keys::steps > 0) {
+#pragma unroll
+      for (int step = 0; step < Qk::Keys::steps; ++step) keys.step(step);
     }
+#pragma unroll
+    for (int n = 0; n < Qk::products; ++n) sum = Qk::multiply(keys, query_, m, n, sum);
+    return sum;
   }
 
   // Softmax and PV of the tile that begins at key `first`.
@@ -205,28 +204,36 @@ class KeySplitWave {
     const int position = first - whole_.first;
     if (__builtin_expect(!whole_.begins_one(position), false))
       mask_.apply<1>(&s, position + 4 * lane_.rematerialized().group);
-    const float lane_max = Softmax::lane_max(s);
-    if (__builtin_expect(any_lane(softmax_.exceeded_by(lane_max * scale_)), false)) {
-      output_.scale(Softmax::raise_max(softmax_, lane_max, scale_, lane_));
+    f32x4 scores[1] = {s};
+    const float largest = lane_max(scores);
+    if (__builtin_expect(any_lane(Softmax::exceeds(softmax_, largest * scale_)), false)) {
+      output_.scale(Softmax::raise_max(softmax_, largest, scale_, lane_.rematerialized()));
     }
-    multiply_values(Softmax::compute_p(s, scale_, softmax_));
+    typename Softmax::P p;
+    Softmax::compute_p(scores, scale_, softmax_, p);
+    multiply_values(p[0]);
   }
 
   // O^T += V^T P^T.
-  MLA_DEVICE void multiply_values(u32x2 p) {
+  MLA_DEVICE void multiply_values(typename Pv::Rows p) {
+    using Values = typename Pv::Values;
+    using Unit = typename Pv::Unit;
     wave_lds_fence();
 #pragma unroll
     for (int b = 0; b < Output::blocks; ++b) {
-      u32x4 keys[4];
+      Values keys[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) keys[j] = lds_read16(latent_ + column_map_.of(b, j));
+      for (int j = 0; j < 4; ++j) keys[j] = *reinterpret_cast<MLA_LDS Values*>(latent_ + column_map_.of(b, j));
 #pragma unroll
-      for (int d = 0; d < 4; ++d) {
-        const KeyColumns columns = transpose_pair(keys[0][d], keys[1][d], keys[2][d], keys[3][d]);
-        f32x4& first = output_.tile[b][2 * d];
-        f32x4& second = output_.tile[b][2 * d + 1];
-        first = Mfma16x16x16<Element>::multiply(columns.first, p, first);
-        second = Mfma16x16x16<Element>::multiply(columns.second, p, second);
+      for (int u = 0; u < BLOCK_TILES / Unit::columns; ++u) {
+        Unit unit;
+#pragma unroll
+        for (int step = 0; step < Unit::steps; ++step) unit.step(keys, u, step);
+#pragma unroll
+        for (int c = 0; c < Unit::columns; ++c) {
+          f32x4& sum = output_.tile[b][u * Unit::columns + c];
+          sum = Pv::multiply(unit.column[c], p, sum);
+        }
       }
     }
     wave_lds_fence();
@@ -239,14 +246,14 @@ class KeySplitWave {
   const int wave_;
   const LdsBytes lds_;     // the workgroup's
   const LdsBytes latent_;  // the wave's quarter
-  const KeyMap key_map_;
+  const ChunkLdsMap<typename Lds::Tile> key_map_;
   const ColumnLdsMap<typename Lds::Tile> column_map_;
   const float scale_;
   WholeTiles whole_;
   RowMask mask_;
   Query query_;
   KvRegisters<Problem> kv_;
-  mla::RowSoftmax softmax_;
+  typename Softmax::Row softmax_;
   Output output_;
 };
 

@@ -1,19 +1,19 @@
-// The mainloop for 32 to 128 rows: the waves share 16-key stages in LDS and split the query rows, one or two 16-row
-// tiles to a wave. No softmax state crosses a wave; one barrier per tile publishes a landed stage and frees the one
+// The mainloop for 32 to 128 rows: the waves share stages of keys in LDS and split the query rows, one or two 16-row
+// tiles to a wave. No softmax state crosses a wave; one barrier per stage publishes a landed one and frees the one
 // before it.
 //
-// Up to 64 rows of an fp8 cache are split in two ways: two waves over rows, two over keys. A token then has half the
-// bytes but as many LDS reads as before, which would be the bound; with two row tiles per wave each read serves twice
-// the products. Two tiles are consumed at once, while the next two arrive in their stored form.
+// Where values change their type on the way, up to 64 rows are split in two ways: two waves over rows, two over the
+// keys of a stage. Each conversion and each LDS read then serves two row tiles; the results are merged when the work
+// tile ends.
 #pragma once
 
 #include "cdna/common/lds_copy.hpp"
 #include "cdna/common/score_scale.hpp"
 #include "cdna/decode/mfma_16x16x16/kv_stage_tile.hpp"
 #include "cdna/decode/mfma_16x16x16/merge_key_groups.hpp"
-#include "cdna/decode/mfma_16x16x16/softmax.hpp"
-#include "cdna/decode/query.hpp"
+#include "cdna/decode/mfma_16x16x16/products.hpp"
 #include "cdna/decode/row_mask.hpp"
+#include "cdna/decode/softmax.hpp"
 #include "cdna/decode/tile_copy.hpp"
 #include "common/paged_kv.hpp"
 
@@ -21,9 +21,9 @@ namespace cdna::mfma_16x16x16 {
 
 // How the waves share the row tiles: as many waves as needed get `max_tiles`, so that as few waves read the keys as the
 // busiest one allows (three of four with 5 or 6 tiles: the fourth would save the others nothing).
-template <class Problem, class Policy>
+template <class Problem, class Policy, class Mma>
 struct RowPartition {
-  static constexpr int key_groups = Problem::Format::bytes == 1 && Problem::row_tiles <= Policy::waves ? 2 : 1;
+  static constexpr int key_groups = Mma::splits_keys && Problem::row_tiles <= Policy::waves ? 2 : 1;
   static constexpr int waves = Policy::waves / key_groups;  // of a key group
   static constexpr int max_tiles = (Problem::row_tiles + waves - 1) / waves;
   static constexpr int busy = (Problem::row_tiles + max_tiles - 1) / max_tiles;  // waves with tiles: w, w + busy
@@ -32,15 +32,14 @@ struct RowPartition {
   static_assert(key_groups == 1 || busy == waves, "row split: all waves take part in merging key groups");
 };
 
-template <class Problem, class Policy, int tiles>
+template <class Problem, class Policy, class Mma, int tiles>
 class RowSplitWave;
 
-template <class Problem, class Policy>
+template <class Problem, class Policy, class Mma>
 struct RowSplitMainloop {
-  using Partition = RowPartition<Problem, Policy>;
+  using Partition = RowPartition<Problem, Policy, Mma>;
   static constexpr int lds_bytes = Partition::key_groups > 1 ? KeyGroupExchange<Policy>::lds_bytes : 0;
-  // Key groups begin a work tile with a barrier before anything shared is written.
-  static constexpr bool sync_after_tile = Partition::key_groups == 1;
+  static constexpr bool sync_after_tile = true;
   static constexpr bool scalar_partial_row = false;
 
   template <class Kernel>
@@ -48,26 +47,31 @@ struct RowSplitMainloop {
     const int wave = wave_id();
     const int in_group = wave % Partition::waves;
     if (in_group < Partition::full) {
-      Kernel::template run_wave<RowSplitWave<Problem, Policy, Partition::max_tiles>>(lds, wave);
+      Kernel::template run_wave<RowSplitWave<Problem, Policy, Mma, Partition::max_tiles>>(lds, wave);
     } else if (in_group < Partition::busy) {
-      Kernel::template run_wave<RowSplitWave<Problem, Policy, Partition::max_tiles - 1>>(lds, wave);
+      Kernel::template run_wave<RowSplitWave<Problem, Policy, Mma, Partition::max_tiles - 1>>(lds, wave);
     } else {
-      Kernel::template run_wave<RowSplitWave<Problem, Policy, 0>>(lds, wave);
+      Kernel::template run_wave<RowSplitWave<Problem, Policy, Mma, 0>>(lds, wave);
     }
   }
 };
 
 // One wave's part: `tiles` 16-row tiles against every key of a work tile. A wave without rows still copies its keys.
-template <class Problem, class Policy, int tiles>
+template <class Problem, class Policy, class Mma, int tiles>
 class RowSplitWave {
-  using Element = typename Problem::Element;
-  using Softmax = TileSoftmax<Policy, Element>;
-  using Partition = RowPartition<Problem, Policy>;
-  static constexpr int chunks = Problem::qk_dim / 32;
-  static constexpr int tile_keys = STAGE_KEYS;
+  using Qk = typename Mma::Qk;
+  using Pv = typename Mma::Pv;
+  using Query = typename Qk::Query;
   using Output = AccumO<Problem::latent>;
-  static constexpr int array = tiles > 0 ? tiles : 1;
+  using Partition = RowPartition<Problem, Policy, Mma>;
+  using Stage = KvStageTile<Problem, Mma::shared_keys>;
+  static constexpr int pieces = Problem::row_bytes / 64;
   static constexpr int key_groups = Partition::key_groups;
+  static constexpr int tile_keys = Stage::keys / key_groups;  // of a stage, that the wave multiplies
+  static constexpr int score_tiles = tile_keys / 16;
+  using Softmax = TileSoftmax<Policy, Pv, score_tiles>;
+  static constexpr int products = Softmax::products;
+  static constexpr int array = tiles > 0 ? tiles : 1;
   static constexpr int in_vgpr = 2;  // of the second tile's accumulators, which make room for two of scores
 
  public:
@@ -81,10 +85,11 @@ class RowSplitWave {
         key_group_(wave / Partition::waves),
         read_map_(lane_),
         scale_(score_scale<typename Problem::Format>(p)) {
+    if constexpr (key_groups > 1) read_map_.skip(key_group_ * score_tiles);
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
       first_row_[r] = first_row + 16 * (wave % Partition::waves + r * Partition::busy);
-      softmax_[r] = mla::RowSoftmax::empty();
+      softmax_[r].clear();
       output_[r].clear();
     }
   }
@@ -92,7 +97,7 @@ class RowSplitWave {
   // QK^T, softmax and PV over the keys of the work tile.
   template <class Producer>
   MLA_DEVICE void attend(const mla::DecodeParams& p) {
-    const int count = (tile_.end_key - tile_.first_key + tile_keys - 1) / tile_keys;
+    const int count = (tile_.end_key - tile_.first_key + Stage::keys - 1) / Stage::keys;
     if (count <= 0) return;
     const mla::PagedKv paged_kv(p, Problem::Format::bytes, tile_.sequence);
     Producer producer(paged_kv, tile_, p.rope_cos_sin, count, lds_, lane_, wave_);
@@ -100,25 +105,52 @@ class RowSplitWave {
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
       const Lane lane = lane_.rematerialized();
-      query_[r] = QueryTile<Problem>::load(p, rows_, first_row_[r], lane);
-      if constexpr (Problem::Format::StoredQuery::bytes == 1)
-        query_[r].pass_through_lds(lds_ + Producer::private_bytes_of(wave_), lane);
+      query_[r] = Query::load(p, rows_, first_row_[r], lane);
       mask_[r] = RowMask::of(p, rows_, tile_, whole_.first, first_row_[r], lane);
     }
     wait_all_loads();
 
-    if constexpr (key_groups == 1) {
-      process_stages(producer, count);
-    } else {
-      process_stage_pairs(producer, count);
+    int filled = 0, used = 0;  // stages that the next tile is copied to and read from
+    for (int n = 0; n < min(Producer::prefetch, count); ++n) {
+      producer.copy(n, filled);
+      filled = Producer::next_stage(filled);
+    }
+    int position = tile_.first_key + key_group_ * tile_keys - whole_.first;
+    KeyReads keys;
+    int n = 0;
+    // Begins to read tile n.
+    const auto enter = [&] {
+      mla::block_sync();
+      if (tiles > 0 && early_keys) read_keys(lds_ + used, 0, keys.group[0]);
+    };
+    producer.wait(0, used);
+    enter();
+    for (; n + Producer::prefetch < count; ++n) {
+      accumulate(lds_ + used, keys, position, TileCopy{producer, n + Producer::prefetch, filled}, [&] {
+        used = Producer::next_stage(used);
+        producer.wait_in_flight(used);
+        enter();
+      });
+      filled = Producer::next_stage(filled);
+      position += Stage::keys;
+      end_turn();
+    }
+    for (; n < count; ++n) {
+      accumulate(lds_ + used, keys, position, NoCopy(), [&] {
+        if (n + 1 == count) return;
+        used = Producer::next_stage(used);
+        producer.wait(n + 1, used);
+        enter();
+      });
+      position += Stage::keys;
     }
   }
 
-  // Makes each row's sum one, and one of the key groups' results.
+  // Makes each row's sums one, and one of the key groups' results.
   MLA_DEVICE void finish() {
     const Lane lane = lane_.rematerialized();
 #pragma unroll
-    for (int r = 0; r < tiles; ++r) softmax_[r].sum = sum_over_groups(softmax_[r].sum, lane);
+    for (int r = 0; r < tiles; ++r) softmax_[r].join(lane);
     if constexpr (key_groups > 1 && tiles > 0) {
       merge_key_groups<Policy, tiles>(lds_, wave_, key_group_, Partition::waves, lane, softmax_, output_);
     }
@@ -131,9 +163,11 @@ class RowSplitWave {
       if (key_groups > 1 && key_group_ != r) continue;
       const Lane lane = lane_.rematerialized();
       const Epilogue target(p, tile_, rows_, first_row_[r] + lane.column);
-      const mla::RowResult<Policy> result = target.finish(softmax_[r].max, softmax_[r].sum);
+      const float sum = softmax_[r].sum;
+      const mla::RowResult<Policy> result = target.finish(softmax_[r].max, sum);
       if (lane.group == 0) target.store_lse(result.lse);
-      const float scale = roundable(result.scale * Epilogue::value_scale(p));
+      const float divided = Softmax::output_scale(result.scale, sum, softmax_[r].divisor());
+      const float scale = roundable(divided * Epilogue::value_scale(p));
       target.template store<BLOCK_TILES, Output::blocks * 4>([&](int i, mla::Vec<float, BLOCK_TILES>& values) {
         const int b = i / 4, e = i % 4;
         __builtin_amdgcn_sched_barrier(0);  // or all pieces are scaled before the first is stored
@@ -149,141 +183,128 @@ class RowSplitWave {
   }
 
  private:
-  template <class Producer>
-  MLA_DEVICE void process_stages(Producer& producer, int count) {
-    int filled = 0, used = 0;  // stages that the next tile is copied to and read from
-    for (int n = 0; n < min(Producer::prefetch, count); ++n) {
-      producer.copy(n, filled);
-      filled = Producer::next_stage(filled);
-    }
-    int position = tile_.first_key - whole_.first;
-    int n = 0;
-    for (; n + Producer::prefetch < count; ++n) {
-      producer.wait(n, used);
-      mla::block_sync();
-      accumulate(lds_ + used, position, TileCopy{producer, n + Producer::prefetch, filled});
-      filled = Producer::next_stage(filled);
-      used = Producer::next_stage(used);
-      position += tile_keys;
-      end_turn();
-    }
-    for (; n < count; ++n) {
-      producer.wait(n, used);
-      mla::block_sync();
-      accumulate(lds_ + used, position, NoCopy());
-      used = Producer::next_stage(used);
-      position += tile_keys;
-    }
-  }
+  // A group of pieces of keys is read while the one before is multiplied, and the first of a tile, where registers last
+  // for it, beside the last products of the tile before.
+  static constexpr int rope_pieces = Stage::rope_pieces;
+  static constexpr int own = pieces + (Problem::rotate ? rope_pieces : 0);  // with the residuals of rotated rope parts
+  static constexpr int group = own % 3 == 0 ? 3 : own % 4 == 0 ? 4 : 5;
+  static_assert(own % group == 0, "row split: whole groups of pieces");
+  static constexpr bool early_keys = Partition::max_tiles * sizeof(Query) <= 288;
+  using Keys = typename Qk::Keys;
+  static constexpr bool converts = Keys::steps > 0;
+  struct KeyReads {
+    u32x4 group[2][RowSplitWave::group];
+  };
 
-  // Two tiles at a time, one for each key group. A wave converts only what it copied itself, so no wave waits for
-  // another's copies, only for the stages to be free and then filled.
-  template <class Producer>
-  MLA_DEVICE void process_stage_pairs(Producer& producer, int count) {
-    for (int n = 0; n < min(2, count); ++n) producer.copy(n, 0);
-    int position = tile_.first_key + key_group_ * tile_keys - whole_.first;
-    int n = 0;
-    const auto convert = [&] {
-      wait_vmcnt<0>();
-      mla::block_sync();
-      producer.convert(n, 0);
-      if (n + 1 < count) producer.convert(n + 1, Producer::stage_bytes);
-      mla::block_sync();
-      return lds_ + key_group_ * Producer::stage_bytes;
-    };
-    for (; n + 3 < count; n += 2) {
-      accumulate(convert(), position, TileCopy<Producer, int, 2>{producer, n + 2, 0});
-      position += 2 * tile_keys;
-      end_turn();
-    }
-    for (; n < count; n += 2) {
-      const LdsBytes stage = convert();
-      if (n + 2 < count) producer.copy(n + 2, 0);
-      if (n + key_group_ < count) accumulate(stage, position, NoCopy());
-      position += 2 * tile_keys;
-    }
-  }
-
-  // QK^T, softmax and PV of the tile at `stage` in LDS whose first key has `position`, counted from whole_.first.
-  // Another tile is copied meanwhile.
-  template <class Copy>
-  MLA_DEVICE void accumulate(LdsBytes stage, int position, const Copy& copy) {
+  // QK^T, softmax and PV of the tile at `stage` in LDS whose first key has `position`, counted from whole_.first, and
+  // whose first keys are read. Another tile is copied meanwhile. Calls `leave` when the stage was read.
+  template <class Copy, class Leave>
+  MLA_DEVICE void accumulate(LdsBytes stage, KeyReads& keys, int position, const Copy& copy, const Leave& leave) {
     if (tiles == 0) {
       copy.whole();
+      leave();
       return;
     }
-    f32x4 s[array];
-    scores(stage, s, copy);
-    u32x4 values[4];
-    read_values(stage, 0, values);
+    f32x4 s[array][score_tiles];
+    scores(stage, keys.group, s, copy);
+    Values values[2][reads];
+    read_values(stage, 0, values[0]);
+    if (groups > 1) read_values(stage, 1, values[1]);
     if (__builtin_expect(!whole_.begins_one(position), false)) {
       const int of_lane = position + 4 * lane_.rematerialized().group;
 #pragma unroll
-      for (int r = 0; r < tiles; ++r) mask_[r].template apply<1>(&s[r], of_lane);
+      for (int r = 0; r < tiles; ++r) mask_[r].template apply<score_tiles>(s[r], of_lane);
     }
     rescale(s);
-    u32x2 p[array];
+    typename Softmax::P p[array];
 #pragma unroll
-    for (int r = 0; r < tiles; ++r) p[r] = Softmax::compute_p(s[r], scale_, softmax_[r]);
-    multiply_values(stage, values, p);
+    for (int r = 0; r < tiles; ++r) Softmax::compute_p(s[r], scale_, softmax_[r], p[r]);
+    multiply_values(stage, values, p, leave);
   }
 
-  // S^T = K Q^T. Keys are read a group ahead of the products that use them.
+  // S^T = K Q^T.
   template <class Copy>
-  MLA_DEVICE void scores(LdsBytes stage, f32x4 (&s)[array], const Copy& copy) {
-    constexpr int rope_chunks = Problem::rope / 32;
-    constexpr int products = chunks + (Problem::rotate ? rope_chunks : 0);  // with the residuals of rotated rope parts
-    constexpr int group = products % 3 == 0 ? 3 : products % 4 == 0 ? 4 : 5;
-    static_assert(products % group == 0, "row split: whole groups of products");
-    constexpr int groups = products / group;
+  MLA_DEVICE void scores(LdsBytes stage, u32x4 (&keys)[2][group], f32x4 (&s)[array][score_tiles], const Copy& copy) {
+    constexpr int groups = own / group * score_tiles;  // of reads
 #pragma unroll
-    for (int r = 0; r < tiles; ++r) s[r] = f32x4{0.0f, 0.0f, 0.0f, 0.0f};
-    u32x4 keys[2][group];
-    read_keys<group>(stage, 0, keys[0]);
-    copy.begin();
+    for (int r = 0; r < tiles; ++r)
+#pragma unroll
+      for (int T = 0; T < score_tiles; ++T) s[r][T] = f32x4{0.0f, 0.0f, 0.0f, 0.0f};
+    // Products into one accumulator wait for each other: a lone row tile has two for each score tile.
+    f32x4 odd[score_tiles];
+#pragma unroll
+    for (int T = 0; T < score_tiles; ++T) odd[T] = s[0][T];
+    if (!early_keys) read_keys(stage, 0, keys[0]);
+    Keys left[2];
 #pragma unroll
     for (int g = 0; g < groups; ++g) {
       if (g + 1 < groups) {
-        read_keys<group>(stage, g + 1, keys[(g + 1) % 2]);
-        wait_lgkmcnt<group>();
-      } else {
+        read_keys(stage, g + 1, keys[(g + 1) % 2]);
+        if (g == 0 || !converts) wait_lgkmcnt<group>();
+      } else if (!converts) {
         wait_lgkmcnt<0>();
       }
 #pragma unroll
       for (int c = 0; c < group; ++c) {
+        const int T = g * group / own, n = g * group % own + c;
+        const int place = g * group + c;
+        if (place == 0 || !converts) convert(keys[g % 2][c], 0, 1, left[place % 2]);
+        if (converts && c == group - 1) wait_lgkmcnt<0>();
 #pragma unroll
-        for (int r = 0; r < tiles; ++r) {
-          const int n = g * group + c;
-          s[r] = multiply_chunk<Element>(keys[g % 2][c], query_[r].chunk[n < chunks ? n : n - rope_chunks], s[r]);
+        for (int i = 0; i < Qk::products * array; ++i) {
+          const int r = i % array;
+          f32x4& sum = array == 1 && i % 2 == 1 ? odd[T] : s[r][T];
+          sum = Qk::multiply(left[place % 2], query_[r], n < pieces ? n : n - rope_pieces, i / array, sum);
+          if (converts && place + 1 < groups * group) {
+            convert(keys[(place + 1) / group % 2][(place + 1) % group], i, Qk::products * array, left[(place + 1) % 2]);
+            __builtin_amdgcn_sched_barrier(0);
+          }
         }
-        copy.part(g * group + c);
+        if (place == 0) copy.begin();
+        constexpr int at_once = (Copy::parts + groups * group - 1) / (groups * group);
+        if constexpr (at_once <= 1) {
+          copy.part(place);
+        } else {
+#pragma unroll
+          for (int n = 0; n < at_once; ++n) copy.part(place * at_once + n);
+        }
       }
+    }
+    if (array == 1) {
+#pragma unroll
+      for (int T = 0; T < score_tiles; ++T) s[0][T] += odd[T];
     }
   }
 
-  template <int group>
+  // Makes operands of a piece of keys: those of its steps that fall to one of `places`.
+  MLA_DEVICE static void convert(u32x4 piece, int place, int places, Keys& keys) {
+    keys.piece = piece;
+    if constexpr (converts) {
+#pragma unroll
+      for (int step = place * Keys::steps / places; step < (place + 1) * Keys::steps / places; ++step) keys.step(step);
+    }
+  }
+
   MLA_DEVICE void read_keys(LdsBytes stage, int g, u32x4 (&keys)[group]) const {
 #pragma unroll
-    for (int c = 0; c < group; ++c) keys[c] = lds_read16(stage + read_map_.of_chunk(g * group + c));
-  }
-  MLA_DEVICE void read_values(LdsBytes stage, int b, u32x4 (&values)[4]) const {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) values[j] = lds_read16(stage + read_map_.of_columns(b, j));
+    for (int c = 0; c < group; ++c)
+      keys[c] = lds_read16(stage + read_map_.of_piece(g * group / own, g * group % own + c));
   }
 
   // Raises the running max of rows that a score exceeds by more than the threshold of the lazy rescale.
-  MLA_DEVICE void rescale(const f32x4 (&s)[array]) {
-    bool exceeded = false;
-    float lane_max[array];
+  MLA_DEVICE void rescale(const f32x4 (&s)[array][score_tiles]) {
+    bool exceeded[array];
+    float largest[array];
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
-      lane_max[r] = Softmax::lane_max(s[r]);
-      exceeded |= softmax_[r].exceeded_by(lane_max[r] * scale_);
+      largest[r] = lane_max(s[r]);
+      exceeded[r] = Softmax::exceeds(softmax_[r], largest[r] * scale_);
     }
-    if (__builtin_expect(any_lane(exceeded), false)) {
+    if (__builtin_expect(any_lane(exceeded[0] || exceeded[array - 1]), false)) {
 #pragma unroll
       for (int r = 0; r < tiles; ++r) {
-        const float alpha = Softmax::raise_max(softmax_[r], lane_max[r], scale_, lane_);
+        if (tiles > 1 && !any_lane(exceeded[r])) continue;
+        const float alpha = Softmax::raise_max(softmax_[r], largest[r], scale_, lane_.rematerialized());
         if (r == 1) {
           output_[r].template scale<in_vgpr>(alpha);
         } else {
@@ -293,33 +314,56 @@ class RowSplitWave {
     }
   }
 
-  // O^T += V^T P^T. `values` holds, or will, the first block of columns; each block is read while the one before is
-  // multiplied.
-  MLA_DEVICE void multiply_values(LdsBytes stage, u32x4 (&values)[4], const u32x2 (&p)[array]) {
-    u32x4 next[4];
+  using Values = typename Pv::Values;
+  using Unit = typename Pv::Unit;
+  static constexpr int units = BLOCK_TILES / Unit::columns;
+  static constexpr int reads = Pv::keys / 4;
+  static constexpr int groups = Output::blocks * products;  // of reads: a block of columns of the keys of a product
+
+  MLA_DEVICE void read_values(LdsBytes stage, int g, Values (&values)[reads]) const {
 #pragma unroll
-    for (int b = 0; b < Output::blocks; ++b) {
-      u32x4(&now)[4] = b % 2 ? next : values;
-      if (b + 1 < Output::blocks) {
-        read_values(stage, b + 1, b % 2 ? values : next);
-        wait_lgkmcnt<4>();
-      } else {
-        wait_lgkmcnt<0>();
-      }
+    for (int n = 0; n < reads; ++n) {
+      const int key = g % products * reads + n;
+      values[n] = *reinterpret_cast<MLA_LDS Values*>(stage + read_map_.of_columns(key / 4, g / products, key % 4));
+    }
+  }
+
+  // O^T += V^T P^T. `values` holds, or will, the first two groups; each later one is read while the one before is
+  // multiplied. Between the products of a unit of columns stand the instructions that transpose the next: a matrix
+  // instruction leaves a wave 12 clocks in which it may issue others, and left to itself the compiler puts them ahead.
+  template <class Leave>
+  MLA_DEVICE void multiply_values(LdsBytes stage, Values (&values)[2][reads], const typename Softmax::P (&p)[array],
+                                  const Leave& leave) {
+    Unit unit[2];
+    wait_lgkmcnt<(groups > 1 ? reads : 0)>();
 #pragma unroll
-      for (int d = 0; d < 4; ++d) {
-        const KeyColumns columns = transpose_pair(now[0][d], now[1][d], now[2][d], now[3][d]);
+    for (int step = 0; step < Unit::steps; ++step) unit[0].step(values[0], 0, step);
 #pragma unroll
-        for (int r = 0; r < tiles; ++r) {
-          f32x4& first = output_[r].tile[b][2 * d];
-          f32x4& second = output_[r].tile[b][2 * d + 1];
-          first = Mfma16x16x16<Element>::multiply(columns.first, p[r], first);
-          second = Mfma16x16x16<Element>::multiply(columns.second, p[r], second);
-          if (r == 1 && b * BLOCK_TILES + 2 * d >= Output::blocks * BLOCK_TILES - in_vgpr) {
-            pin_to_vgpr(first);
-            pin_to_vgpr(second);
-          }
+    for (int n = 0; n < groups * units; ++n) {
+      const int g = n / units, u = n % units;
+      if (u == units - 1 && g + 1 < groups) {
+        if (g + 2 < groups) {
+          read_values(stage, g + 2, values[g % 2]);
+          wait_lgkmcnt<reads>();
+        } else {
+          wait_lgkmcnt<0>();
         }
+      }
+      if (n == (groups - 1) * units) leave();
+      constexpr int places = Unit::columns * array;
+#pragma unroll
+      for (int place = 0; place < places; ++place) {
+        const int c = place / array, r = place % array;
+        const int column = u * Unit::columns + c, b = g / products;
+        f32x4& sum = output_[r].tile[b][column];
+        sum = Pv::multiply(unit[n % 2].column[c], p[r][g % products], sum);
+        if (r == 1 && b * BLOCK_TILES + column >= Output::blocks * BLOCK_TILES - in_vgpr) pin_to_vgpr(sum);
+        if (n + 1 < groups * units) {
+#pragma unroll
+          for (int step = place * Unit::steps / places; step < (place + 1) * Unit::steps / places; ++step)
+            unit[(n + 1) % 2].step(values[(n + 1) / units % 2], (n + 1) % units, step);
+        }
+        __builtin_amdgcn_sched_barrier(0);
       }
     }
   }
@@ -333,13 +377,13 @@ class RowSplitWave {
   const int wave_;
   const LdsBytes lds_;
   const int key_group_;
-  const KvStageReadMap<Problem> read_map_;
+  KvStageReadMap<Stage> read_map_;
   const float scale_;
   WholeTiles whole_ = {};
   int first_row_[array];
   RowMask mask_[array];
-  mla::RowSoftmax softmax_[array];
-  QueryTile<Problem> query_[array];
+  typename Softmax::Row softmax_[array];
+  Query query_[array];
   Output output_[array];
 };
 

@@ -2,7 +2,8 @@
 #pragma once
 
 #include "cdna/common/lds.hpp"
-#include "cdna/decode/mfma_16x16x16/softmax.hpp"
+#include "cdna/decode/mfma_16x16x16/accum_o.hpp"
+#include "cdna/decode/softmax.hpp"
 
 namespace cdna::mfma_16x16x16 {
 
@@ -20,9 +21,9 @@ struct KeyGroupExchange {
 // merged tile 0 and that of group 1 the merged tile 1, each with its `max` and `sum`. The outputs are exchanged a block
 // of columns at a time, so that 8 KiB of LDS per wave are enough. All waves of the workgroup call this, and they need
 // another barrier before any of them writes there again.
-template <class Policy, int tiles, class Output>
+template <class Policy, int tiles, class Row, class Output>
 MLA_DEVICE void merge_key_groups(LdsBytes lds, int wave, int group, int distance, const Lane& lane,
-                                 mla::RowSoftmax (&softmax)[tiles], Output (&output)[tiles]) {
+                                 Row (&softmax)[tiles], Output (&output)[tiles]) {
   using Lds = KeyGroupExchange<Policy>;
   constexpr int tile_bytes = Lds::tile_bytes, block_bytes = Lds::block_bytes;
   constexpr int statistics = Lds::statistics, row_bytes = Lds::row_bytes;
@@ -45,7 +46,8 @@ MLA_DEVICE void merge_key_groups(LdsBytes lds, int wave, int group, int distance
     scale[r] = Policy::exp2(softmax[r].max - max);
     other_scale[r] = Policy::exp2(other_max - max);
     const float other_sum = lds_read_float(other + (2 * r + 1) * row_bytes);
-    softmax[r] = mla::RowSoftmax{max, softmax[r].sum * scale[r] + other_sum * other_scale[r]};
+    softmax[r].max = max;
+    softmax[r].sum = softmax[r].sum * scale[r] + other_sum * other_scale[r];
   }
   const LdsBytes sent = lds + wave * block_bytes + lane.index * 16;
   const LdsBytes received = lds + (wave ^ distance) * block_bytes + lane.index * 16;

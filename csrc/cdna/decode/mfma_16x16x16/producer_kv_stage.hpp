@@ -1,5 +1,5 @@
-// The producer of the row-split mainloop for 16-bit caches: a ring of stages in LDS that four waves fill by direct
-// copies, each wave four keys of every tile.
+// The producer of the row-split mainloop: a ring of stages in LDS that four waves fill by direct copies, each wave a
+// quarter of the keys of every tile, four at a time.
 #pragma once
 
 #include "cdna/common/lds_copy.hpp"
@@ -12,11 +12,13 @@
 
 namespace cdna::mfma_16x16x16 {
 
-template <class Problem, class Policy>
+template <class Problem, class Policy, int keys = 16>
 class KvStageProducer {
-  using Stage = KvStageTile<Problem>;
-  using Rows = FourRows<Problem::latent * 2>;
-  using Addresses = KvRowAddresses<Stage::pitch>;
+  using Stage = KvStageTile<Problem, keys>;
+  using Rows = FourRows<Stage::latent_bytes>;
+  static constexpr int wave_keys = keys / Policy::waves;
+  static constexpr int fours = wave_keys / 4;
+  using Addresses = KvRowAddresses<Stage::pitch, wave_keys, Policy::waves>;
   static constexpr bool has_rope = Problem::rope > 0;
   static constexpr int cos_sin = Stage::residual + Stage::rope_bytes;
 
@@ -28,9 +30,11 @@ class KvStageProducer {
   static constexpr int stage_bytes =
       Stage::rope + Stage::rope_bytes + (Problem::rotate ? Stage::rope_bytes + Stage::cos_sin_bytes : 0);
   static constexpr int lds_bytes = stages * stage_bytes + waves * Addresses::bytes;
-  static constexpr int copies =
-      Rows::instructions + Stage::rope_halves + (Problem::rotate ? FourWords::instructions : 0);  // of a wave per tile
-  static constexpr int parts = Rows::instructions + (has_rope ? 1 : 0) + (Problem::rotate ? 1 : 0);  // see copy_part
+  static constexpr int copies =  // of a wave per tile
+      fours * (Rows::instructions + Stage::rope_pieces + (Problem::rotate ? FourWords::instructions : 0));
+  static constexpr int four_parts = Rows::instructions + (has_rope ? 1 : 0) + (Problem::rotate ? 1 : 0);
+  static constexpr int parts = fours * four_parts;  // see copy_part
+  static_assert(!Problem::rotate || fours == 1, "stages: rope parts are rotated four keys to a wave");
   static_assert(copies * prefetch < 63, "stages: more copies in flight than can be counted");
 
   MLA_DEVICE KvStageProducer(const mla::PagedKv& paged_kv, const mla::WorkTile& tile, const float* rope_cos_sin,
@@ -42,10 +46,12 @@ class KvStageProducer {
         wave_(wave),
         tiles_(tiles),
         rope_cos_sin_(rope_cos_sin),
-        latent_at_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds)) + wave * 4 * Stage::pitch),
+        latent_at_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds)) + wave * wave_keys * Stage::pitch),
         rope_at_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds)) + Stage::rope +
-                 wave * Stage::wave_rope_bytes) {
-    rope_offset_ = lane.group * Stage::pitch + Problem::latent * 2 + rope_word() * 4;
+                 wave * fours * Stage::four_rope_bytes) {
+#pragma unroll
+    for (int f = 0; f < fours; ++f)
+      rope_offset_[f] = lane.group * Stage::pitch + Stage::latent_bytes + rope_word(f) * 4;
     addresses_.fetch(0);
   }
 
@@ -60,34 +66,39 @@ class KvStageProducer {
   // The same in parts, which the mainloop places between its products.
   MLA_DEVICE void begin_copy(int tile, int stage_offset) {
     addresses_.advance(tile, tiles_);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) row_[j] = addresses_.uniform(tile, j);
-    Rows::settle(row_);
+    find_rows(tile, 0);
     tile_ = tile;
     stage_offset_ = stage_offset;
   }
   MLA_DEVICE void copy_part(int n) {
     const auto offset = static_cast<uint32_t>(stage_offset_);
-    if (has_rope && n == 0) rope_ = addresses_.of_group(tile_, lane_);  // needed by a later part
+    const int f = n / four_parts;
+    n %= four_parts;
+    if (f > 0 && n == 0) find_rows(tile_, f);
+    if (has_rope && n == 0) rope_ = addresses_.of_group(tile_, 4 * f, lane_);  // needed by a later part
     if (n < Rows::instructions) {
-      Rows::copy(n, row_, static_cast<uint32_t>(lane_.index * 4), latent_at_ + offset);
+      Rows::copy(n, row_, static_cast<uint32_t>(lane_.index * 4), latent_at_ + offset + f * 4 * Stage::pitch);
     } else if (has_rope && n == Rows::instructions) {
-      const char* rope = rope_ + rope_offset_;
-      if constexpr (Stage::rope_halves == 2)
+      const char* rope = rope_ + rope_offset_[f];
+      if constexpr (Stage::rope_pieces == 2)
         TwoWords::copy(rope, rope + 64, rope_at_ + offset);
       else
-        copy_words_to_lds(rope, rope_at_ + offset);
+        copy_words_to_lds(rope, rope_at_ + offset + f * Stage::four_rope_bytes);
     } else if constexpr (Problem::rotate) {
       const float* cos = rope_cos_sin_ + static_cast<int64_t>(addresses_.key_of_group(tile_, lane_)) * COS_SIN_FLOATS +
-                         rope_word() * 2;
+                         rope_word(0) * 2;
       FourWords::copy(cos, cos + 1, cos + FIRST_SINE, cos + FIRST_SINE + 1, cos_sin_at(stage_offset_));
     }
   }
 
   // Returns when this wave's part of `tile` has landed in its stage and is rotated.
   MLA_DEVICE void wait(int tile, int stage_offset) const {
+    if (prefetch > 1 && tile + prefetch > tiles_) wait_vmcnt<0>();
+    wait_in_flight(stage_offset);
+  }
+  // The same where `prefetch` - 1 tiles behind it are in flight.
+  MLA_DEVICE void wait_in_flight(int stage_offset) const {
     wait_vmcnt<copies*(prefetch - 1)>();
-    if (prefetch == 2 ? tile + 1 == tiles_ : prefetch > 2 && tile + prefetch > tiles_) wait_vmcnt<0>();
     if constexpr (Problem::rotate) rotate(stage_offset);
   }
 
@@ -97,9 +108,16 @@ class KvStageProducer {
   }
 
  private:
-  // Returns which 4 of the 64 bytes of a half the lane brings for the key it copies.
-  MLA_DEVICE int rope_word() const {
-    return (lane_.column / 4 ^ ((4 * wave_ + lane_.group) / 2 % 4)) * 4 + lane_.index % 4;
+  // Finds the rows of the wave's keys 4 f + 0..3.
+  MLA_DEVICE void find_rows(int tile, int f) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) row_[j] = addresses_.uniform(tile, 4 * f + j);
+    Rows::settle(row_);
+  }
+
+  // Returns which 4 of the 64 bytes of a piece the lane brings for the key it copies, 4 f + lane.group of the wave's.
+  MLA_DEVICE int rope_word(int f) const {
+    return (lane_.column / 4 ^ ((wave_keys * wave_ + 4 * f + lane_.group) / 2 % 4)) * 4 + lane_.index % 4;
   }
 
   MLA_DEVICE uint32_t cos_sin_at(int stage_offset) const {
@@ -109,7 +127,7 @@ class KvStageProducer {
 
   // Each lane rotates the words it copied, in place.
   MLA_DEVICE void rotate(int stage_offset) const {
-    const LdsBytes rope = lds_ + Stage::rope + stage_offset + wave_ * Stage::wave_rope_bytes + lane_.index * 4;
+    const LdsBytes rope = lds_ + Stage::rope + stage_offset + wave_ * Stage::four_rope_bytes + lane_.index * 4;
     const LdsBytes cos_sin = (LdsBytes)(uintptr_t)cos_sin_at(stage_offset) + lane_.index * 4;
     const RotatedWords rotated = rotate_words<Policy, typename Problem::Element>(
         lds_read_word(rope), lds_read_word(rope + 256), lds_read_float(cos_sin), lds_read_float(cos_sin + 256),
@@ -129,7 +147,7 @@ class KvStageProducer {
   const float* rope_cos_sin_;
   uint32_t latent_at_;
   uint32_t rope_at_;
-  int rope_offset_;
+  int rope_offset_[fours];
   // The tile that is being copied:
   const char* row_[4];
   const char* rope_;

@@ -8,10 +8,11 @@
 
 #include "cdna/common/lds.hpp"
 #include "cdna/common/score_scale.hpp"
+#include "cdna/decode/mfma_16x16x32/accum_o.hpp"
 #include "cdna/decode/mfma_16x16x32/producer_registers.hpp"
 #include "cdna/decode/mfma_16x16x32/products.hpp"
-#include "cdna/decode/mfma_16x16x32/softmax.hpp"
 #include "cdna/decode/row_mask.hpp"
+#include "cdna/decode/softmax.hpp"
 #include "common/paged_kv.hpp"
 
 namespace cdna::mfma_16x16x32 {
@@ -218,7 +219,7 @@ class KeySplitWave {
     const int position = first - whole_.first;
     if (__builtin_expect(!whole_.begins_one(position), false)) mask_.apply<score_tiles>(s, position + 4 * lane_.group);
     const float largest = lane_max(s);
-    if (__builtin_expect(any_lane(softmax_.exceeded_by(largest * scale_)), false)) {
+    if (__builtin_expect(any_lane(Softmax::exceeds(softmax_, largest * scale_)), false)) {
       output_.scale(Softmax::raise_max(softmax_, largest, scale_, lane_));
     }
     typename Softmax::P p;

@@ -9,9 +9,10 @@
 
 #include "cdna/common/lds_copy.hpp"
 #include "cdna/common/score_scale.hpp"
+#include "cdna/decode/mfma_16x16x32/accum_o.hpp"
 #include "cdna/decode/mfma_16x16x32/products.hpp"
-#include "cdna/decode/mfma_16x16x32/softmax.hpp"
 #include "cdna/decode/row_mask.hpp"
+#include "cdna/decode/softmax.hpp"
 #include "cdna/decode/tile_copy.hpp"
 #include "common/paged_kv.hpp"
 
@@ -344,7 +345,7 @@ class RowSplitWave {
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
       largest[r] = lane_max(s[r]);
-      exceeded |= softmax_[r].exceeded_by(largest[r] * scale_);
+      exceeded |= Softmax::exceeds(softmax_[r], largest[r] * scale_);
     }
     if (__builtin_expect(any_lane(exceeded), false)) {
 #pragma unroll

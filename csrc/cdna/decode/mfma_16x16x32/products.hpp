@@ -4,6 +4,7 @@
 // A lane holds 16-byte pieces of a row: piece m is bytes 64 m + 16 * lane.group + 0..15, of a key or of a query.
 #pragma once
 
+#include "cdna/common/convert.hpp"
 #include "cdna/common/swizzled_lds_tile.hpp"
 #include "cdna/decode/query.hpp"
 #include "common/online_softmax.hpp"
@@ -181,16 +182,13 @@ struct PvFp8 {
   MLA_DEVICE static Rows pack(const f32x4* p) {
     Rows rows;
 #pragma unroll
-    for (int T = 0; T < words; ++T) {
-      rows[T] =
-          Policy::template pack_fp8<true>(p[T][2], p[T][3], Policy::template pack_fp8<false>(p[T][0], p[T][1], 0));
-    }
+    for (int T = 0; T < words; ++T) rows[T] = pack_fp8(p[T]);
     return rows;
   }
   MLA_DEVICE static float sum_of(Rows rows) {
     float sum = 0.0f;
 #pragma unroll
-    for (int T = 0; T < words; ++T) sum += Policy::sum_of_fp8(rows[T]);
+    for (int T = 0; T < words; ++T) sum += sum_of_fp8(rows[T]);
     return sum;
   }
 };

@@ -1,38 +1,15 @@
-// The accumulator of O and the online softmax of one 16-row tile of queries, over any number of 16-key tiles of scores.
+// The online softmax of one 16-row tile of queries, over any number of 16-key tiles of scores.
+//
+// Everything is held transposed: scores S^T (keys x rows) = K Q^T and output O^T (columns x rows) = V^T P^T. A lane
+// owns one query row (lane.column), so softmax needs no broadcast, and the accumulator of S^T is, rounded, the right
+// operand of the second product: P never leaves its lane.
 #pragma once
 
 #include "cdna/common/accum_registers.hpp"
 #include "cdna/common/cross_lane.hpp"
 #include "common/online_softmax.hpp"
-#include "common/problem.hpp"
 
-namespace cdna::mfma_16x16x32 {
-
-// O^T of 16 rows of `columns` values. tile[t]: element r of a lane is column 16 t + 4 * lane.group + r of row
-// lane.column.
-template <int columns>
-struct AccumO {
-  static constexpr int tiles = columns / 16;
-  f32x4 tile[tiles];
-
-  MLA_DEVICE void clear() {
-    // A constant zero would be kept in registers from one work tile to the next.
-    const float zero = mla::bit_cast<float>(rematerialized(0));
-#pragma unroll
-    for (int t = 0; t < tiles; ++t) tile[t] = f32x4{zero, zero, zero, zero};
-  }
-  // Multiplies the output by `alpha`. The last `in_vgpr` tiles are kept in VGPRs by their owner.
-  template <int in_vgpr = 0>
-  MLA_DEVICE void scale(float alpha) {
-#pragma unroll
-    for (int t = 0; t < tiles; ++t) {
-      if (t < tiles - in_vgpr) pin_to_agpr(tile[t]);
-      tile[t] *= alpha;
-      if (t < tiles - in_vgpr) pin_to_agpr(tile[t]);
-      if (t % 4 == 3) __builtin_amdgcn_sched_barrier(0);  // or all tiles pass through VGPRs at once
-    }
-  }
-};
+namespace cdna {
 
 // The softmax of a row so far: lse comes from `sum`, outputs are divided by `divisor`.
 template <bool normalizes_by_rounded_sum>
@@ -76,6 +53,10 @@ struct TileSoftmax {
   using Scores = f32x4[score_tiles];
   using P = typename Pv::Rows[products];
   using Row = SoftmaxRow<Pv::normalizes_by_rounded_sum>;
+  // With headroom any score above the row's largest raises the running max.
+  static constexpr float threshold = Pv::headroom > 0.0f ? Pv::headroom : mla::RowSoftmax::RESCALE_THRESHOLD;
+
+  MLA_DEVICE static bool exceeds(const Row& row, float score) { return score > row.max + threshold; }
 
   // Raises the row's running max so that no P exceeds 2^headroom. Returns alpha, the factor of what was accumulated so
   // far.
@@ -112,4 +93,4 @@ struct TileSoftmax {
   }
 };
 
-}  // namespace cdna::mfma_16x16x32
+}  // namespace cdna
