@@ -88,7 +88,7 @@ def peer(point: Point) -> Peer:
     raise ValueError(f"{point}: nothing is known of {name}")
 
 
-EXPOSED = 0.224
+EXPOSED = 0.213
 """Of a loop's shorter resources in peers' kernels, the share that is not hidden behind its longest: fitted by
 fit_amd_time.py on the same points as `timing.CHIP`."""
 
@@ -150,9 +150,13 @@ def predict(point: Point, chip: Chip = CHIP, exposed: float = EXPOSED) -> Modell
     chain = CHAIN * unit.memory_latency / card.clock_mhz
     launch = chip.launch_us * slow + chain
     merged = point.batch * rows * splits * LATENT * 8 / stream if splits > 1 else 0.0  # written and read
+    queries = splits * (LATENT + ROPE) * (1 if point.q_dtype == "fp8" else 2)  # every split reads them
+    own = point.batch * rows * (queries + LATENT * 2) / min(stream, active * unit.memory_rate * card.clock_mhz)
     merge = chip.launch_us * slow + MERGE_CHAIN * unit.memory_latency / card.clock_mhz
-    total = launch + loop + merge + merged
-    return Modelled(total, launch + merge, parts["memory"] + merged, parts["matrix"], parts["lds"], parts["vector"])
+    total = launch + own + loop + merge + merged
+    return Modelled(
+        total, launch + merge, parts["memory"] + own + merged, parts["matrix"], parts["lds"], parts["vector"]
+    )
 
 
 def _clocks(point: Point, geometry: Peer, tile: int, unit: Unit) -> dict[str, float]:

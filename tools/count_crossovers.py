@@ -1,11 +1,11 @@
-"""Prints the counted rows of ops/decode/tuned/gfx950.csv: which tile has the lower bound, from emulator counters.
+"""Prints the counted rows of ops/decode/tuned/gfx950.csv: which tile takes the least modelled time.
 
   python tools/count_crossovers.py COMMIT DATE
 
-Bound of a call in clocks: the larger of memory, at the rate that the chip sustains and with nothing shared between row
-tiles, and of what the busiest compute unit does: keys at the largest of its matrix, vector and LDS clocks and of what
-it draws from memory, then queries and results. Splits are those that decode makes by itself, and a combine behind them
-is a constant. Neither latency nor caches are in it, so it is a bound and not a time.
+The emulator plays one workgroup of each tile as docs/amd_time_model.md says, which gives its clocks without keys and
+those that a key adds. The clocks of a call are those of the compute unit with the most workgroups; keys, queries and
+results come at what a unit draws, or at its share of what the chip sustains. Nothing is shared between row tiles.
+Splits are those that decode makes by itself, and behind them comes a combine. None of this is a measured time.
 """
 
 from __future__ import annotations
@@ -13,18 +13,23 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import mla_suite
 from mla_suite import archs, emulator
 from mla_suite.archs import ArchSpec
+from mla_suite.archs.cdna.decode import TILE, tile_rows
 from mla_suite.archs.cdna.splits import default_splits
 from mla_suite.archs.decode_table import FORMAT
 from mla_suite.archs.gfx950 import Gfx950Config
 from mla_suite.cli import bar
+from mla_suite.core import dispatch, register
+from mla_suite.core.prepared import ceil_div
+from mla_suite.emulator import timing
 from mla_suite.ops.decode.samples import decode_sample
+from mla_suite.ops.plan.scheduler import round_up
 
 KINDS: dict[tuple[str, str], dict[str, Any]] = {
     ("16bit", "16bit"): {},
@@ -33,49 +38,75 @@ KINDS: dict[tuple[str, str], dict[str, Any]] = {
 }
 BLOCK_MS = (32, 64, 96, 128)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-TILES = (16, 32)
-STEP, LONGEST = 256, 1 << 15  # keys
+TILES = (16, 32, 64)
+LENGTHS = (1024, 1536)  # keys of the workgroup that is played: its loop is steady, in whole periods of its page numbers
+STEP, LONGEST = 256, 1 << 16  # keys
+BELOW = (0, 80, 160, 240)  # contexts up to a limit that are looked at, since whole splits favour multiples of 64
+WORTH = 0.98
+
+
+class Workgroup(NamedTuple):
+    """Clocks of a workgroup that has memory for itself: `fixed` beside its keys, `per_key` of each, `keys` at once."""
+
+    fixed: float
+    per_key: float
+    keys: int
 
 
 @cache
-def unit_clocks(kind: tuple[str, str], rows: int) -> float:
-    """Clocks per key of a compute unit with one tile of `rows`, memory left out: what a longer sequence adds."""
-    found = []
-    for keys in (512, 1536):
+def workgroup(kind: tuple[str, str], rows: int) -> Workgroup:
+    """With one tile of `rows`. The clock is as low as the matrix units hold it while the loop runs."""
+    clocks, matrix, op = [], [], register.get("decode")
+    for keys in LENGTHS:
         args, kwargs = decode_sample((keys,), heads=rows, num_splits=1, **KINDS[kind]).make(torch.device("cpu"))
-        with mla_suite.emulate("gfx950") as arch, emulator.configured(collect=True) as reports:
+        with mla_suite.emulate("gfx950") as arch, emulator.configured(collect=True, time=True) as reports:
+            chosen = dispatch.choose("decode", op.backends, op.problem(*args, **kwargs), arch, "cpu").supported
             torch.ops.mla_suite.decode(*args, **kwargs)
         if reports[0].findings:
             raise SystemExit(f"{reports[0].findings[0]}; what breaks a rule of the machine is not counted")
-        found.append(reports[0].bound(arch))
-    short, long = found
-    return max(long.matrix - short.matrix, long.valu - short.valu, long.lds_128 - short.lds_128) / 1024
+        assert reports[0].groups is not None
+        clocks.append(float(reports[0].groups[0]["clocks"].max()))
+        matrix.append(float(reports[0].groups[0]["matrix"].max()))
+    step = LENGTHS[1] - LENGTHS[0]
+    per_key = (clocks[1] - clocks[0]) / step
+    fixed = clocks[0] - LENGTHS[0] * per_key
+    load = (matrix[1] - matrix[0]) / step / per_key
+    together = 1 if rows == TILE else chosen.config.keys  # waves with a row tile each have keys of their own
+    return Workgroup(fixed, per_key / timing.matrix_clock(timing.CHIP, load), together)
 
 
-def bound(arch: ArchSpec, kind: tuple[str, str], rows: int, tile: int, batch: int, context: int) -> float:
-    tiles, cost = -(-rows // tile), Gfx950Config.costs
-    key_bytes = 576 * (1 if kind[1] == "fp8" else 2)
+def modelled(arch: ArchSpec, kind: tuple[str, str], rows: int, tile: int, batch: int, context: int) -> float:
+    """Clocks of a call with tiles of at most `tile` of its `rows` query rows."""
+    tiles, cost, tile = -(-rows // tile), Gfx950Config.costs, tile_rows(rows, tile)
+    key_bytes, query_bytes = (576 * (1 if name == "fp8" else 2) for name in (kind[1], kind[0]))
     splits = default_splits(cost, arch, kind, tile, tiles, batch, context)
-    own = tile * (576 * 2 + 512 * (4 if splits > 1 else 2))  # bytes of queries and results that a workgroup moves
-    per_key = max(unit_clocks(kind, tile), key_bytes / cost.unit_bytes)
-    turns = -(-batch * tiles * splits // arch.compute_units)
-    memory = batch * tiles * (context * key_bytes + splits * own) / cost.chip_bytes
-    unit = turns * (per_key * -(-context // splits) + own / cost.unit_bytes)
-    return max(memory, unit) + (cost.combine if splits > 1 else 0)
+    groups, found = batch * tiles * splits, workgroup(kind, tile)
+    share = min(cost.unit_bytes, cost.chip_bytes / min(groups, arch.compute_units))
+    own = tile * (query_bytes + 512 * (4 if splits > 1 else 2))  # bytes that a workgroup moves beside its keys
+    keys = ceil_div(round_up(ceil_div(context, splits)), found.keys) * found.keys
+    clocks = found.fixed + keys * max(found.per_key, key_bytes / share) + own * (1 / share - 1 / cost.unit_bytes)
+    merge = cost.combine + batch * rows * splits * 512 * 4 / cost.chip_bytes if splits > 1 else 0.0
+    return ceil_div(groups, arch.compute_units) * clocks + merge
 
 
 def limits(arch: ArchSpec, kind: tuple[str, str], rows: int, batch: int) -> Iterator[tuple[int, int]]:
-    """(context, tile): up to this context, the tile has the lowest bound, none being smaller than one before it; ends
-    where one tile for all rows does."""
+    """(context, tile): up to this context, the tile takes the fewest clocks, none being smaller than one before it,
+    which a larger one beats by `WORTH`; ends where one tile for all rows does, or at LONGEST."""
     best = 0
+
+    def clocks(tile: int, context: int) -> float:
+        found = sum(modelled(arch, kind, rows, tile, batch, context - less) for less in BELOW)
+        return found * (WORTH if tile == best else 1)
+
     for context in range(STEP, LONGEST + 1, STEP):
         tiles = [tile for tile in (*TILES, rows) if best <= tile <= rows]
-        now = min(tiles, key=lambda tile: (bound(arch, kind, rows, tile, batch, context), -tile))
+        now = min(tiles, key=lambda tile: (clocks(tile, context), -tile))
         if best and now != best:
             yield context - STEP, best
         best = now
         if best == rows:
             return
+    yield LONGEST, best
 
 
 def lines(commit: str, date: str) -> Iterator[str]:

@@ -4,6 +4,7 @@
 #include "common/device.hpp"
 #include "common/params/decode.hpp"
 #include "common/rank_keys.hpp"
+#include "common/read_constant.hpp"
 #include "common/visibility.hpp"
 
 namespace mla {
@@ -20,14 +21,14 @@ struct SequenceRows {
     SequenceRows s;
     s.sequence = sequence;
     if (p.cu_seqlens_q) {
-      s.first_token = p.cu_seqlens_q[sequence];
-      s.q_len = p.cu_seqlens_q[sequence + 1] - static_cast<int>(s.first_token);
+      s.first_token = read_constant(p.cu_seqlens_q + sequence);
+      s.q_len = read_constant(p.cu_seqlens_q + sequence + 1) - static_cast<int>(s.first_token);
     } else {
       s.first_token = static_cast<int64_t>(sequence) * p.q_len;
       s.q_len = p.q_len;
     }
     s.rows = s.q_len * p.heads;
-    s.kv_len = p.seq_lens[sequence];
+    s.kv_len = read_constant(p.seq_lens + sequence);
     return s;
   }
 
@@ -52,7 +53,7 @@ struct SequenceRows {
   MLA_DEVICE int visible_keys(const DecodeParams& p, int token) const {
     if (!p.causal || p.tree_mask) return kv_len;
     const int later = q_len - 1 - token;
-    return p.cp_tot_seq_lens ? keys_of_rank(p, p.cp_tot_seq_lens[sequence] - later) : kv_len - later;
+    return p.cp_tot_seq_lens ? keys_of_rank(p, read_constant(p.cp_tot_seq_lens + sequence) - later) : kv_len - later;
   }
 };
 

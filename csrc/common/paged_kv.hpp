@@ -4,6 +4,7 @@
 
 #include "common/division.hpp"
 #include "common/params/decode.hpp"
+#include "common/read_constant.hpp"
 
 namespace mla {
 
@@ -16,7 +17,8 @@ class PagedKv {
         page_(static_cast<uint32_t>(p.page)),
         page_reciprocal_(p.page_reciprocal),
         page_shift_(p.page_shift) {
-    list_ = p.block_table ? p.block_table + sequence * p.block_table_stride : p.kv_indices + p.kv_indptr[sequence];
+    list_ = p.block_table ? p.block_table + sequence * p.block_table_stride
+                          : p.kv_indices + read_constant(p.kv_indptr + sequence);
   }
 
   // Where the page number of a key stands; `key` must lie inside the sequence.

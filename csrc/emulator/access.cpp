@@ -118,6 +118,27 @@ void require_address(Wave& wave, const Inst&, const Operand& op) {
     if (!wave.defined[op.index + i]) report(wave, found_uninitialised_address, wave.exec, 0, op.index + i);
 }
 
+static int distinct(const u64* address, u64 lanes) {
+  constexpr u32 SLOTS = 2 * LANES;
+  u64 seen[SLOTS];
+  bool used[SLOTS] = {};
+  int count = 0;
+  for_lanes(lanes, [&](int l) {
+    u32 slot = u32(address[l] * 0x9e3779b97f4a7c15ull >> 57);
+    while (used[slot] && seen[slot] != address[l]) slot = (slot + 1) % SLOTS;
+    count += !used[slot];
+    used[slot] = true;
+    seen[slot] = address[l];
+  });
+  return count;
+}
+
+void count_load(Wave& wave, const Inst& in, const u64* address, u64 lanes, u32 bytes) {
+  count_global(wave, in, lanes, bytes);
+  if (wave.worker->traces)
+    wave.worker->shared_bytes = u64(__builtin_popcountll(lanes) - distinct(address, lanes)) * bytes;
+}
+
 void count_global(Wave& wave, const Inst& in, u64 lanes, u32 bytes) {
   wave.worker->counts[in.pc].global_bytes += u64(__builtin_popcountll(lanes)) * bytes;
 }

@@ -69,7 +69,7 @@ static void load(Wave& wave, const Inst& in) {
     }
     load_register(wave, in.op[0].index, l, data, aux);
   });
-  count_global(wave, in, counted, bytes);
+  count_load(wave, in, lanes.address, counted, bytes);
   issue(wave, VM, &in.op[0]);
 }
 

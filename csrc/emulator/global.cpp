@@ -66,7 +66,7 @@ static void load(Wave& wave, const Inst& in) {
   i64 aux = in.opcode->aux;
   u32 bytes = u32(shape_bytes(aux));
   Ordering ordering = ordering_of(in);
-  count_global(wave, in, wave.exec, bytes);
+  count_load(wave, in, address, wave.exec, bytes);
   Clock learned = {};
   for_lanes(wave.exec, [&](int l) {
     const u8* from = global_access(wave, in, l, address[l], bytes, alignment_of(bytes), READ, ordering);
@@ -116,7 +116,7 @@ static void store(Wave& wave, const Inst& in) {
 void load_to_lds(Wave& wave, const Inst& in, const u64* address, u64 lanes, u64 zero_lanes) {
   u32 bytes = u32(shape_bytes(in.opcode->aux)), base = wave.s[M0] + u32(in.mod[mod_offset]);
   bool checks = wave.worker->launch->checks;
-  count_global(wave, in, lanes & ~zero_lanes, bytes);
+  count_load(wave, in, address, lanes & ~zero_lanes, bytes);
   Landing& landing = issue_landing(wave, Landing::LDS_WRITE);
   landing.lanes = 0;
   landing.bytes = bytes < 4 ? 4 : bytes;

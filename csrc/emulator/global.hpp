@@ -21,6 +21,8 @@ void watch_spin(Wave& wave, const Inst& in, u64 address, u32 value);
 
 void require_address(Wave& wave, const Inst& in, const Operand& op);
 void count_global(Wave& wave, const Inst& in, u64 lanes, u32 bytes);
+// The same of a load, for a trace also what its lanes share.
+void count_load(Wave& wave, const Inst& in, const u64* address, u64 lanes, u32 bytes);
 Ordering ordering_of(const Inst& in);
 
 // Moves `bytes` of lane data between memory and registers: sub-word loads extend, d16 forms keep the other half.

@@ -82,10 +82,10 @@ struct Stage {
   }
 
   // Loads, stores and atomics wait for the first-level cache's throughput and for this unit's share of memory.
-  double memory_done(double time, double bytes) {
+  double memory_done(double time, double bytes, double fetched) {
     cache_free = later(cache_free, time) + bytes / model.cache_rate;
-    memory_free = later(memory_free, time) + bytes / model.memory_rate;
-    busy.memory += bytes / model.memory_rate;
+    memory_free = later(memory_free, time) + fetched / model.memory_rate;
+    busy.memory += fetched / model.memory_rate;
     return later(time + model.memory_latency, later(cache_free, memory_free));
   }
 
@@ -124,7 +124,7 @@ struct Stage {
         break;
       case GLOBAL:
       case Class::ATOMIC: {
-        double done = memory_done(time, event.bytes);
+        double done = memory_done(time, event.bytes, event.fetched);
         if (in.mod[mod_lds]) lds_takes(time, event.bytes / model.lds_direct);
         p.owed[VM].add(done, COUNTER_LIMIT[VM]);
         break;

@@ -26,10 +26,11 @@ struct TimeModel {
   u32 copies;  // workgroups that share the compute unit; each plays the same trace
 };
 
-// One instruction that a wave executed, with what its operands decided.
+// One instruction that a wave executed, with what its operands decided. Of the bytes of all lanes, `fetched` has those
+// that lanes share once.
 struct Event {
   i32 pc;
-  u32 lds_clocks, bytes;
+  u32 lds_clocks, bytes, fetched;
 };
 
 // What one workgroup took, and for how many of these clocks each unit was busy (matrix and vector: of one SIMD on

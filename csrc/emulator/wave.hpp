@@ -100,6 +100,7 @@ struct Worker {
   BankMemo* banks;
   List<Event>* traces;  // per wave of the workgroup, then of the one played last; null without models of time
   i64 played;           // the workgroup played last, or -1
+  u64 shared_bytes;     // of the instruction's load, of lanes that read what a lane before them reads
   u64* loaded;  // bytes per view
   u64* stored;
   u8* scratch;     // private memory of the waves' lanes

@@ -244,11 +244,17 @@ def rule(arch: ArchSpec, head_dim_v: int, rows: int, splits: int) -> CombineConf
     Measured on an H200 over 16 to 16384 rows and 1 to 132 splits; for other archs it is that result, by rows per
     compute unit. Many rows keep the device busy with a wave per row; fewer need their splits, then their columns,
     spread over more waves. On NVIDIA a merge is placed beside decode, on the units that it leaves free: workgroups that
-    find no room there cost more than waves that a row does not have.
+    find no room there cost more than waves that a row does not have. On AMD it is the least modelled time of the
+    kernels that ship (csrc/gfx950/PERF.md, K25): a wave alone reads up to eight splits at once.
     """
     beside = arch.vendor == "nvidia" and head_dim_v == 512
     if rows >= 3 * arch.compute_units:
         return _config(arch, head_dim_v, 4, 4, 4, 1)
+    if arch.vendor == "amd" and head_dim_v == 512:
+        if splits <= 8 or 4 * rows >= 3 * arch.compute_units:
+            return _config(arch, head_dim_v, 1, 4, 1, 2)
+        if 4 * rows > arch.compute_units:
+            return _config(arch, head_dim_v, 1, 4, 8, 1)
     if 4 * rows >= 3 * arch.compute_units or head_dim_v != 512:
         return _config(arch, head_dim_v, 1, 4, 4 if beside and splits < 32 else 8, 1)
     if beside and 4 * rows > arch.compute_units:

@@ -16,4 +16,24 @@ MLA_DEVICE const Params& reread_params() {
   return *(const Params*)at;
 }
 
+// What a work tile's parameters are: a copy of all fields that it uses where `together`, else a reference, of which a
+// field is loaded where it is needed.
+template <bool together, class Params>
+struct TileParamsOf {
+  using Type = const Params;
+};
+template <class Params>
+struct TileParamsOf<false, Params> {
+  using Type = const Params&;
+};
+template <bool together, class Params>
+using TileParams = typename TileParamsOf<together, Params>::Type;
+
+// Returns when all of these values are in scalar registers, so that their loads wait for memory together. The compiler
+// puts each load behind the branch that needs it.
+template <class... Values>
+MLA_DEVICE void loaded(Values... values) {
+  ([](auto value) { asm volatile("" : : "s"(value)); }(values), ...);
+}
+
 }  // namespace cdna

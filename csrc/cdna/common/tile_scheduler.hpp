@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cdna/common/cross_lane.hpp"
+#include "cdna/common/kernel_params.hpp"
 #include "common/params/decode.hpp"
 #include "common/params/sparse_decode.hpp"
 #include "common/plan_header.hpp"
@@ -33,6 +34,7 @@ class TileScheduler {
 
  public:
   MLA_DEVICE TileScheduler(const Params& p, int workgroup) : part_(workgroup), next_(0), end_(0) {
+    loaded(p.plan, Sequences::count(p), p.num_splits);
     if (p.plan) {
       open_part(p);
     } else {
@@ -53,6 +55,7 @@ class TileScheduler {
   template <class KeysOf>
   MLA_DEVICE mla::WorkTile fetch_next(const Params& p, const KeysOf& keys_of) {
     mla::WorkTile tile;
+    int keys;
     if (p.plan) {
       const int32_t* words = tile_info(p);
       tile = mla::WorkTile{Sequences::word(words[0]), Sequences::word(words[1]), Sequences::word(words[2]),
@@ -61,16 +64,17 @@ class TileScheduler {
         part_ += p.grid_stride;
         open_part(p);
       }
+      keys = keys_of(tile.sequence);
     } else {
       tile.sequence = sequence(p);
+      keys = keys_of(tile.sequence);
       const int split = next_ - tile.sequence * p.num_splits;
-      const int length = p.split_size > 0 ? p.split_size : split_length(p, keys_of(tile.sequence));
+      const int length = p.split_size > 0 ? p.split_size : split_length(p, keys);
       tile.first_key = split * length;
       tile.end_key = split + 1 == p.num_splits ? mla::PlanHeader::open_end : tile.first_key + length;
       tile.partial_row = p.num_splits > 1 ? next_ : -1;
       next_ += p.grid_stride;
     }
-    const int keys = keys_of(tile.sequence);
     tile.end_key = tile.end_key < keys ? tile.end_key : keys;
     return tile;
   }

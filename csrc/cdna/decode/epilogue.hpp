@@ -1,6 +1,7 @@
 // The epilogue of dense decode: where one finished row goes, and what its values are multiplied by on the way.
 #pragma once
 
+#include "cdna/common/score_scale.hpp"
 #include "common/epilogue.hpp"
 #include "common/kv_format.hpp"
 
@@ -16,7 +17,7 @@ struct DecodeEpilogue : mla::RowSink<Policy, typename Problem::Element, Problem:
 
   // The factor of the averaged stored values: the descale of the cache, where the format has one.
   MLA_DEVICE static float value_scale(const mla::DecodeParams& p) {
-    return Problem::Format::descaled ? mla::descale(p.kv_descale) : 1.0f;
+    return Problem::Format::descaled ? Descale::read(p.kv_descale, p.q).value() : 1.0f;
   }
 };
 

@@ -33,7 +33,13 @@ class DecodeKernel {
   MLA_DEVICE static void run_wave(LdsBytes lds, int wave) {
     const int first_row = mla::block_id_y() * Problem::rows;
     for (TileScheduler scheduler(reread_params<mla::DecodeParams>(), mla::block_id_x()); scheduler.has_next();) {
-      const mla::DecodeParams& p = reread_params<mla::DecodeParams>();
+      TileParams<Policy::loads_params_together, mla::DecodeParams> p = reread_params<mla::DecodeParams>();
+      if constexpr (Policy::loads_params_together) {
+        loaded(p.plan, p.num_splits, p.grid_stride, p.split_size, p.seq_lens, p.cu_seqlens_q, p.q_len, p.heads,
+               p.window_left, p.q, p.q_batch_stride, p.q_token_stride, p.q_head_stride, p.kv_cache, p.kv_page_stride,
+               p.kv_token_stride, p.page, p.page_reciprocal, p.page_shift, p.block_table, p.block_table_stride,
+               p.q_descale, p.kv_descale, p.softmax_scale, p.causal);
+      }
       mla::SequenceRows rows;
       mla::WorkTile tile = scheduler.fetch_next(p, [&](int sequence) {
         rows = mla::SequenceRows::of(p, sequence);
@@ -48,7 +54,12 @@ class DecodeKernel {
       WaveMainloop mainloop(p, tile, rows, first_row, lds, wave);
       mainloop.template attend<Producer>(p);
       mainloop.finish();
-      mainloop.template store<Epilogue>(reread_params<mla::DecodeParams>());
+      TileParams<Policy::loads_params_together, mla::DecodeParams> last = reread_params<mla::DecodeParams>();
+      if constexpr (Policy::loads_params_together) {
+        loaded(last.heads, last.rows, last.out, last.lse, last.out_token_stride, last.out_head_stride, last.partial_out,
+               last.partial_lse, last.attn_sink, last.kv_descale, last.q);
+      }
+      mainloop.template store<Epilogue>(last);
       if constexpr (Mainloop::sync_after_tile) mla::block_sync();
     }
   }

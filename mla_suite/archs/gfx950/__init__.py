@@ -16,6 +16,7 @@ from mla_suite.ops.decode import Problem as DecodeProblem
 
 WAVES = 4
 MAX_STAGES = 4
+MAX_ONE_TILE_KEYS = 64  # of a context: bf16 probabilities come in tiles of 64 keys, fp8 ones in tiles of 128
 MAX_BF16_P_KEYS = 2048  # of a work tile: 52 matrix clocks each at 128 rows, and of memory, queries and results included
 
 
@@ -25,8 +26,8 @@ class Gfx950Config(CdnaConfig):
 
     costs = LoopCosts(
         unit_bytes=27,
-        chip_bytes=2720,
-        combine=15_000,
+        chip_bytes=2710,
+        combine=13_500,
         loop={("16bit", "16bit"): (47, 99, 145), ("16bit", "fp8"): (26, 84, 159), ("fp8", "fp8"): (25, 66, 100)},
     )
 
@@ -76,11 +77,12 @@ class Kernels(CdnaKernels):
 
         In batch-invariant mode it depends on the queries' shape alone. fp8 queries keep bf16 weights as long as memory
         stays the bound: by rows, and with a plan by the keys of work tiles. Without a plan counted rows have given
-        short contexts smaller tiles, whose weights are bf16.
+        short contexts smaller tiles, whose weights are bf16, and a context of one tile has them as well.
         """
         query = ELEMENTS[problem.q_dtype]
         cache = "fp8" if problem.kv_format in FP8_KV_FORMATS.values() else problem.kv_format
         rows = tile_rows(problem.heads * problem.q_len, most, problem.head_dim in NARROW)
-        short = problem.planned and 0 < _work_tile_keys(problem, self.arch, rows) <= MAX_BF16_P_KEYS
+        short = 0 < problem.context <= MAX_ONE_TILE_KEYS
+        short |= problem.planned and 0 < _work_tile_keys(problem, self.arch, rows) <= MAX_BF16_P_KEYS
         fp8_weights = query == "fp8" and rows > MAX_BF16_P_ROWS and not short
         return Gfx950Config(self.arch, query, cache, rows, problem.head_dim, problem.rope > 0, fp8_weights)

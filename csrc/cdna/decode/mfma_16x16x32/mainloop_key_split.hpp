@@ -91,12 +91,12 @@ class KeySplitWave {
     const int tiles = (tile_.end_key - tile_.first_key + tile_keys - 1) / tile_keys;
     if (wave_ >= tiles) return;
     const mla::PagedKv paged_kv(p, Problem::Format::bytes, tile_.sequence);
+    Producer producer(paged_kv, tile_, lane_, kv_);
+    int first = tile_.first_key + wave_ * tile_keys;
+    producer.begin(first);
     query_ = Query::load(p, rows_, first_row_, lane_);
     whole_ = WholeTiles::of<tile_keys>(p, rows_, tile_, first_row_);
     mask_ = RowMask::of(p, rows_, tile_, whole_.first, first_row_, lane_);
-
-    Producer producer(paged_kv, tile_, lane_, kv_);
-    int first = tile_.first_key + wave_ * tile_keys;
     producer.start(p, first);
     for (int left = (tiles - 1 - wave_) / waves; left > 0; --left) {
       producer.advance(first);
@@ -117,6 +117,8 @@ class KeySplitWave {
   // quarter of the columns.
   template <class Epilogue>
   MLA_DEVICE void store(const mla::DecodeParams& p) {
+    const float value_scale = Epilogue::value_scale(p);
+    const Epilogue target(p, tile_, rows_, first_row_ + lane_.column);
     const int mine = statistics + (wave_ * 16 + lane_.column) * 4;
     softmax_.join(lane_);
     if (lane_.group == 0) {
@@ -145,12 +147,10 @@ class KeySplitWave {
       total += scale[w] * lds_read_float(row + row_floats);
       if (Pv::normalizes_by_rounded_sum) total_divisor += scale[w] * lds_read_float(row + 2 * row_floats);
     }
-    const Epilogue target(p, tile_, rows_, first_row_ + lane_.column);
     const mla::RowResult<Policy> result = target.finish(max, total);
-    if (wave_ == 0 && lane_.group == 0) target.store_lse(result.lse);
 #pragma unroll
     for (int w = 0; w < waves; ++w) {
-      scale[w] *= Softmax::output_scale(result.scale, total, total_divisor) * Epilogue::value_scale(p);
+      scale[w] *= Softmax::output_scale(result.scale, total, total_divisor) * value_scale;
     }
 
     constexpr int share = Output::tiles / waves;
@@ -169,6 +169,7 @@ class KeySplitWave {
       for (int e = 0; e < 4; ++e) values[e] = combined[n][e];
       return 16 * (wave_ * share + n) + 4 * lane_.group;
     });
+    if (wave_ == 0 && lane_.group == 0) target.store_lse(result.lse);
   }
 
  private:

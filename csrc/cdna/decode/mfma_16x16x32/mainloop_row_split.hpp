@@ -97,7 +97,6 @@ class RowSplitWave {
     for (int r = 0; r < tiles; ++r) {
       first_row_[r] = first_row + 16 * (wave_ % row_waves + r * row_waves);
       softmax_[r].clear();
-      output_[r].clear();
     }
   }
 
@@ -105,7 +104,10 @@ class RowSplitWave {
   template <class Producer>
   MLA_DEVICE void attend(const mla::DecodeParams& p) {
     const int count = (tile_.end_key - tile_.first_key + shared_keys - 1) / shared_keys;
-    if (count <= 0) return;
+    if (count <= 0) {
+      clear_output();
+      return;
+    }
     const mla::PagedKv paged_kv(p, Problem::Format::bytes, tile_.sequence);
     Producer producer(paged_kv, tile_, p.rope_cos_sin, count, lds_, lane_, wave_);
     if (tiles > 0) whole_ = WholeTiles::of<tile_keys>(p, rows_, tile_, first_row_[0]);
@@ -114,6 +116,7 @@ class RowSplitWave {
       query_[r] = Query::load(p, rows_, first_row_[r], lane_);
       mask_[r] = RowMask::of(p, rows_, tile_, whole_.first, first_row_[r], lane_);
     }
+    clear_output();
     wait_all_loads();
 
     uint32_t filled = 0, used = 0;  // stages that the next tile is copied to and read from
@@ -154,25 +157,37 @@ class RowSplitWave {
 
   template <class Epilogue>
   MLA_DEVICE void store(const mla::DecodeParams& p) const {
+    const Lane lane = lane_.rematerialized();
+    const float value_scale = Epilogue::value_scale(p);
+    const Epilogue target[2] = {Epilogue(p, tile_, rows_, first_row_[0] + lane.column),
+                                Epilogue(p, tile_, rows_, first_row_[array - 1] + lane.column)};
+    float scale[array], lse[array];
+#pragma unroll
+    for (int r = 0; r < tiles; ++r) {
+      const float sum = softmax_[r].sum;
+      const mla::RowResult<Policy> result = target[r].finish(softmax_[r].max, sum);
+      lse[r] = opaque(result.lse);
+      scale[r] = opaque(Softmax::output_scale(result.scale, sum, softmax_[r].divisor()) * value_scale);
+    }
+    // A load from here on would wait for the stores before it.
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
       if (key_groups > 1 && key_group_ != r) continue;
-      const Lane lane = lane_.rematerialized();
-      const Epilogue target(p, tile_, rows_, first_row_[r] + lane.column);
-      const float sum = softmax_[r].sum;
-      const float divisor = softmax_[r].divisor();
-      const mla::RowResult<Policy> result = target.finish(softmax_[r].max, sum);
-      if (lane.group == 0) target.store_lse(result.lse);
-      const float scale = Softmax::output_scale(result.scale, sum, divisor) * Epilogue::value_scale(p);
-      target.template store<4, Output::tiles>([&](int t, mla::Vec<float, 4>& values) {
+      if (lane.group == 0) target[r].store_lse(lse[r]);
+      target[r].template store<4, Output::tiles>([&](int t, mla::Vec<float, 4>& values) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) values[e] = output_[r].tile[t][e] * scale;
+        for (int e = 0; e < 4; ++e) values[e] = output_[r].tile[t][e] * scale[r];
         return 16 * t + 4 * lane.group;
       });
     }
   }
 
  private:
+  MLA_DEVICE void clear_output() {
+#pragma unroll
+    for (int r = 0; r < tiles; ++r) output_[r].clear();
+  }
+
   // Each wave and the one `row_waves` apart hold the same rows of other keys. The wave of group r keeps row tile r and
   // gives the other away through LDS, which no stage needs any more.
   MLA_DEVICE void merge_key_groups(const Lane& lane) {
@@ -390,10 +405,10 @@ class RowSplitWave {
     }
   }
 
-  // Returns the wave as a new value: with key groups, and with P in fp8, LLVM 22 would keep what follows from it for
-  // the next work tiles, in more scalar registers than there are.
+  // Returns the wave as a new value: with key groups, P in fp8 or rotated keys LLVM 22 would keep what follows from it
+  // for the next work tiles, in more scalar registers than there are.
   MLA_DEVICE static int of_this_tile(int wave) {
-    if constexpr (key_groups > 1 || Pv::normalizes_by_rounded_sum) asm volatile("" : "+s"(wave));
+    if constexpr (key_groups > 1 || Pv::normalizes_by_rounded_sum || Problem::rotate) asm volatile("" : "+s"(wave));
     return wave;
   }
 

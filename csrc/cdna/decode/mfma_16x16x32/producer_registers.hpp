@@ -35,9 +35,11 @@ class RegisterProducer {
                               Registers& registers)
       : paged_kv_(paged_kv), tile_(tile), lane_(lane), registers_(registers) {}
 
-  // Loads the wave's first tile, which begins at key `first`.
+  // Begins to read the page numbers of the wave's first tile, which begins at key `first`.
+  MLA_DEVICE void begin(int first) { find_pages(first); }
+
+  // Loads that tile.
   MLA_DEVICE void start(const mla::DecodeParams& p, int first) {
-    find_pages(first);
     const Rows rows = rows_of(first);
 #pragma unroll
     for (int T = 0; T < score_tiles; ++T)
