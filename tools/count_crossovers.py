@@ -26,7 +26,7 @@ from mla_suite.archs.decode_table import FORMAT
 from mla_suite.archs.gfx950 import Gfx950Config
 from mla_suite.cli import bar
 from mla_suite.core import dispatch, register
-from mla_suite.core.prepared import ceil_div
+from mla_suite.core.prepared import ceil_div, rounded_up
 from mla_suite.emulator import timing
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan.scheduler import round_up
@@ -102,7 +102,7 @@ def limits(arch: ArchSpec, kind: tuple[str, str], rows: int, batch: int) -> Iter
         tiles = [tile for tile in (*TILES, rows) if best <= tile <= rows]
         now = min(tiles, key=lambda tile: (clocks(tile, context), -tile))
         if best and now != best:
-            yield context - STEP, best
+            yield rounded_up(context - STEP), best  # a shipped limit is such a number
         best = now
         if best == rows:
             return

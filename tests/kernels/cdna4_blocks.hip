@@ -60,9 +60,10 @@ MLA_DEVICE void ring(const RingArrays& a) {
   constexpr int reads = keys / ColumnReadMap<Tile>::keys_of_read;
   static MLA_SHARED __attribute__((aligned(1024))) char memory[Ring::lds_bytes];
   const uint32_t lds = static_cast<uint32_t>(reinterpret_cast<uintptr_t>((LdsBytes)memory));
-  mla::DecodeParams p = {};
+  mla::DecodeParams p;  // not zeros: clang 22 crashes where the pointer of a scalar load is known to be null
   p.kv_cache = a.cache;
   p.block_table = a.block_table;
+  p.block_table_stride = 0;
   p.page = a.page;
   p.page_shift = 31 - __builtin_clz(2 * a.page - 1);
   p.page_reciprocal = static_cast<uint32_t>(((1ull << (31 + p.page_shift)) + a.page - 1) / static_cast<uint64_t>(a.page));

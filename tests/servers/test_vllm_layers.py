@@ -95,7 +95,7 @@ def test_queries_that_vllm_quantised(q_len):
     [
         ("gfx950", 16, True, {}),
         ("gfx950", 16, False, dict(dtype=torch.float16)),  # results would have another type than the model
-        ("gfx942", 128, False, {}),
+        ("gfx942", 128, True, {}),
         ("sm_90", 128, True, {}),
         ("sm_90", 64, False, {}),
         ("sm_90", 32, True, dict(drafts=3)),

@@ -69,11 +69,14 @@ def test_every_counter_is_that_of_the_whole(name: str, arch: str, monkeypatch: p
     whole, made = seen
     assert [report.kernel for report in made] == [report.kernel for report in whole]
     assert ("fp8_weights=True" in results[0].config) is (name == "fp8 weights")
-    if name == "fp8 weights":  # new largest scores are left out of the periods
-        assert 0.97 * results[0].instructions < results[1].instructions <= results[0].instructions
+    of_whole, of_made = ([report.instructions() for report in reports] for reports in (whole, made))
+    if name == "fp8 weights":  # decode's new largest scores are left out of the periods
+        assert 0.9 * of_whole[0] < of_made[0] <= of_whole[0]
+        assert of_made[1:] == of_whole[1:]
         return
     if case.op == "sparse_decode":  # an index that selects nothing costs a branch, and sequences draw their own
-        assert results[1].instructions == pytest.approx(results[0].instructions, rel=0.01)
+        assert of_made[0] == pytest.approx(of_whole[0], rel=0.01)
+        assert of_made[1:] == pytest.approx(of_whole[1:], rel=0.02), "a combine reads no split that weighs nothing"
         assert results[1].clocks["matrix"] == results[0].clocks["matrix"]
         return
     for mine, theirs in zip(made, whole, strict=True):
