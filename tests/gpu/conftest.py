@@ -39,10 +39,16 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     shared        whether row tiles may share keys
     pairs         whether clusters walk the SM parts of a plan in pairs
     every_plan    a plan is used however little it saves
+    folds         whether CTAs fold batch-invariant splits
     """
 
     def replace(
-        *, cluster_mode: str = "", shared: bool = True, pairs: bool | None = None, every_plan: bool = False
+        *,
+        cluster_mode: str = "",
+        shared: bool = True,
+        pairs: bool | None = None,
+        every_plan: bool = False,
+        folds: bool | None = None,
     ) -> None:
         def mode(estimate: Estimate, splits: int) -> str:
             return cluster_mode if estimate.in_pairs(splits) else "none"
@@ -55,6 +61,8 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             monkeypatch.setattr(decode_splits, "pairing_pays", lambda *sizes: pairs)
         if every_plan:
             monkeypatch.setattr(Estimate, "plan_saves_little", lambda self, splits: False)
+        if folds is not None:
+            monkeypatch.setattr(Estimate, "folding_pays", lambda self, splits, nodes: folds)
         dispatch.clear_caches()
 
     yield replace

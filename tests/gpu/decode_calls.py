@@ -7,6 +7,7 @@ import pytest
 import torch
 from gpu_problems import Recorded
 
+from mla_suite.archs.sm_90 import decode as sm_90
 from mla_suite.core import dispatch
 from mla_suite.launch import current_arch
 from mla_suite.ops.decode import DECODE
@@ -133,6 +134,14 @@ def native(args, kwargs):
 def decode(args, kwargs):
     native(args, kwargs)
     return torch.ops.mla_suite.decode(*args, **kwargs)
+
+
+def kernels(args, kwargs):
+    """The kernels of a call on sm_90, decode's first."""
+    given = DECODE.Args(*args, **kwargs)
+    outputs = tuple(torch.empty(o.shape, dtype=o.dtype, device="meta") for o in DECODE.check(given))
+    launches = sm_90.config_for(DECODE.describe(given), here()).spec(outputs, given).launches
+    return [launch.kernel for launch in launches]
 
 
 def on_cpu(args):

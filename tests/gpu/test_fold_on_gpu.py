@@ -18,17 +18,13 @@ from decode_calls import (
     assert_right_at_other_lengths,
     assert_same_bits,
     decode,
-    here,
     hostile,
+    kernels,
     on_cpu,
     require_kernels,
 )
 
 import mla_suite
-from mla_suite.archs.sm_90 import decode as sm90_decode
-from mla_suite.archs.sm_90.costs import Estimate
-from mla_suite.core import dispatch
-from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode
 
@@ -38,28 +34,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU th
 @pytest.fixture(autouse=True)
 def gpu():
     require_kernels("sm_90")
-
-
-@pytest.fixture
-def folding(monkeypatch):
-    """Makes calls from then on fold their splits, or not."""
-
-    def choose(folds):
-        monkeypatch.setattr(Estimate, "folding_pays", lambda self, splits, nodes: folds)
-        dispatch.clear_caches()
-
-    yield choose
-    monkeypatch.undo()
-    dispatch.clear_caches()
-
-
-def kernels(args, kwargs):
-    """The kernels of a call."""
-    given = DECODE.Args(*args, **kwargs)
-    outputs = tuple(torch.empty(o.shape, dtype=o.dtype, device="meta") for o in DECODE.check(given))
-    return [
-        launch.kernel for launch in sm90_decode.config_for(DECODE.describe(given), here()).spec(outputs, given).launches
-    ]
 
 
 LONG = (4000, 17, 900, 2100, 64, 0, 1500, 333)
@@ -85,21 +59,21 @@ def made(name):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_folded_splits_have_the_bits_of_splits(folding, name):
+def test_folded_splits_have_the_bits_of_splits(rules, name):
     args, kwargs = made(name)
     kwargs["max_seqlen_kv"] = max(*SHAPES[name]["lens"], 1)
-    folding(False)
+    rules(folds=False)
     apart = decode(args, kwargs)
     if kwargs["max_seqlen_kv"] > kwargs["split_size"]:
         assert kernels(args, kwargs)[1].startswith("fold_combine")
-    folding(True)
+    rules(folds=True)
     assert kernels(args, kwargs)[0].startswith("fold_decode")
     found = decode(args, kwargs)
     assert_right(*found, exact_decode(*on_cpu(args), **kwargs))
     assert_same_bits([found], [apart])
 
 
-def test_random_problems(folding):
+def test_random_problems(rules):
     """Scores of all sizes, whose later splits outweigh the earlier: folded or not, the same bits, and right."""
     draw = random.Random(5)
     for seed in range(60):
@@ -111,26 +85,26 @@ def test_random_problems(folding):
         sample = decode_sample(lens, seed=seed, sink=draw.random() < 0.3, **sizes, **draw.choice(({}, HALF)))
         args, kwargs = hostile(sample)
         kwargs["softmax_scale"] = draw.choice((0.02, 0.3, 3.0)) / 24
-        folding(False)
+        rules(folds=False)
         apart = decode(args, kwargs)
-        folding(True)
+        rules(folds=True)
         found = decode(args, kwargs)
         assert_same_bits([found], [apart])
         if seed % 6 == 0:
             assert_right(*found, exact_decode(*on_cpu(args), **kwargs))
 
 
-def test_a_plan_changes_no_bit(folding):
+def test_a_plan_changes_no_bit(rules):
     args, kwargs = decode_sample(LONG * 9, heads=128, split_size=128).make(torch.device("cuda"))
     kwargs["max_seqlen_kv"] = max(LONG)
     planned = list(args)
     planned[PLAN] = mla_suite.plan(
         args[LENS], args[CU_SEQLENS_Q], num_heads=128, max_seqlen_kv=max(LONG), split_size=128
     )
-    folding(False)
+    rules(folds=False)
     apart = decode(planned, kwargs)
     assert kernels(planned, kwargs)[0].startswith("decode")
-    folding(True)
+    rules(folds=True)
     assert kernels(planned, kwargs)[0].startswith("fold_decode"), "as the plan is not read"
     assert_same_bits([decode(planned, kwargs), decode(args, kwargs)], [apart, apart])
 
@@ -147,14 +121,14 @@ def test_a_sequence_has_its_bits_in_any_batch():
         assert_same_bits([decode(some, kwargs)], [[result[own : own + 1] for result in together]])
 
 
-def test_a_graph_repeats_its_bits(folding):
-    folding(True)
+def test_a_graph_repeats_its_bits(rules):
+    rules(folds=True)
     problems = [made(name) for name in SHAPES]
     assert_a_graph_repeats(problems, [decode(*problem) for problem in problems])
 
 
-def test_a_captured_call_is_right_at_any_length(folding):
-    folding(True)
+def test_a_captured_call_is_right_at_any_length(rules):
+    rules(folds=True)
     args, kwargs = decode_sample((2000, 1500, 1000, 64, 900), heads=128, split_size=128).make(torch.device("cuda"))
     lengths = ((2, 0, 999, 33, 0), (0, 0, 0, 0, 0), (64, 1490, 990, 64, 890), (2000, 1500, 1000, 64, 900))
     assert_right_at_other_lengths(lambda: decode(args, kwargs), list(args), kwargs, lengths)

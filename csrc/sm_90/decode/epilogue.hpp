@@ -169,7 +169,7 @@ class Epilogue {
   }
 
   // Carries a piece from shared to global memory, four rows at a time; `meanwhile` runs while they are read, or
-  // afterwards (ClusterMode::LATE_EPILOGUE).
+  // afterwards: ClusterMode::LATE_EPILOGUE says why, and FOLDS lacks registers, too.
   template <int PAIRS, class Meanwhile>
   MLA_DEVICE void carry(int piece, uint32_t from, const OutputTarget& target, const Meanwhile& meanwhile) const {
     constexpr bool LATE = Traits::Cluster::LATE_EPILOGUE || Traits::FOLDS;

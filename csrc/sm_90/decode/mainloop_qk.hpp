@@ -377,24 +377,13 @@ class QkSoftmax {
     }
     load_q();
     if constexpr (Traits::FOLDS) return fold_splits();
-    int first = tile_.template first_stage<Traits::SPLIT_ALIGNMENT>();
+    const int first = tile_.template first_stage<Traits::SPLIT_ALIGNMENT>();
     if constexpr (HAS_MASKS && Traits::SPLIT_ALIGNMENT > 1)
       if (first < tile_.first_key) {  // here, because scores take registers
         mbarrier_wait(barriers_.kv_full(kv_.stage), kv_.parity);
         clear_values(kv_.stage, 0, tile_.first_key - first);
       }
-    float s[SCORES];
-    multiply(s, [](int) {});
-    mask(s, first);
-    float factor[2];
-    raise_row_max(s, factor);  // there is no O yet that `factor` would apply to
-    for (; first + BLOCK_N < tile_.end_key; first += BLOCK_N) {
-      softmax_step<false>(s, first);
-      multiply(s, [&](int k) {
-        if (k == Traits::P_COMMIT_STEP) publish_p();
-      });
-    }
-    softmax_step<true>(s, first);
+    attend(first, tile_.end_key);
     stage_ready_ = false;
   }
 
@@ -408,21 +397,27 @@ class QkSoftmax {
         if (row_max_[half] != INFINITE) row_max_[half] = LOWEST;  // a row without a query stays one
         row_sum_[half] = 0.0f;
       }
-      float s[SCORES];
-      multiply(s, [](int) {});
-      mask(s, first);
-      float factor[2];
-      raise_row_max(s, factor);
-      for (; first + BLOCK_N < end; first += BLOCK_N) {
-        softmax_step<false>(s, first);
-        multiply(s, [&](int k) {
-          if (k == Traits::P_COMMIT_STEP) publish_p();
-        });
-      }
-      softmax_step<true>(s, first);
-      first += BLOCK_N;
+      first = attend(first, end);
     }
     stage_ready_ = false;
+  }
+
+  // All stages of the tile, or of one of its splits, from key `first` to `end`, with rows that have seen no key. Returns
+  // where the next stage begins.
+  MLA_DEVICE int attend(int first, int end) {
+    float s[SCORES];
+    multiply(s, [](int) {});
+    mask(s, first);
+    float factor[2];
+    raise_row_max(s, factor);  // there is no O yet that `factor` would apply to
+    for (; first + BLOCK_N < end; first += BLOCK_N) {
+      softmax_step<false>(s, first);
+      multiply(s, [&](int k) {
+        if (k == Traits::P_COMMIT_STEP) publish_p();
+      });
+    }
+    softmax_step<true>(s, first);
+    return first + BLOCK_N;
   }
 
   const Params& params_;
