@@ -98,7 +98,7 @@ def test_a_graph_with_shared_keys_repeats_its_bits():
 @pytest.mark.parametrize("splits", [{"num_splits": 1}, {"split_size": 128}])
 def test_a_captured_call_is_right_at_any_length(splits):
     args, kwargs = decode_sample((2000, 1500, 1000, 64, 900) * 12, heads=128, **splits).make(torch.device("cuda"))
-    assert kernels(args, kwargs)[0].endswith("clustermode-share_kv")
+    assert "clustermode-share_kv" in kernels(args, kwargs)[0]
     lengths = ((2, 0, 999, 33, 0), (0, 0, 0, 0, 0), (64, 1490, 990, 64, 890), (2000, 1500, 1000, 64, 900))
     every_lengths = [of_five * 12 for of_five in lengths]
     assert_right_at_other_lengths(lambda: decode(args, kwargs), list(args), kwargs, every_lengths)
