@@ -11,7 +11,7 @@ namespace gfx942 {
 struct Policy : cdna::Elementary {
   static constexpr int waves = 4;  // one per SIMD: a wave may use all 512 registers of its lanes
   static constexpr int lds_bytes = 65536;
-  static constexpr bool loads_params_together = false;  // fp8 kernels of 32 to 64 rows have no registers for it
+  static constexpr bool loads_params_together = true;  // of a work tile: one wait for memory instead of one for each
 
   // Return two values rounded to Element, the first in the low half: to nearest even for results, and by a cheaper
   // rounding for P (this arch has no bf16 conversion).

@@ -6,11 +6,11 @@
 
 namespace cdna {
 
-template <class Producer, class Stage, int tiles = 1>
+template <class Producer, class Stage>
 struct TileCopy {
-  static constexpr int parts = tiles * Producer::parts;
+  static constexpr int parts = Producer::parts;
   Producer& producer;
-  int tile;     // the first of `tiles`
+  int tile;
   Stage stage;  // where the tile is copied to, in the producer's words
 
   // Keys that the mainloop has begun to read arrive ahead of what the copy reads.
@@ -19,12 +19,9 @@ struct TileCopy {
     producer.begin_copy(tile, stage);
   }
   MLA_DEVICE void part(int n) const {
-    if (n > 0 && n < parts && n % Producer::parts == 0) producer.begin_copy(tile + n / Producer::parts, stage);
-    if (n < parts) producer.copy_part(n % Producer::parts);
+    if (n < parts) producer.copy_part(n);
   }
-  MLA_DEVICE void whole() const {
-    for (int n = 0; n < tiles; ++n) producer.copy(tile + n, stage);
-  }
+  MLA_DEVICE void whole() const { producer.copy(tile, stage); }
 };
 template <class Producer, class Stage>
 TileCopy(Producer&, int, Stage) -> TileCopy<Producer, Stage>;

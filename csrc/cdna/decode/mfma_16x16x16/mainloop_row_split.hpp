@@ -80,17 +80,16 @@ class RowSplitWave {
       : tile_(tile),
         rows_(rows),
         lane_(Lane::current()),
-        wave_(wave),
+        wave_(of_this_tile(wave)),
         lds_(lds),
-        key_group_(wave / Partition::waves),
+        key_group_(wave_ / Partition::waves),
         read_map_(lane_),
         scale_(score_scale<typename Problem::Format>(p)) {
     if constexpr (key_groups > 1) read_map_.skip(key_group_ * score_tiles);
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
-      first_row_[r] = first_row + 16 * (wave % Partition::waves + r * Partition::busy);
+      first_row_[r] = first_row + 16 * (wave_ % Partition::waves + r * Partition::busy);
       softmax_[r].clear();
-      output_[r].clear();
     }
   }
 
@@ -98,7 +97,10 @@ class RowSplitWave {
   template <class Producer>
   MLA_DEVICE void attend(const mla::DecodeParams& p) {
     const int count = (tile_.end_key - tile_.first_key + Stage::keys - 1) / Stage::keys;
-    if (count <= 0) return;
+    if (count <= 0) {
+      clear_output();
+      return;
+    }
     const mla::PagedKv paged_kv(p, Problem::Format::bytes, tile_.sequence);
     Producer producer(paged_kv, tile_, p.rope_cos_sin, count, lds_, lane_, wave_);
     if (tiles > 0) whole_ = WholeTiles::of<tile_keys>(p, rows_, tile_, first_row_[0]);
@@ -108,6 +110,7 @@ class RowSplitWave {
       query_[r] = Query::load(p, rows_, first_row_[r], lane);
       mask_[r] = RowMask::of(p, rows_, tile_, whole_.first, first_row_[r], lane);
     }
+    clear_output();
     wait_all_loads();
 
     int filled = 0, used = 0;  // stages that the next tile is copied to and read from
@@ -158,16 +161,23 @@ class RowSplitWave {
 
   template <class Epilogue>
   MLA_DEVICE void store(const mla::DecodeParams& p) {
+    const float value_scale = Epilogue::value_scale(p);
+    float scale[array], lse[array];
+#pragma unroll
+    for (int r = 0; r < tiles; ++r) {
+      const Epilogue target(p, tile_, rows_, first_row_[r] + lane_.rematerialized().column);
+      const float sum = softmax_[r].sum;
+      const mla::RowResult<Policy> result = target.finish(softmax_[r].max, sum);
+      lse[r] = opaque(result.lse);
+      scale[r] = roundable(Softmax::output_scale(result.scale, sum, softmax_[r].divisor()) * value_scale);
+    }
+    // A load from here on would wait for the stores before it.
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
       if (key_groups > 1 && key_group_ != r) continue;
       const Lane lane = lane_.rematerialized();
       const Epilogue target(p, tile_, rows_, first_row_[r] + lane.column);
-      const float sum = softmax_[r].sum;
-      const mla::RowResult<Policy> result = target.finish(softmax_[r].max, sum);
-      if (lane.group == 0) target.store_lse(result.lse);
-      const float divided = Softmax::output_scale(result.scale, sum, softmax_[r].divisor());
-      const float scale = roundable(divided * Epilogue::value_scale(p));
+      if (lane.group == 0) target.store_lse(lse[r]);
       target.template store<BLOCK_TILES, Output::blocks * 4>([&](int i, mla::Vec<float, BLOCK_TILES>& values) {
         const int b = i / 4, e = i % 4;
         __builtin_amdgcn_sched_barrier(0);  // or all pieces are scaled before the first is stored
@@ -176,13 +186,18 @@ class RowSplitWave {
           for (int t = 0; t < BLOCK_TILES; ++t) pin_to_agpr(output_[r].tile[b][t]);
         }
 #pragma unroll
-        for (int t = 0; t < BLOCK_TILES; ++t) values[t] = output_[r].tile[b][t][e] * scale;
+        for (int t = 0; t < BLOCK_TILES; ++t) values[t] = output_[r].tile[b][t][e] * scale[r];
         return b * BLOCK_COLUMNS + lane.group * 32 + e * 8;
       });
     }
   }
 
  private:
+  MLA_DEVICE void clear_output() {
+#pragma unroll
+    for (int r = 0; r < tiles; ++r) output_[r].clear();
+  }
+
   // A group of pieces of keys is read while the one before is multiplied, and the first of a tile, where registers last
   // for it, beside the last products of the tile before.
   static constexpr int rope_pieces = Stage::rope_pieces;
@@ -366,6 +381,13 @@ class RowSplitWave {
         __builtin_amdgcn_sched_barrier(0);
       }
     }
+  }
+
+  // Returns the wave as a new value: with key groups or rotated keys LLVM 22 would keep what follows from it for the next
+  // work tiles, in more scalar registers than there are.
+  MLA_DEVICE static int of_this_tile(int wave) {
+    if constexpr (key_groups > 1 || Problem::rotate) asm volatile("" : "+s"(wave));
+    return wave;
   }
 
   // This is a member because LLVM 22 compiles 32, 48, 80 and 96 rows otherwise with a function of the namespace.
