@@ -81,11 +81,19 @@ struct Stage {
     for (int i = 0; i < in.range[0].count; i++) p.arrives[in.range[0].first + i] = time;
   }
 
-  // Loads, stores and atomics wait for the first-level cache's throughput and for this unit's share of memory.
+  // Bytes per clock from memory: as the matrix load so far slows the clock, a share of the chip is more of them.
+  double rate(double time) const {
+    double load = time > 0 ? busy.matrix / (model.simds * time) : 0;
+    double share = model.chip_rate / (1 - model.slowdown * (load < 1 ? load : 1));
+    return share < model.memory_rate ? share : model.memory_rate;
+  }
+
+  // Loads, stores and atomics wait for the first-level cache's throughput and for what this unit gets of memory.
   double memory_done(double time, double bytes, double fetched) {
     cache_free = later(cache_free, time) + bytes / model.cache_rate;
-    memory_free = later(memory_free, time) + fetched / model.memory_rate;
-    busy.memory += fetched / model.memory_rate;
+    double clocks = fetched / rate(time);
+    memory_free = later(memory_free, time) + clocks;
+    busy.memory += clocks;
     return later(time + model.memory_latency, later(cache_free, memory_free));
   }
 

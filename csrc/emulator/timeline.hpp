@@ -19,7 +19,9 @@ struct TimeModel {
   double lds_direct;      // bytes per clock that a load to LDS writes
   double memory_latency;
   double scalar_latency;
-  double memory_rate;  // this compute unit's share of the chip's memory
+  double memory_rate;  // what this compute unit draws at most
+  double chip_rate;    // its share of the chip's memory, at the highest clock
+  double slowdown;     // what the clock loses of itself under full matrix load; memory keeps its rate
   double cache_rate;   // bytes per clock that its first-level cache passes
   double barrier;
   u32 simds;

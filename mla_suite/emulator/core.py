@@ -68,8 +68,8 @@ class TimeModel(c.Structure):
 
     _fields_ = [
         *_fields(c.c_double, "issue", "vector_latency", "transcendental", "matrix_extra", "branch", "lds_latency"),
-        *_fields(c.c_double, "lds_rate", "lds_direct", "memory_latency", "scalar_latency", "memory_rate", "cache_rate"),
-        ("barrier", c.c_double),
+        *_fields(c.c_double, "lds_rate", "lds_direct", "memory_latency", "scalar_latency", "memory_rate"),
+        *_fields(c.c_double, "chip_rate", "slowdown", "cache_rate", "barrier"),
         *_fields(c.c_uint32, "simds", "copies"),
     ]
 

@@ -177,8 +177,8 @@ def models(arch: ArchSpec, registers: int, lds_bytes: int, threads: int, workgro
     made = []
     for each in chosen:
         values = {field[0]: getattr(each, field[0]) for field in core.TimeModel._fields_ if hasattr(each, field[0])}
-        made.append(core.TimeModel(**values | {"memory_rate": min(each.memory_rate, share)}, simds=arch.simds,
-                                   copies=copies))  # fmt: skip
+        made.append(core.TimeModel(**values | {"chip_rate": share, "slowdown": 1 - CHIP.matrix_clock},
+                                   simds=arch.simds, copies=copies))  # fmt: skip
     return made
 
 

@@ -24,8 +24,13 @@ from mla_suite.ops.decode.samples import decode_sample
 SINK = np.zeros(1024, np.uint32)
 
 
-def clocks(lines: str, waves: int = 1, copies: int = 1, vectors: dict[int, np.ndarray] | None = None) -> float:
-    """What a compute unit of gfx950 takes for workgroups of some waves; v2 and v3 hold the address of `SINK`."""
+def clocks(
+    lines: str, waves: int = 1, copies: int = 1, vectors: dict[int, np.ndarray] | None = None, **constants: float
+) -> float:
+    """What a compute unit of gfx950 takes for workgroups of some waves; v2 and v3 hold the address of `SINK`.
+
+    `constants` are those of the model to change.
+    """
     program = Program("gfx950", assembly.parse_body(f"{lines}\ns_endpgm", 0, "snippet"))
     registers, scalars = np.zeros((core.VECTORS, core.LANES), np.uint32), np.zeros(core.SCALARS, np.uint32)
     registers[2], registers[3] = SINK.ctypes.data & 0xFFFFFFFF, SINK.ctypes.data >> 32
@@ -35,6 +40,8 @@ def clocks(lines: str, waves: int = 1, copies: int = 1, vectors: dict[int, np.nd
     request, times = core.LaunchRequest(), np.zeros(1, np.dtype(core.GroupTime))
     model = timing.models(archs.get("gfx950"), 64, 0, 64 * waves, 1)[0]
     model.copies = copies
+    for name, value in constants.items():
+        setattr(model, name, value)
     request.mode, request.threads = 0xF0, 1
     request.spin_limit, request.instruction_limit = SPIN_LIMIT, INSTRUCTION_LIMIT
     request.initial_vectors, request.initial_scalars = registers.ctypes.data, scalars.ctypes.data
@@ -78,6 +85,16 @@ def test_vector_instructions_run_beside_matrix_instructions():
     other = repeat(4, "v_mfma_f32_16x16x32_bf16 a[0:3], v[64:67], v[68:71], a[0:3]", "v_add_f32 v#, v4, v5")
     assert clocks(matrix) == clocks(other) or clocks(other) - clocks(matrix) < 8
     assert clocks(matrix, waves=8) > 1.5 * clocks(matrix, waves=4)  # two waves of a SIMD have one matrix unit
+
+
+def test_memory_keeps_its_rate_as_products_slow_the_clock():
+    product = "v_mfma_f32_16x16x32_bf16 a[#:@], v[64:67], v[68:71], a[#:@]"
+    products = "\n".join(product.replace("#", str(8 * i)).replace("@", str(8 * i + 3)) for i in range(2))
+    work = "\n".join([f"{products}\n{LOAD}\ns_waitcnt vmcnt(14)"] * 200)
+    steady, slowed = (clocks(work, waves=4, chip_rate=0.2, slowdown=slowdown) for slowdown in (0.0, 0.4))
+    load = 200 * 2 * 16 / slowed  # of the matrix units: two products of a wave for each of its loads
+    assert 0.3 < load < 0.6
+    assert slowed == pytest.approx(steady * timing.matrix_clock(timing.CHIP, load), rel=0.05)
 
 
 def test_a_barrier_waits_for_the_slowest_wave():

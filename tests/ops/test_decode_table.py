@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import count_crossovers
 import pytest
 import torch
+from built import require_built
 
 import mla_suite
 from mla_suite import archs
@@ -45,8 +46,10 @@ def choose(batch, context, device="cuda", heads=32, q_len=4, **options):
     return dispatch.choose("decode", DECODE.backends, problem, ARCH, device)
 
 
-def test_the_table_is_sound():
-    assert tuning.lint(decode_table.FORMAT, "gfx950", TABLE) == ()
+def test_the_tables_are_sound():
+    for arch in ("gfx942", "gfx950"):
+        assert tuning.lint(decode_table.FORMAT, arch, TABLE.with_stem(arch)) == ()
+    assert {row.values["policy"] for row in tuning.rows(decode_table.FORMAT, "gfx942")} == {"default"}
     kinds = {(row.values["policy"], row.provenance["kind"]) for row in tuning.rows(decode_table.FORMAT, "gfx950")}
     assert kinds == {("aiter-pr3003", "published"), ("default", "counted")}
     published = [
@@ -220,14 +223,16 @@ def test_a_policy_ends_with_its_block_and_has_a_known_name():
         pass
 
 
-def test_counted_rows_are_what_the_emulator_counts(monkeypatch):
-    entry = manifest.installed().find("gfx950", NATIVE)
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_counted_rows_are_what_the_emulator_counts(monkeypatch, arch):
+    require_built(arch, NATIVE)
+    entry = manifest.installed().find(arch, NATIVE)
     if entry.compiler != compilers.packaged().version:
         pytest.skip(f"the counts are those of {compilers.packaged().version}, the kernels are of {entry.compiler}")
     monkeypatch.setattr(count_crossovers, "BLOCK_MS", (128,))
-    monkeypatch.setattr(count_crossovers, "KINDS", {("fp8", "fp8"): FP8})
+    monkeypatch.setattr(count_crossovers, "KINDS", (("fp8", "fp8"),))
     monkeypatch.setattr(count_crossovers, "BATCHES", (2, 16))
-    rows = [line.split(",")[:8] for line in count_crossovers.lines("0000000", "2026-01-01")]
+    rows = [line.split(",")[:8] for line in count_crossovers.lines(arch, "0000000", "2026-01-01")]
     assert rows
-    shipped = [line.split(",")[:8] for line in TABLE.read_text().splitlines()]
+    shipped = [line.split(",")[:8] for line in TABLE.with_stem(arch).read_text().splitlines()]
     assert all(row in shipped for row in rows)

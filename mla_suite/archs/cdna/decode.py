@@ -114,15 +114,19 @@ class CdnaConfig:
         return 4 * self.arch.wavefront  # a wave per SIMD, each with all registers of its lanes
 
     @property
+    def keys(self) -> int:
+        """Keys of a tile that the waves share; two row tiles of 16-bit queries leave no registers for more scores."""
+        few = self.cache != "fp8" or (self.query != "fp8" and self.rows > MAX_ROWS // 2)
+        return TILE if few else 2 * TILE
+
+    @property
     def lds(self) -> int:
         """Static LDS in bytes: one private latent tile per wave, or stages of shared rows and their page numbers."""
         value = 1 if self.cache == "fp8" else 2
         if self.rows == TILE:
             return 4 * TILE * max(self.head_dim_v * value, min(self.head_dim_v, 256) * 4)
-        few = self.cache != "fp8" or (self.query != "fp8" and self.rows > MAX_ROWS // 2)
-        keys = TILE if few else 2 * TILE  # of a stage; two tiles of 16-bit queries leave no registers for more scores
-        rope = keys * value * (self.width - self.head_dim_v)
-        stage, pages = keys * (self.head_dim_v * value + 16) + rope, 4 * 512
+        rope = self.keys * value * (self.width - self.head_dim_v)
+        stage, pages = self.keys * (self.head_dim_v * value + 16) + rope, 4 * 512
         if self.rotate:
             return 2 * (stage + rope + TILE * 256) + pages  # with what rounding leaves, cosines and sines
         return STAGES[self.head_dim_v] * stage + pages

@@ -80,9 +80,9 @@ def default_splits(
     def clocks(splits: int) -> float:
         key = max(loop, key_bytes * sequences * splits / cost.chip_bytes)
         merge = partial * sequences * splits + cost.combine if splits > 1 else 0.0
-        return key * round_up(ceil_div(keys, splits)) + merge
+        return key * min(keys, round_up(ceil_div(keys, splits))) + merge
 
-    return min(range(1, max(min(arch.compute_units // sequences, keys // SPLIT_ALIGNMENT), 1) + 1), key=clocks)
+    return min(range(1, max(min(arch.compute_units // sequences, ceil_div(keys, SPLIT_ALIGNMENT)), 1) + 1), key=clocks)
 
 
 def plan_costs(arch: ArchSpec, rows: int, max_rows: int) -> SchedulerCosts:
