@@ -20,6 +20,7 @@ from decode_calls import (
     Q,
     assert_right,
     assert_right_at_other_lengths,
+    assert_same_bits,
     check,
     check_arguments,
     decode,
