@@ -139,7 +139,7 @@ def fp8_weights_bound(*tensors: torch.Tensor | None, **options: Any) -> torch.Te
 
 
 def _rotated(keys: torch.Tensor, cos_sin: torch.Tensor, stored: torch.dtype) -> torch.Tensor:
-    """The last values of each key, as two halves, rotated to their positions; in fp32 and rounded if 16 bits are stored."""
+    """The last values of each key, as two halves, rotated to their positions; rounded if 16 bits are stored."""
     rounds = stored.itemsize == 2
     latent, rope = keys.tensor_split((-cos_sin.shape[1],), dim=1)
     low, high = rope.to(torch.float32 if rounds else torch.float64).chunk(2, dim=1)

@@ -75,7 +75,9 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
             slots = pages[positions // page] * page + positions % page
             rows = caches.gather(kv_format, args.kv_cache, slots, descale=args.kv_descale)
             rows = caches.as_keys(kv_format, rows)
-            return rows if args.rope_cos_sin is None else rotated(rows, args.rope_cos_sin[first:end], args.kv_cache.dtype)
+            if args.rope_cos_sin is not None:
+                rows = rotated(rows, args.rope_cos_sin[first:end], args.kv_cache.dtype)
+            return rows
 
         # Query token i of q_len sees the keys up to its own, which is the sequence's key total - q_len + i.
         visible = torch.full((q_len,), length, device=args.q.device)
