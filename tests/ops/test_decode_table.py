@@ -46,7 +46,7 @@ def choose(batch, context, device="cuda", heads=32, q_len=4, **options):
     return dispatch.choose("decode", DECODE.backends, problem, ARCH, device)
 
 
-def test_the_tables_are_sound():
+def test_the_table_is_sound():
     for arch in ("gfx942", "gfx950"):
         assert tuning.lint(decode_table.FORMAT, arch, TABLE.with_stem(arch)) == ()
     assert {row.values["policy"] for row in tuning.rows(decode_table.FORMAT, "gfx942")} == {"default"}
