@@ -80,7 +80,7 @@ def _sequences(args: Any) -> Iterator[_Sequence]:
         fmt = kv_formats.get_kv_format(args.kv_format)
         keys = caches.as_keys(fmt, caches.unpack(fmt, args.kv_cache[used])).flatten(0, 1)[:length].double()
         keys = keys if args.kv_descale is None else keys * args.kv_descale.double()
-        keys = keys if args.rope_cos_sin is None else _rotated(keys, args.rope_cos_sin[:length].double())
+        keys = keys if args.rope_cos_sin is None else _rotated(keys, args.rope_cos_sin[:length], args.kv_cache.dtype)
         queries = flat[tokens[b] : tokens[b + 1]]
         queries = queries if args.q_descale is None else queries * args.q_descale.double()
         q_len = queries.shape[0]
@@ -138,11 +138,14 @@ def fp8_weights_bound(*tensors: torch.Tensor | None, **options: Any) -> torch.Te
     return torch.cat(found).view(*args.q.shape[:-1], args.head_dim_v)
 
 
-def _rotated(keys: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """The last values of each key, its two halves as complex numbers, rotated to their positions."""
-    low, high = keys[:, -cos_sin.shape[1] :].chunk(2, dim=1)
-    rotated = torch.complex(low, high) * torch.complex(*cos_sin.chunk(2, dim=1))
-    return torch.cat((keys[:, : -cos_sin.shape[1]], rotated.real, rotated.imag), dim=1)
+def _rotated(keys: torch.Tensor, cos_sin: torch.Tensor, stored: torch.dtype) -> torch.Tensor:
+    """The last values of each key, as two halves, rotated to their positions; rounded if 16 bits are stored."""
+    rounds = stored.itemsize == 2
+    latent, rope = keys.tensor_split((-cos_sin.shape[1],), dim=1)
+    low, high = rope.to(torch.float32 if rounds else torch.float64).chunk(2, dim=1)
+    cos, sin = cos_sin.to(low.dtype).chunk(2, dim=1)
+    rotated = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=1)
+    return torch.cat((latent, (rotated.to(stored) if rounds else rotated).double()), dim=1)
 
 
 REFERENCE_ROUNDING = 2.0**-18

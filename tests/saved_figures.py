@@ -375,7 +375,7 @@ def e4m3_caches() -> Iterator[Sourced]:
 
 
 def unrotated_caches() -> Iterator[Sourced]:
-    rows = log_table(DECODE_LOG, "Un-rotated caches", "shape | rotated")
+    rows = log_table(DECODE_LOG, "Un-rotated caches", "shape | rotated | before")
     shares = [row[2][0] / row[0][0] for row in rows.values()]
     yield Sourced(README, DECODE_LOG, [f"{span(shares)} times as long as rotated ones"])
 

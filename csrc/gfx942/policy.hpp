@@ -19,10 +19,9 @@ struct Policy : cdna::Elementary {
   MLA_DEVICE static uint32_t pack(float low, float high);
   template <class Element>
   MLA_DEVICE static uint32_t pack_p(float low, float high);
+  // Returns a factor of values that are packed, in a form that keeps every NaN.
+  MLA_DEVICE static float factor(float x) { return cdna::roundable(x); }
 
-  // Returns the residuals of two roundings, truncated: the error is 2^-16 of the values, and every NaN is kept.
-  template <class Element>
-  MLA_DEVICE static uint32_t pack_residual(float low, float high);
 };
 
 template <>
@@ -36,10 +35,6 @@ MLA_DEVICE uint32_t Policy::pack<mla::fp16>(float low, float high) {
 template <>
 MLA_DEVICE uint32_t Policy::pack_p<mla::bf16>(float low, float high) {
   return cdna::pack_p_bf16(low, high);
-}
-template <>
-MLA_DEVICE uint32_t Policy::pack_residual<mla::bf16>(float low, float high) {
-  return cdna::truncate_to_bf16(low, high);
 }
 template <>
 MLA_DEVICE uint32_t Policy::pack_p<mla::fp16>(float low, float high) {

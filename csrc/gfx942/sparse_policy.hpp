@@ -12,7 +12,6 @@ namespace gfx942 {
 
 // As Policy, with results that are roundable: their factors are reciprocals of sums and a descale.
 struct SparsePolicy : Policy {
-  MLA_DEVICE static float factor(float x) { return cdna::roundable(x); }
   MLA_DEVICE static float reciprocal(float x) { return factor(Policy::reciprocal(x)); }
 };
 

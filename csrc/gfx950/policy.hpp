@@ -20,14 +20,9 @@ struct Policy : cdna::Elementary {
     return pack<Element>(low, high);
   }
 
-  // Returns a factor of results as `pack` takes it, which keeps every NaN.
+  // Returns a factor of values that are packed, in a form that keeps every NaN.
   MLA_DEVICE static float factor(float x) { return x; }
 
-  // Packs the residuals of two roundings.
-  template <class Element>
-  MLA_DEVICE static uint32_t pack_residual(float low, float high) {
-    return pack<Element>(low, high);
-  }
 
   // Converts two of four fp8 values (OCP e4m3) to bf16, exactly.
   template <bool upper>

@@ -10,7 +10,7 @@
 
 namespace mla::sm_90 {
 
-struct Wave {
+struct Wave : RoundedApart {
   static constexpr int lanes = 32;
   static constexpr bool lse_anywhere = true;  // combine stores lse where and as its caller wants it
   // combine loads partials before it knows their weights: behind decode they lie in L2, and one round trip is saved.
@@ -71,10 +71,6 @@ struct Wave {
   MLA_DEVICE static uint32_t pack_bf16(float low, float high) { return pack_pair<bf16>(low, high); }
   MLA_DEVICE static uint32_t pack_fp16(float low, float high) { return pack_pair<fp16>(low, high); }
   MLA_DEVICE static float fp16_value(uint16_t bits) { return sm_90::fp16_value(bits); }
-
-  // a * b and a - b, each rounded by itself and never fused with what follows.
-  MLA_DEVICE static float product(float a, float b) { return __fmul_rn(a, b); }
-  MLA_DEVICE static float difference(float a, float b) { return __fsub_rn(a, b); }
 
   // True in every lane when it holds in any.
   MLA_DEVICE static bool any(bool condition) { return __any_sync(~0u, condition) != 0; }

@@ -33,7 +33,7 @@ def compare(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> Sequen
 
 
 def _scores_off(args: Any) -> torch.Tensor | float:
-    """How far scores [..., heads] may be off: a kernel may round rotated keys to 16 bits."""
+    """How far scores [..., heads] may be off: a kernel that fuses may round rotated keys the other way."""
     if args.rope_cos_sin is None:
         return 0.0
     rounded = slice(-args.rope_cos_sin.shape[1], None)

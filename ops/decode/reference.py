@@ -75,7 +75,9 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
             slots = pages[positions // page] * page + positions % page
             rows = caches.gather(kv_format, args.kv_cache, slots, descale=args.kv_descale)
             rows = caches.as_keys(kv_format, rows)
-            return rows if args.rope_cos_sin is None else rotated(rows, args.rope_cos_sin[first:end])
+            if args.rope_cos_sin is not None:
+                rows = rotated(rows, args.rope_cos_sin[first:end], args.kv_cache.dtype)
+            return rows
 
         # Query token i of q_len sees the keys up to its own, which is the sequence's key total - q_len + i.
         visible = torch.full((q_len,), length, device=args.q.device)
@@ -169,12 +171,16 @@ def sees(
     return seen.repeat_interleave(heads, dim=0)
 
 
-def rotated(rows: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """rows [keys, head_dim] whose last values, as two halves, are rotated by cos_sin [keys, rope] = cos | sin."""
+def rotated(rows: torch.Tensor, cos_sin: torch.Tensor, stored: torch.dtype) -> torch.Tensor:
+    """rows [keys, head_dim] whose last values, as two halves, are rotated by cos_sin [keys, rope] = cos | sin.
+
+    They are rounded to a `stored` type of 16 bits, as those of a cache of rotated keys are.
+    """
     cos, sin = cos_sin.float().chunk(2, dim=-1)
     latent, rope = rows.split((rows.shape[1] - cos_sin.shape[1], cos_sin.shape[1]), dim=1)
     low, high = rope.chunk(2, dim=1)
-    return torch.cat((latent, low * cos - high * sin, high * cos + low * sin), dim=1)
+    turned = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=1)
+    return torch.cat((latent, turned.to(stored).float() if stored.itemsize == 2 else turned), dim=1)
 
 
 def _splits(seq_lens: torch.Tensor, num_splits: int, split_size: int) -> Sequence[Sequence[tuple[int, int]]]:

@@ -116,18 +116,15 @@ MLA_KERNEL(64, 1) void softmax(Arrays p) {
   static_cast<float*>(p.out2)[128 + lane.index] = sum_over_groups(row.sum, lane);
 }
 
-// in[64][2][4] words of a rope part, in2[64] positions' rows of rope_cos_sin -> out[64][4][4] words: rotated, residuals.
+// in[64][2][4] words of a rope part, in2[64] positions' rows of rope_cos_sin -> out[64][2][4] words: rotated.
 MLA_KERNEL(64, 1) void rope(Arrays p) {
   const Lane lane = Lane::current();
   u32x4 first = static_cast<const u32x4*>(p.in)[lane.index * 2], second = static_cast<const u32x4*>(p.in)[lane.index * 2 + 1];
-  u32x4 residual[2];
   ChunkRope::load(static_cast<const float*>(p.in2) + lane.column * COS_SIN_FLOATS + lane.group * 8)
-      .rotate<Policy, mla::bf16>(first, second, residual);
-  u32x4* out = static_cast<u32x4*>(p.out) + lane.index * 4;
+      .rotate<Policy, mla::bf16>(first, second);
+  u32x4* out = static_cast<u32x4*>(p.out) + lane.index * 2;
   out[0] = first;
   out[1] = second;
-  out[2] = residual[0];
-  out[3] = residual[1];
 }
 
 using Plain = mla::DecodeProblem<mla::SameAsQuery<mla::bf16>, 64, 576, false>;
@@ -136,7 +133,7 @@ struct StageArrays {
   const void* cache;
   const int32_t* block_table;
   const float* rope_cos_sin;
-  void* pieces;    // [stages][16-key tiles][20 pieces][64 lanes][16 bytes]
+  void* pieces;    // [stages][16-key tiles][18 pieces][64 lanes][16 bytes]
   void* columns;   // [stages][16-key tiles][4 blocks][4 keys][64 lanes][8 values]
   int32_t page;
   int32_t first_key;
@@ -179,8 +176,8 @@ MLA_DEVICE void stages(const StageArrays& a) {
     if (wave == 0) {
       for (int T = 0; T < keys / 16; ++T) {
         const int tile = n * (keys / 16) + T;
-        for (int m = 0; m < 9 * Stage::value_bytes + (Problem::rotate ? 2 : 0); ++m) {
-          static_cast<u32x4*>(a.pieces)[(tile * 20 + m) * 64 + lane.index] = lds_read16(lds + used + places.of_piece(T, m));
+        for (int m = 0; m < 9 * Stage::value_bytes; ++m) {
+          static_cast<u32x4*>(a.pieces)[(tile * 18 + m) * 64 + lane.index] = lds_read16(lds + used + places.of_piece(T, m));
         }
         for (int b = 0; b < 4; ++b) {
           for (int j = 0; j < 4; ++j) {

@@ -19,6 +19,7 @@ from mla_suite import archs, emulator
 from mla_suite.archs import combine as combine_configs
 from mla_suite.core import tuning
 from mla_suite.launch import current_arch
+from mla_suite.models import rope
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode
 
@@ -190,6 +191,18 @@ def test_descales(target, heads):
     for stored, descales in target.descales:
         args, kwargs = decode_sample((100, 7), heads=heads, num_splits=1, **stored).make(CPU)
         assert_right(target, [*args[:7], *map(torch.tensor, descales), *args[7 + len(descales) :]], kwargs)
+
+
+@on_bf16
+@pytest.mark.parametrize("heads", [16, 40, 128])
+def test_an_unrotated_cache_has_the_bits_of_a_rotated_one(target, heads):
+    args, kwargs = decode_sample((300,), heads=heads, rotate=True, num_splits=2).make(CPU)
+    unrotated = decode(target, args, kwargs)
+    pages = args[3][0].long()
+    keys = args[1][pages].flatten(0, 1)
+    keys[:300, 512:] = rope.rotate(keys[:300, 512:], args[10], interleaved=False)
+    args[1][pages] = keys.unflatten(0, (-1, 64))
+    assert same(decode(target, [*args[:10], None, *args[11:]], kwargs), unrotated)
 
 
 @on_bf16

@@ -435,7 +435,7 @@ def test_an_unrotated_cache(monkeypatch, page, mapped):
     (instance, grid, block, shared, fields, *_), args, _ = launched(monkeypatch, sample, asked=asked)
     mode, source = ("reduce_o", "tma") if mapped else ("none", "cp_async")
     assert instance == f"decode_rotated_dtype-bf16_dqk-576_kvsource-{source}_clustermode-{mode}_rotate-1"
-    assert (grid, block, shared) == ((2, 4, 1), 512, 228832 if mapped else 227392)
+    assert (grid, block, shared) == ((2, 4, 1), 512, 212448 if mapped else 211008)
     assert (fields["rope_cos_sin"], fields["streaming"]) == (args[10].data_ptr(), 0)
     assert (fields["kv_cache"], fields["batch"], fields["rows"]) == (args[1].data_ptr(), 2, 128)
     assert (fields["kv_map_0"] != 0) == mapped

@@ -156,7 +156,7 @@ class QkSoftmax {
     const int stored = raw_.stage;
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < Traits::QK_STEPS; ++k) {
+    for (int k = 0; k < Traits::Q_STEPS; ++k) {
       q_.multiply(k, s, q, QOperand::key(keys, k));
       between(k);
     }

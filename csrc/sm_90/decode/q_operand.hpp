@@ -64,14 +64,12 @@ class QOperand {
     return advance_descriptor(keys, k / 4 * Traits::BLOCK_BYTES + k % 4 * 32);
   }
 
-  // Issues step k of S = Q K^T. The residuals of rope parts lie behind the keys, as one more column block, and take the
-  // last steps of Q again.
+  // Issues step k of S = Q K^T.
   MLA_DEVICE void multiply(int k, float (&s)[BLOCK_N / 2], uint64_t q, uint64_t key) const {
-    const int step = k < Traits::Q_STEPS ? k : k - (Traits::QK_STEPS - Traits::Q_STEPS);
     if (k < Traits::Q_SHARED_STEPS)
       qk_mma<Element>(s, advance_descriptor(q, k / 2 * Traits::Q_BOX_BYTES + k % 2 * 32), key, k > 0);
     else
-      qk_mma<Element>(s, &steps_[4 * (step - Traits::Q_SHARED_STEPS)], key, true);
+      qk_mma<Element>(s, &steps_[4 * (k - Traits::Q_SHARED_STEPS)], key, true);
   }
 
  private:

@@ -1,13 +1,13 @@
 // Un-rotated keys: two of the producer's warps rotate the rope part of every stage in shared memory, between its arrival
-// and Q K^T. Value i of the 64 is rotated with value i + 32 by the angle of the key's position.
-//
-// A rotated value is rounded to Element. That alone would shift a score by up to 2^-9 of its rope part, which lse would
-// show; so what rounding left is stored, too, and Q K^T adds its products.
+// and Q K^T. Value i of the 64 is rotated with value i + 32 by the angle of the key's position, and rounded to Element,
+// so the result is that of a cache of rotated keys.
 #pragma once
 
+#include "common/encode.hpp"
 #include "sm_90/decode/pipeline.hpp"
 #include "sm_90/decode/shared_storage.hpp"
 #include "sm_90/ptx/mbarrier.hpp"
+#include "sm_90/ptx/math.hpp"
 
 namespace mla::sm_90 {
 
@@ -19,23 +19,15 @@ struct RopeQuad {
 
   MLA_DEVICE static float as_float(uint32_t bits) { return bit_cast<float>(bits); }
 
-  // Two values and their partners become rotated ones, and what rounding them left.
-  MLA_DEVICE void rotate(int i, uint32_t (&low_residual)[2], uint32_t (&high_residual)[2]) {
-    float a[2], b[2], x[2], y[2], rounded[2];
+  // Two values and their partners become rotated ones.
+  MLA_DEVICE void rotate(int i) {
+    float a[2], b[2];
     unpack_pair<Element>(low[i], a);
     unpack_pair<Element>(high[i], b);
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const float c = as_float(cos[2 * i + e]), s = as_float(sin[2 * i + e]);
-      x[e] = a[e] * c - b[e] * s;
-      y[e] = b[e] * c + a[e] * s;
-    }
-    low[i] = pack_pair<Element>(x[0], x[1]);
-    unpack_pair<Element>(low[i], rounded);
-    low_residual[i] = pack_pair<Element>(x[0] - rounded[0], x[1] - rounded[1]);
-    high[i] = pack_pair<Element>(y[0], y[1]);
-    unpack_pair<Element>(high[i], rounded);
-    high_residual[i] = pack_pair<Element>(y[0] - rounded[0], y[1] - rounded[1]);
+    for (int e = 0; e < 2; ++e) mla::rotate<RoundedApart>(a[e], b[e], as_float(cos[2 * i + e]), as_float(sin[2 * i + e]));
+    low[i] = pack_pair<Element>(a[0], a[1]);
+    high[i] = pack_pair<Element>(b[0], b[1]);
   }
 };
 
@@ -44,8 +36,7 @@ template <class Traits>
 class RopeRotator {
   using Element = typename Traits::Element;
   static constexpr int TURNS = BLOCK_N / 8;  // in each the two warps rotate eight keys
-  static_assert(Traits::ROTATORS == 64 && Traits::BLOCK_BYTES == BLOCK_N * 128 &&
-                Traits::RESIDUAL_AT == Traits::ROPE_AT + Traits::BLOCK_BYTES);
+  static_assert(Traits::ROTATORS == 64 && Traits::BLOCK_BYTES == BLOCK_N * 128);
 
  public:
   MLA_DEVICE explicit RopeRotator(uint32_t shared) : barriers_(shared), shared_(shared) {}
@@ -97,13 +88,10 @@ class RopeRotator {
       ld_shared_v2(high, quad.high);
       ld_shared_v4(cos, quad.cos);
       ld_shared_v4(cos + Traits::COS_SIN_BYTES / 2, quad.sin);
-      uint32_t low_residual[2], high_residual[2];
-      quad.rotate(0, low_residual, high_residual);
-      quad.rotate(1, low_residual, high_residual);
+      quad.rotate(0);
+      quad.rotate(1);
       st_shared_v2(low, quad.low);
       st_shared_v2(high, quad.high);
-      st_shared_v2(low + Traits::BLOCK_BYTES, low_residual);
-      st_shared_v2(high + Traits::BLOCK_BYTES, high_residual);
     }
   }
 

@@ -154,11 +154,9 @@ struct DecodeTraits {
   static constexpr bool WHOLE_BLOCKS = HEAD_DIM_QK % 64 == 0;
   static constexpr int COLUMN_BLOCKS = ((SCORES_AS_STORED ? HEAD_DIM_V : HEAD_DIM_QK) + 63) / 64;
   static constexpr int KEY_BYTES = COLUMN_BLOCKS * BLOCK_N * 128;
-  // With ROTATES two blocks follow the keys: what rounding left of their rope parts, as one more column block, and the
-  // rows of rope_cos_sin at their positions, [BLOCK_N][COS_SIN_BYTES].
+  // With ROTATES the rows of rope_cos_sin at the keys' positions follow them, [BLOCK_N][COS_SIN_BYTES].
   static constexpr int ROPE_AT = KEY_BYTES - BLOCK_N * 128;  // the last column block
-  static constexpr int RESIDUAL_AT = KEY_BYTES;
-  static constexpr int COS_SIN_AT = RESIDUAL_AT + BLOCK_N * 128;
+  static constexpr int COS_SIN_AT = KEY_BYTES;
   static constexpr int COS_SIN_BYTES = 64 * 4;  // 32 cosines, then 32 sines
   static constexpr int STAGE_BYTES = ROTATES ? COS_SIN_AT + BLOCK_N * COS_SIN_BYTES : KEY_BYTES;
   static constexpr bool SENDS_KEYS = Cluster::SHARES_KV && LOAD != KvLoad::tma;
@@ -186,16 +184,14 @@ struct DecodeTraits {
       SCORES_AS_STORED ? Q_STEPS : min_of(Policy::Q_REGISTER_STEPS, Q_STEPS - 2);  // narrow rows: all but a box
   static constexpr int Q_SHARED_STEPS = Q_STEPS - Q_REGISTER_STEPS;
   static_assert(Q_SHARED_STEPS % 2 == 0, "a box of queries is two steps deep");
-  // With ROTATES the steps of the rope part's queries are taken again, with the residuals of the keys.
-  static constexpr int QK_STEPS = Q_STEPS + (ROTATES ? 4 : 0);
   // Whether keys are selected one by one, and some of a stage may be absent.
   static constexpr bool SELECTED = LOAD == KvLoad::dequant || LOAD == KvLoad::gather;
   // The step of the next Q K^T after which a P is published. It is earlier for selected keys: a stage that is released
   // earlier has more time to be filled.
   static constexpr int P_COMMIT_STEP = LOAD == KvLoad::dequant   ? 16
                                        : LOAD == KvLoad::gather ? (Q_STEPS > 20 ? Q_STEPS - 20 : Q_STEPS - 8)
-                                       : SCORES_AS_STORED       ? QK_STEPS - 4
-                                                                      : QK_STEPS - 8;
+                                       : SCORES_AS_STORED       ? Q_STEPS - 4
+                                                                      : Q_STEPS - 8;
   // A tile's queries come through two stages of the KV ring, half of every row in each (of an odd number of boxes, the
   // second half is one shorter), in the 64-byte swizzle:
   // [Q_BOXES][rows][64 B], with the rows that `q_box_bytes` says. Q_BOX_BYTES is the most that a box can have, and its

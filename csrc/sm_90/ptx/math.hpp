@@ -17,6 +17,12 @@ MLA_DEVICE float exp2_approx(float x) {
   return y;
 }
 
+// Arithmetic each operation of which is rounded and never fused with another.
+struct RoundedApart {
+  MLA_DEVICE static float product(float a, float b) { return __fmul_rn(a, b); }
+  MLA_DEVICE static float difference(float a, float b) { return __fsub_rn(a, b); }
+};
+
 // The sum as an atomic addition in global memory rounds it: subnormal numbers count as zeros.
 MLA_DEVICE float add_without_subnormals(float a, float b) {
   float y;

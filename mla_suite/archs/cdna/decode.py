@@ -124,7 +124,7 @@ class CdnaConfig:
         rope = keys * value * (self.width - self.head_dim_v)
         stage, pages = keys * (self.head_dim_v * value + 16) + rope, 4 * 512
         if self.rotate:
-            return 2 * (stage + rope + TILE * 256) + pages  # with what rounding leaves, cosines and sines
+            return 2 * (stage + TILE * 256) + pages  # with cosines and sines
         return STAGES[self.head_dim_v] * stage + pages
 
     @property

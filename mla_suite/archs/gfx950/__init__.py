@@ -47,7 +47,7 @@ class Gfx950Config(CdnaConfig):
         value = 1 if self.cache == "fp8" else 2
         stage, pages = self.keys * self.width * value, WAVES * 512
         if self.rotate:
-            stage += self.keys * 128 + WAVES * 2048  # with what rounding leaves, cosines and sines
+            stage += WAVES * 2048  # cosines and sines
         return min(MAX_STAGES, (self.arch.lds_bytes - pages) // stage) * stage + pages
 
 

@@ -57,7 +57,7 @@ ROPE = 64
 MASKED_WIDTH = SCALED_WIDTH = FOLDED_WIDTH = 576
 FOLDING_MODES = ("none", "share_kv")
 _NARROW = "decode_narrow_dtype-{dtype}_dqk-{width}_kvsource-{kv_load}_clustermode-none_dv-{head_dim_v}"
-ROTATED_KEY_BYTES = 2 * ROPE + 4 * ROPE  # beside an un-rotated key: what rounding its rope part leaves, and its angles
+ROTATED_KEY_BYTES = 4 * ROPE  # beside an un-rotated key: its angles
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,6 @@ inline int atomicExch(int* word, int value) { return std::exchange(*word, value)
 inline int atomicOr(int* word, int bits) { return std::exchange(*word, *word | bits); }
 inline int __reduce_max_sync(unsigned, int x) { return x; }
 inline int __reduce_add_sync(unsigned, int x) { return x; }
-inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fsub_rn(float a, float b) { return a - b; }
 
 // A file's bytes, where a GPU's allocator would put them.
 inline uint8_t* read(const char* name, size_t& bytes) {

@@ -85,12 +85,17 @@ struct Case : DenseCase {
         cos_sin[position * ROPE + HALF + i] = static_cast<float>(std::sin(angle));
       }
   }
+  // In fp32, each result of an operation rounded, and the rotated values to the type of the cache.
   void rotate(double* rope, int position) const {
     const float* angles = cos_sin + static_cast<size_t>(position) * ROPE;
+    const auto rounded = [](double exact) { return static_cast<float>(exact); };
+    const auto stored = [](float value) {
+      return FP16 ? fp16_to_float(float_to_fp16(value)) : bf16_to_float(float_to_bf16(value));
+    };
     for (int i = 0; i < HALF; ++i) {
       const double low = rope[i], high = rope[HALF + i], cos = angles[i], sin = angles[HALF + i];
-      rope[i] = low * cos - high * sin;
-      rope[HALF + i] = high * cos + low * sin;
+      rope[i] = stored(rounded(low * cos) - rounded(high * sin));
+      rope[HALF + i] = stored(rounded(high * cos) + rounded(low * sin));
     }
   }
 

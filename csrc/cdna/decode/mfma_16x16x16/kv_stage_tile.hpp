@@ -22,9 +22,8 @@ struct KvStageTile {
   static constexpr int rope_pieces = Problem::rope * value_bytes / 64;
   static constexpr int rope_bytes = keys * Problem::rope * value_bytes;
   static constexpr int four_rope_bytes = rope_pieces * 256;  // of four keys
-  // For un-rotated keys only: what rounding leaves of the rotated rope parts, laid out like them, then the cosines and
-  // sines, [wave][4][64 lanes].
-  static constexpr int residual = rope + rope_bytes;
+  // For un-rotated keys only: the cosines and sines, [wave][4][64 lanes].
+  static constexpr int cos_sin = rope + rope_bytes;
   static constexpr int cos_sin_bytes = keys * COS_SIN_FLOATS * 4;
 };
 
@@ -49,10 +48,8 @@ struct KvStageReadMap {
   }
   MLA_DEVICE int of_piece(int T, int m) const {
     constexpr int latent_pieces = Stage::latent_bytes / 64;
-    constexpr int rope_pieces = Stage::rope_pieces > 0 ? Stage::rope_pieces : 1;  // behind them are the residuals
     if (m < latent_pieces) return key + T * 16 * Stage::pitch + m * 64;
-    const int n = m - latent_pieces;
-    return rope + T * 4 * Stage::four_rope_bytes + n / rope_pieces * Stage::rope_bytes + n % rope_pieces * 256;
+    return rope + T * 4 * Stage::four_rope_bytes + (m - latent_pieces) * 256;
   }
   MLA_DEVICE int of_columns(int T, int b, int j) const {
     return columns + (16 * T + j) * Stage::pitch + b * 128 * Stage::value_bytes;

@@ -173,12 +173,8 @@ class KeySplitWave {
 #pragma unroll
     for (int n = 0; n < pieces; ++n) {
       if constexpr (Problem::rotate) {
-        if (n == latent_pieces) {
-          u32x4 residual[2];
-          kv_.cos_sin.template rotate<Policy, typename Problem::Element>(kv_.key[n], kv_.key[pieces - 1], residual);
-          sum = multiply_piece(residual[0], n, sum);
-          sum = multiply_piece(residual[1], pieces - 1, sum);
-        }
+        if (n == latent_pieces)
+          kv_.cos_sin.template rotate<Policy, typename Problem::Element>(kv_.key[n], kv_.key[pieces - 1]);
       }
       if (n < latent_pieces) lds_write16(latent_ + key_map_.of(n), kv_.key[n]);
       sum = multiply_piece(kv_.key[n], n, sum);

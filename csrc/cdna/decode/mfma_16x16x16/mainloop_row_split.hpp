@@ -185,10 +185,8 @@ class RowSplitWave {
  private:
   // A group of pieces of keys is read while the one before is multiplied, and the first of a tile, where registers last
   // for it, beside the last products of the tile before.
-  static constexpr int rope_pieces = Stage::rope_pieces;
-  static constexpr int own = pieces + (Problem::rotate ? rope_pieces : 0);  // with the residuals of rotated rope parts
-  static constexpr int group = own % 3 == 0 ? 3 : own % 4 == 0 ? 4 : 5;
-  static_assert(own % group == 0, "row split: whole groups of pieces");
+  static constexpr int group = pieces % 3 == 0 ? 3 : pieces % 4 == 0 ? 4 : 5;
+  static_assert(pieces % group == 0, "row split: whole groups of pieces");
   static constexpr bool early_keys = Partition::max_tiles * sizeof(Query) <= 288;
   using Keys = typename Qk::Keys;
   static constexpr bool converts = Keys::steps > 0;
@@ -225,7 +223,7 @@ class RowSplitWave {
   // S^T = K Q^T.
   template <class Copy>
   MLA_DEVICE void scores(LdsBytes stage, u32x4 (&keys)[2][group], f32x4 (&s)[array][score_tiles], const Copy& copy) {
-    constexpr int groups = own / group * score_tiles;  // of reads
+    constexpr int groups = pieces / group * score_tiles;  // of reads
 #pragma unroll
     for (int r = 0; r < tiles; ++r)
 #pragma unroll
@@ -246,7 +244,7 @@ class RowSplitWave {
       }
 #pragma unroll
       for (int c = 0; c < group; ++c) {
-        const int T = g * group / own, n = g * group % own + c;
+        const int T = g * group / pieces, n = g * group % pieces + c;
         const int place = g * group + c;
         if (place == 0 || !converts) convert(keys[g % 2][c], 0, 1, left[place % 2]);
         if (converts && c == group - 1) wait_lgkmcnt<0>();
@@ -254,7 +252,7 @@ class RowSplitWave {
         for (int i = 0; i < Qk::products * array; ++i) {
           const int r = i % array;
           f32x4& sum = array == 1 && i % 2 == 1 ? odd[T] : s[r][T];
-          sum = Qk::multiply(left[place % 2], query_[r], n < pieces ? n : n - rope_pieces, i / array, sum);
+          sum = Qk::multiply(left[place % 2], query_[r], n, i / array, sum);
           if (converts && place + 1 < groups * group) {
             convert(keys[(place + 1) / group % 2][(place + 1) % group], i, Qk::products * array, left[(place + 1) % 2]);
             __builtin_amdgcn_sched_barrier(0);
@@ -288,7 +286,7 @@ class RowSplitWave {
   MLA_DEVICE void read_keys(LdsBytes stage, int g, u32x4 (&keys)[group]) const {
 #pragma unroll
     for (int c = 0; c < group; ++c)
-      keys[c] = lds_read16(stage + read_map_.of_piece(g * group / own, g * group % own + c));
+      keys[c] = lds_read16(stage + read_map_.of_piece(g * group / pieces, g * group % pieces + c));
   }
 
   // Raises the running max of rows that a score exceeds by more than the threshold of the lazy rescale.

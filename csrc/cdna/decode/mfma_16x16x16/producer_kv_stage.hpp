@@ -20,7 +20,6 @@ class KvStageProducer {
   static constexpr int fours = wave_keys / 4;
   using Addresses = KvRowAddresses<Stage::pitch, wave_keys, Policy::waves>;
   static constexpr bool has_rope = Problem::rope > 0;
-  static constexpr int cos_sin = Stage::residual + Stage::rope_bytes;
 
  public:
   // A third with cosines and sines would not fit; of narrow rows more keep as many bytes on their way.
@@ -28,7 +27,7 @@ class KvStageProducer {
   static constexpr int prefetch = stages - 1;  // tiles in flight while one is multiplied
   static constexpr int waves = Policy::waves;
   static constexpr int stage_bytes =
-      Stage::rope + Stage::rope_bytes + (Problem::rotate ? Stage::rope_bytes + Stage::cos_sin_bytes : 0);
+      Stage::rope + Stage::rope_bytes + (Problem::rotate ? Stage::cos_sin_bytes : 0);
   static constexpr int lds_bytes = stages * stage_bytes + waves * Addresses::bytes;
   static constexpr int copies =  // of a wave per tile
       fours * (Rows::instructions + Stage::rope_pieces + (Problem::rotate ? FourWords::instructions : 0));
@@ -121,7 +120,7 @@ class KvStageProducer {
   }
 
   MLA_DEVICE uint32_t cos_sin_at(int stage_offset) const {
-    return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds_) + cos_sin + stage_offset +
+    return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds_) + Stage::cos_sin + stage_offset +
                                  wave_ * COS_SIN_FLOATS * 16);
   }
 
@@ -132,11 +131,8 @@ class KvStageProducer {
     const RotatedWords rotated = rotate_words<Policy, typename Problem::Element>(
         lds_read_word(rope), lds_read_word(rope + 256), lds_read_float(cos_sin), lds_read_float(cos_sin + 256),
         lds_read_float(cos_sin + 512), lds_read_float(cos_sin + 768));
-    constexpr int residual = Stage::rope_bytes;
     lds_write_word(rope, rotated.first);
     lds_write_word(rope + 256, rotated.second);
-    lds_write_word(rope + residual, rotated.first_residual);
-    lds_write_word(rope + residual + 256, rotated.second_residual);
   }
 
   Addresses addresses_;

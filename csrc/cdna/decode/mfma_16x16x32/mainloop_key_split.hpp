@@ -184,18 +184,18 @@ class KeySplitWave {
       for (int n = 0; n < pieces / 2; ++n) {
         u32x4& low = piece[2 * n];
         u32x4& high = piece[2 * n + 1];
-        if constexpr (Problem::rotate) {
-          if (2 * n == latent_pieces) {
-            u32x4 residual[2];
-            kv_.cos_sin[T].template rotate<Policy, Element>(low, high, residual);
-            sum = Qk::multiply(Qk::keys(residual[0], residual[1]), query_, n, sum);
-          }
-        }
         if (2 * n < latent_pieces) {
           lds_write16(key_map_.of(latent_, T, 2 * n), low);
           lds_write16(key_map_.of(latent_, T, 2 * n + 1), high);
         }
-        sum = Qk::multiply(Qk::keys(low, high), query_, n, sum);
+        if constexpr (Problem::rotate) {
+          if (2 * n == latent_pieces) {  // a copy is rotated: in place LLVM 22 spills
+            u32x4 first = low, second = high;
+            kv_.cos_sin[T].template rotate<Policy, Element>(first, second);
+            sum = Qk::multiply(Qk::keys(first, second), query_, n, sum);
+          }
+        }
+        if (!Problem::rotate || 2 * n < latent_pieces) sum = Qk::multiply(Qk::keys(low, high), query_, n, sum);
         if (prefetch && 2 * n < freed) {
           producer.refill(T, 2 * n);
           producer.refill(T, 2 * n + 1);

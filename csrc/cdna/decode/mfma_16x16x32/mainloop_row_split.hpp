@@ -263,7 +263,7 @@ class RowSplitWave {
   }
 
   // A step of QK^T is one 128-byte block of 32 keys' rows, or their tails; keys are read a step ahead of the products.
-  static constexpr int steps_of_rows = Tile::blocks + (Tile::has_tail || Problem::rotate ? 1 : 0);
+  static constexpr int steps_of_rows = Tile::blocks + (Tile::has_tail ? 1 : 0);
   static constexpr int steps = steps_of_rows * (score_tiles / 2);
   MLA_DEVICE static constexpr bool is_tail(int step) { return Tile::has_tail && step % steps_of_rows == Tile::blocks; }
   MLA_DEVICE static constexpr int reads_of(int step) { return is_tail(step) ? 2 : 4; }
@@ -302,11 +302,9 @@ class RowSplitWave {
 #pragma unroll
           for (int r = 0; r < tiles; ++r) s[r][T] = Qk::multiply_tail(left, query_[r], s[r][T]);
         } else {
-          // The residuals meet the query's rope part again.
-          constexpr int block = n < Tile::blocks ? n : Tile::blocks - 1;
           const auto left = Qk::keys(now[0], now[1]);
 #pragma unroll
-          for (int r = 0; r < tiles; ++r) s[r][T] = Qk::multiply(left, query_[r], block, s[r][T]);
+          for (int r = 0; r < tiles; ++r) s[r][T] = Qk::multiply(left, query_[r], n, s[r][T]);
         }
         const int place = 2 * step + half;
 #pragma unroll
@@ -322,20 +320,9 @@ class RowSplitWave {
     for (int half = 0; half < 2; ++half) {
       const int T = step / steps_of_rows * 2 + half;
 #pragma unroll
-      for (int part = 0; part < reads_of(step) / 2; ++part) {
-        if (n < Tile::blocks || Tile::has_tail) {
-          keys[half][part] = lds_read16(key_map_.of(stage, T, 2 * n + part));
-        } else {
-          const uint32_t residual = (stage + Tile::bytes + lane_residual()) ^ (part * 64);
-          keys[half][part] = lds_read16(lds_pointer(residual + T * 2048));
-        }
-      }
+      for (int part = 0; part < reads_of(step) / 2; ++part)
+        keys[half][part] = lds_read16(key_map_.of(stage, T, 2 * n + part));
     }
-  }
-  // The residuals of rotated keys lie behind the tile, like one of its blocks.
-  MLA_DEVICE uint32_t lane_residual() const {
-    const uint32_t column = static_cast<uint32_t>(lane_.column);
-    return column / 8 * 1024 + column % 8 * 128 + (lane_.group ^ Tile::swizzle(column)) * 16;
   }
 
   // Raises the running max of rows that a score exceeds by more than the threshold of the lazy rescale.

@@ -33,11 +33,8 @@ class LdsRingProducer {
   static constexpr int rope_block = Tile::blocks - 1;   // 16-bit rows of 576 have their rope part here
 
  public:
-  // Behind the tile in a stage of un-rotated keys: the residuals of rotated rope parts as 1,024-byte blocks of 8 keys,
-  // then cosines and sines, 2,048 bytes of a wave.
-  static constexpr int residuals = Tile::bytes;
-  static constexpr int residual_bytes = Problem::rotate ? keys * mla::ROPE * 2 : 0;
-  static constexpr int cos_sin = residuals + residual_bytes;
+  // Behind the tile in a stage of un-rotated keys: cosines and sines, 2,048 bytes of a wave.
+  static constexpr int cos_sin = Tile::bytes;
   static constexpr int stage_bytes = cos_sin + (Problem::rotate ? Policy::waves * 2048 : 0);
   static constexpr int room = (Policy::lds_bytes - Policy::waves * page_bytes) / stage_bytes;
   static constexpr int stages = room < 4 ? room : 4;
@@ -157,7 +154,6 @@ class LdsRingProducer {
     const uint32_t slot = rope_slot(lane);
     const uint32_t own = lane / 8 * 128 + (slot % 4 ^ Tile::swizzle(wave_ * wave_keys + lane / 8)) * 16 + slot / 4 * 8;
     const uint32_t block = lds_ + stage_offset + wave_ * Tile::group_bytes + rope_block * 1024;
-    const uint32_t residual = lds_ + stage_offset + residuals + wave_ * 1024;
     const f32x4 cos = lds_read_f32x4(lds_pointer(cos_sin_at(stage_offset) + lane * 16));
     const f32x4 sin = lds_read_f32x4(lds_pointer(cos_sin_at(stage_offset) + 1024 + lane * 16));
     const u32x2 first = lds_read8(lds_pointer(block + own));
@@ -168,8 +164,6 @@ class LdsRingProducer {
         rotate_words<Policy, typename Problem::Element>(first[1], second[1], cos[2], cos[3], sin[2], sin[3]);
     lds_write8(lds_pointer(block + own), u32x2{low.first, high.first});
     lds_write8(lds_pointer(block + (own ^ 64)), u32x2{low.second, high.second});
-    lds_write8(lds_pointer(residual + own), u32x2{low.first_residual, high.first_residual});
-    lds_write8(lds_pointer(residual + (own ^ 64)), u32x2{low.second_residual, high.second_residual});
   }
 
   const mla::PagedKv& paged_kv_;

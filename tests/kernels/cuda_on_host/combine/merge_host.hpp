@@ -21,8 +21,6 @@ inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __ffs(unsigned bits) { return __builtin_ffs(static_cast<int>(bits)); }
 inline int atomicOr(int* word, int bits) { return std::exchange(*word, *word | bits); }
 inline int atomicExch(int* word, int value) { return std::exchange(*word, value); }
-inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fsub_rn(float a, float b) { return a - b; }
 
 using Words = std::vector<uint32_t>;
 

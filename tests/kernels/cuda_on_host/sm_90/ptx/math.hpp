@@ -10,6 +10,10 @@ inline float exp2_approx(float x) {
   const float y = std::exp2(x);
   return y < 0x1p-126f ? 0.0f : y;
 }
+struct RoundedApart {
+  static float product(float a, float b) { return a * b; }
+  static float difference(float a, float b) { return a - b; }
+};
 inline float add_without_subnormals(float a, float b) {
   const auto flushed = [](float x) { return std::abs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; };
   return flushed(flushed(a) + flushed(b));
