@@ -213,9 +213,9 @@ def test_split_counts():
 @pytest.mark.parametrize(
     ("heads", "topk", "options", "rows"),
     [
-        (1, 512, {"num_splits": 1}, 16),
-        (16, 2048, {"num_splits": 4}, 16),
-        (16, 2048, {"num_splits": 5}, 64),
+        (1, 640, {"num_splits": 1}, 16),
+        (16, 2048, {"num_splits": 3}, 16),
+        (16, 2048, {"num_splits": 4}, 64),
         (17, 2048, {"num_splits": 1}, 32),
         (32, 2047, {"num_splits": 1}, 64),
         (33, 4096, {"num_splits": 1}, 64),

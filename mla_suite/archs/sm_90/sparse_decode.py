@@ -72,10 +72,11 @@ MAX_LOGITS_BYTES = 1024  # of shared memory, where gathered rows may return them
 SWAP_AB = {16: (3, 14), 32: (2, 12)}
 """Most heads of a kernel with keys as the first operand -> its warpgroups that multiply, and stages of 16 records."""
 NEVER = 2**31  # keys, more than there are
-LEAST_KEYS = {16: (512, NEVER), 32: (2048, 4096)}
-"""Most heads of such a kernel -> keys of a split from which it takes less time than 64 query rows do, on an H200 and on
-an H100 (csrc/sm_90/sparse_decode/PERF.md). A shorter split leaves its warpgroups few steps and merges their results all
-the same; the slower the memory, the less there is to gain. On an H100 16 heads have a faster kernel at any length."""
+LEAST_KEYS = {16: (640, NEVER), 32: (2048, 4096)}
+"""Most heads of such a kernel -> keys of a split from which it takes less time than the kernel for few heads, or that
+of 64 query rows, on an H200 and on an H100 (csrc/sm_90/sparse_decode/PERF.md). A shorter split leaves its warpgroups
+few steps and merges their results all the same; the slower the memory, the less there is to gain. On an H100 the kernel
+for few heads is faster at any length."""
 INVARIANT_KEYS = {16: 1024, 32: 2048}
 """The same in batch-invariant mode, where every card makes the same choice: beside 64 rows an H100 loses 3 % at 1,024
 keys of 16 heads, and an H200 would lose 14 % without."""

@@ -1,0 +1,295 @@
+"""What served models ask for, each call beside what it is compared with, in pairs of graph replays.
+
+    python benchmarks/bench_served.py [--part trees] [--part records ...] [--pairs 30] [--csv FILE]
+
+trees    a tree of drafts beside the causal mask, and a chain's tree
+windows  a window of 512 of 32,768 keys beside 512 keys
+records  V4's window of 128 and 512 entries: 528 and 288 + 528 bytes beside 584, and FlashMLA if it is installed
+hca      the same window and 8,192 entries, 64 heads
+fp8      2,048 keys of bare fp8 rows beside V3.2's records
+convert  convert_kv of 65,536 tokens beside a copy of as many bytes
+append   append_kv of V4.1's records beside a copy of as many bytes
+
+A line has microseconds of the call and of the other, medians, and the median of the pairs' ratios. Inputs rotate
+through more memory than the L2 holds. Results are checked by tests/gpu, not here.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from flashmla_sparse import PEER_HEADS
+from torch.nn import functional
+
+import mla_suite
+from mla_suite.bench.timer import Replay
+from mla_suite.kv_formats import cache as caches
+from mla_suite.kv_formats import get_kv_format
+
+DEVICE = "cuda"
+COLD_BYTES = 160_000_000
+MAX_TURNS = 512
+TOKENS = 262_144  # of each pool
+RECORDS = {"584": ("dsv4", "dsv4"), "528": ("v41", "v41"), "288 + 528": ("v41", "v41_fp4")}
+CONVERTED = (
+    *(("v41", "dsv4"), ("dsv4", "v41_vllm"), ("v41", "v32_nope"), ("v32_nope", "v41"), ("dsv4", "v32_nope")),
+    *(("dsv4_fnuz", "dsv4"), ("v41", "dsv4_fnuz"), ("v41_fp4", "v41"), ("v41_fp4", "dsv4"), ("v32", "v32_pow2")),
+    *(("dsv4", "v41_fp4"), ("v32_nope", "v41_fp4"), ("v41_vllm", "v41_fp4_interleaved"), ("bf16", "v41_fp4")),
+    *(("bf16", "v32"), ("v32", "bf16"), ("bf16", "v41"), ("v41", "bf16"), ("v41_fp4", "bf16"), ("bf16", "fp8_fnuz")),
+)
+
+
+class Row(NamedTuple):
+    """A call, what it is compared with, and the inputs that each rotates through."""
+
+    name: str
+    call: Callable[[Any], object]
+    other: Callable[[Any], object]
+    turns: list[Any]
+    other_turns: list[Any]
+
+
+def turns_for(size: int) -> int:
+    return min(MAX_TURNS, max(2, -(-COLD_BYTES // size)))
+
+
+def queries(count: int, batch: int, q_len: int, heads: int, width: int) -> list[torch.Tensor]:
+    return [torch.randn(batch, q_len, heads, width, device=DEVICE).bfloat16() for _ in range(count)]
+
+
+def with_cache(q: list[torch.Tensor], cache: torch.Tensor, tables: list[torch.Tensor]) -> list[Any]:
+    return [(own, cache, table) for own, table in zip(q, tables, strict=True)]
+
+
+def block_tables(count: int, pages: int, batch: int, width: int) -> list[torch.Tensor]:
+    return [torch.randint(pages, (batch, width), dtype=torch.int32, device=DEVICE) for _ in range(count)]
+
+
+def dense(batch: int, heads: int, q_len: int, kv: int, page: int, planned: bool, **options: Any) -> Any:
+    """A call of decode of a turn's queries, cache and table; `tree_mask` and `window_left` are options."""
+    seq_lens = torch.full((batch,), kv, dtype=torch.int32, device=DEVICE)
+    sizes: dict[str, Any] = {"max_seqlen_q": q_len, "max_seqlen_kv": kv}
+    window: dict[str, Any] = {name: options[name] for name in ("window_left",) if name in options}
+    plan = mla_suite.plan(seq_lens, num_heads=heads, **sizes, **window) if planned else None
+
+    def call(turn: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> object:
+        q, cache, table = turn
+        return mla_suite.decode(q, cache, seq_lens, table, plan=plan, softmax_scale=576**-0.5, **sizes, **options)
+
+    return call
+
+
+def trees(kv: int = 4096) -> Iterator[Row]:
+    cache = torch.randn(4096, 64, 576, device=DEVICE).bfloat16()
+    for batch, heads, q_len in ((1, 16, 8), (8, 16, 8), (32, 16, 8), (32, 128, 4), (128, 16, 4)):
+        for planned in (False, True):
+            count = turns_for(batch * kv * 1152)
+            q = queries(count, batch, q_len, heads, 576)
+            turns = with_cache(q, cache, block_tables(count, 4096, batch, kv // 64))
+            drafts = torch.arange(q_len, device=DEVICE)
+            chain = (2 << drafts) - 1
+            tree = torch.where(drafts % 2 == 1, chain, chain & ~2)  # draft 2i does not see draft 1
+            tree[0] = 1
+            causal = dense(batch, heads, q_len, kv, 64, planned)
+            name = f"B{batch} H{heads} q{q_len}{' planned' if planned else ''}"
+            for kind, mask in (("tree", tree), ("chain", chain)):
+                own = dense(batch, heads, q_len, kv, 64, planned, tree_mask=mask.expand(batch, -1).contiguous())
+                yield Row(f"{kind} of {name} beside causal", own, causal, turns, turns)
+
+
+def windows(kv: int = 32768) -> Iterator[Row]:
+    for page in (1, 64):
+        pages = TOKENS // page
+        cache = torch.randn(pages, page, 576, device=DEVICE).bfloat16()
+        for batch in (1, 32, 128):
+            for heads in (16, 128):
+                count = min(turns_for(batch * 512 * 1152), 32)
+                q = queries(count, batch, 1, heads, 576)
+                long, short = (block_tables(count, pages, batch, keys // page) for keys in (kv, 512))
+                own = dense(batch, heads, 1, kv, page, True, window_left=511)
+                other = dense(batch, heads, 1, 512, page, True)
+                name = f"window of 512, B{batch} H{heads}, pages of {page}, beside 512 keys"
+                turns, other_turns = (with_cache(q, cache, tables) for tables in (long, short))
+                yield Row(name, own, other, turns, other_turns)
+
+
+def descale_of(kv_format: str) -> torch.Tensor | None:
+    return torch.tensor(0.02, device=DEVICE) if get_kv_format(kv_format).per_tensor_descale else None
+
+
+def pool(kv_format: str, page: int, pages: int, head_dim: int = 0) -> torch.Tensor:
+    """A few pages of random rows, again and again; dense rows may have another head_dim than their format's own."""
+    kind = get_kv_format(kv_format)
+    kind = kind.sized(head_dim, 0) if kind.dense and head_dim else kind
+    made = caches.pack(kind, torch.randn(16, page, kind.head_dim, device=DEVICE), descale=descale_of(kv_format))
+    stride = made.stride(0)
+    blocks = made.as_strided((16, stride), (stride, 1)).repeat(-(-pages // 16), 1)
+    return blocks.as_strided((pages, page, made.shape[2]), (stride, made.shape[2], 1))
+
+
+def pools_of(formats: tuple[str, ...]) -> list[torch.Tensor]:
+    """A window's in pages of 256, if there is one, and one in pages of 64."""
+    pages = (256, 64)[-len(formats) :]
+    return [pool(name, page, TOKENS // page) for name, page in zip(formats, pages, strict=True)]
+
+
+def selected(formats: tuple[str, ...], sink: torch.Tensor | None) -> Any:
+    """A call of sparse_decode of a turn's queries and indices."""
+    pools, none = pools_of(formats), [None] * len(formats)
+    options: dict[str, Any] = {"kv_formats": formats, "softmax_scale": get_kv_format(formats[0]).head_dim ** -0.5}
+    options["kv_descale"] = descale_of(formats[0])
+    return lambda turn: mla_suite.sparse_decode(turn[0], pools, turn[1], none, none, sink, **options)
+
+
+def flash_mla_call(sink: torch.Tensor) -> Any:
+    """FlashMLA's call of V4's records, or None where it is not installed."""
+    try:
+        import flash_mla
+    except ImportError:
+        return None
+    pools, held = [made.unsqueeze(2) for made in pools_of(RECORDS["584"])], flash_mla.get_mla_metadata()[0]
+
+    def call(turn: Any) -> object:
+        q, (window, entries) = turn
+        more = {"attn_sink": sink, "extra_k_cache": pools[1], "extra_indices_in_kvcache": entries}
+        arguments = (q, pools[0], None, None, 512, held, None, 512**-0.5, False, True, window)
+        return flash_mla.flash_mla_with_kvcache(*arguments, use_legacy=True, **more)
+
+    return call
+
+
+def selections(batch: int, heads: int, width: int, topks: tuple[int, ...]) -> list[Any]:
+    count, shape = turns_for(batch * sum(topks) * 528), (batch, 1)
+    found = [
+        [torch.randint(TOKENS, (*shape, topk), dtype=torch.int32, device=DEVICE) for topk in topks]
+        for _ in range(count)
+    ]
+    return list(zip(queries(count, batch, 1, heads, width), found, strict=True))
+
+
+def beside_flash_mla(name: str, call: Any, turns: list[Any], sink: torch.Tensor) -> Iterator[Row]:
+    """FlashMLA has the next of the heads that it takes, as engines lay them out."""
+    more = min(heads for heads in PEER_HEADS if heads >= len(sink)) - len(sink)
+    peer = flash_mla_call(functional.pad(sink, (0, more)))
+    if peer is not None:
+        padded = [(functional.pad(q, (0, 0, 0, more)), indices) for q, indices in turns]
+        yield Row(f"{name}, beside FlashMLA", call, peer, turns, padded)
+
+
+def records() -> Iterator[Row]:
+    shapes = [(batch, heads) for heads in (8, 16, 64) for batch in (1, 8, 32, 128)] + [(32, 12), (32, 20), (32, 96)]
+    for batch, heads in shapes:
+        turns, sink = selections(batch, heads, 512, (128, 512)), torch.randn(heads, device=DEVICE)
+        calls = {name: selected(formats, sink) for name, formats in RECORDS.items()}
+        for name in list(RECORDS)[1:]:
+            yield Row(f"{name} bytes, B{batch} H{heads}, beside 584", calls[name], calls["584"], turns, turns)
+        yield from beside_flash_mla(f"584 bytes, B{batch} H{heads}", calls["584"], turns, sink)
+
+
+def hca() -> Iterator[Row]:
+    for batch in (1, 32):
+        turns, sink = selections(batch, 64, 512, (128, 8192)), torch.randn(64, device=DEVICE)
+        calls = [selected(RECORDS[name], sink) for name in ("584", "528")]
+        yield Row(f"584 bytes, window + 8,192, B{batch} H64, beside 528", *calls, turns, turns)
+        yield from beside_flash_mla(f"584 bytes, window + 8,192, B{batch} H64", calls[0], turns, sink)
+
+
+def fp8() -> Iterator[Row]:
+    for batch, heads in ((128, 64), (128, 16), (128, 128), (32, 64), (1, 64)):
+        turns = selections(batch, heads, 576, (2048,))
+        calls = [selected((name,), None) for name in ("fp8", "v32")]
+        yield Row(f"bare fp8 rows, 2,048 keys, B{batch} H{heads}, beside v32", *calls, turns, turns)
+
+
+def beside_copy(name: str, call: Any, turns: list[Any], size: int) -> Row:
+    """A copy reads and writes `size` bytes together."""
+    buffers = [torch.empty(2, size // 2, dtype=torch.uint8, device=DEVICE) for _ in turns]
+    return Row(f"{name} beside a copy", call, lambda buffer: buffer[1].copy_(buffer[0]), turns, buffers)
+
+
+def bytes_of(kv_format: str, head_dim: int) -> int:
+    kind = get_kv_format(kv_format)
+    return head_dim * kind.element_bytes if kind.dense else kind.token_bytes
+
+
+def convert(tokens: int = 65536) -> Iterator[Row]:
+    for names in CONVERTED:
+        kinds = [get_kv_format(name) for name in names]
+        head_dim = next((kind.head_dim for kind in kinds if not kind.dense), kinds[0].head_dim)
+        size = tokens * (sum(bytes_of(name, head_dim) for name in names) + 16)
+        turns = []
+        for _ in range(turns_for(size)):
+            sides = [
+                (pool(name, 64, tokens // 64, head_dim), slots_of_pages(tokens // 64), descale_of(name))
+                for name in names
+            ]
+            turns.append([part for parts in zip(*sides, strict=True) for part in parts])
+
+        def call(turn: Any, names: tuple[str, str] = names) -> None:
+            mla_suite.convert_kv(*turn, source_format=names[0], destination_format=names[1])
+
+        yield beside_copy(f"{names[0]} to {names[1]}", call, turns, size)
+
+
+def slots_of_pages(pages: int) -> torch.Tensor:
+    """All slots of pages of 64, the pages in random order."""
+    order = torch.randperm(pages, device=DEVICE)[:, None] * 64
+    return (order + torch.arange(64, device=DEVICE)).flatten()
+
+
+def append() -> Iterator[Row]:
+    for kv_format in ("v41", "v41_fp4", "v32_nope"):
+        kind = get_kv_format(kv_format)
+        for tokens in (32768, 1024):
+            for rotated in (False, True) if kv_format != "v32_nope" else (False,):
+                size = tokens * (kind.head_dim * 2 + bytes_of(kv_format, kind.head_dim) + 8)
+                table = torch.rand(8192, 64, device=DEVICE)
+                if rotated:  # positions, and the angles that they name
+                    size += tokens * 8 + min(tokens, len(table)) * 256
+                turns = []
+                for _ in range(turns_for(size)):
+                    kv_c, k_pe = (torch.randn(tokens, n, device=DEVICE).bfloat16() for n in (kind.latent, kind.rope))
+                    slots = torch.randperm(tokens, device=DEVICE)
+                    positions = torch.arange(tokens, device=DEVICE) % 8192 if rotated else None
+                    turns.append((kv_c, k_pe, caches.empty(kind, tokens // 64, 64, device=DEVICE), slots, positions))
+
+                def call(turn: Any, name: str = kv_format, table: Any = table if rotated else None) -> None:
+                    mla_suite.append_kv(*turn[:4], None, table, turn[4], kv_format=name)
+
+                yield beside_copy(f"append of {tokens} {kv_format}{' rotated' * rotated}", call, turns, size)
+
+
+PARTS = {part.__name__: part for part in (trees, windows, records, hca, fp8, convert, append)}
+
+
+def measure(row: Row, pairs: int) -> tuple[float, float, float]:
+    """Median times of both, and the median ratio of pairs of replays."""
+    both = Replay(row.call, row.turns), Replay(row.other, row.other_turns)
+    found = [[replay.round(0.0, iters=1) for replay in both] for _ in range(pairs)]
+    first, second = (median(times) for times in zip(*found, strict=True))
+    return first, second, median(own / other for own, other in found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=PARTS, action="append", help="repeatable (default: all)")
+    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--csv", type=Path, help="write the rows to this file as they come")
+    arguments = parser.parse_args()
+    for part in arguments.part or PARTS:
+        for row in PARTS[part]():
+            own, other, ratio = measure(row, arguments.pairs)
+            print(f"{row.name}: {own:.2f} us, {other:.2f} us, {ratio:.3f}", flush=True)
+            if arguments.csv is not None:
+                with arguments.csv.open("a") as file:
+                    file.write(f'"{row.name}",{own:.2f},{other:.2f},{ratio:.3f}\n')
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
