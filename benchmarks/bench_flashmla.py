@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -31,7 +30,7 @@ from flashmla_sparse import PREFILL, SPARSE, Case, prefill_case, sets_for, spars
 
 import mla_suite
 from mla_suite.bench import environment as known
-from mla_suite.bench.sets import OTHER_HEADS
+from mla_suite.bench import sets
 from mla_suite.bench.timer import REST_S, Replay
 from mla_suite.integrations import flash_mla as drop_in
 
@@ -42,39 +41,27 @@ SCALE = 576**-0.5
 
 
 class Dense(NamedTuple):
-    """A row of the dense grid; lengths are all `kv`, or uniform in [q_len, 2 kv) when ragged."""
+    """A row of the dense grid; lengths are all `kv`, or about that when ragged."""
 
     batch: int
     heads: int
     q_len: int
     kv: int
-    ragged: bool = False
+    lens: tuple[int, ...]
+
+    @property
+    def ragged(self) -> bool:
+        return len(set(self.lens)) > 1
 
     @property
     def name(self) -> str:
         return f"B{self.batch} H{self.heads} q{self.q_len} kv{'~' if self.ragged else ''}{self.kv}"
 
-    def lens(self) -> list[int]:
-        if not self.ragged:
-            return [self.kv] * self.batch
-        return random.Random(self.kv).choices(range(self.q_len, 2 * self.kv), k=self.batch)
 
-
-DENSE = (
-    *(Dense(128, 128, 1, kv) for kv in (512, 2048, 4096, 6144)),
-    *(Dense(batch, 32, 4, kv) for batch in (1, 8, 32, 128) for kv in (256, 512, 1200, 3200, 8192)),
-    *(Dense(batch, 16, 1, kv) for batch in (1, 32, 128) for kv in (1024, 4096, 8192)),
-    *(Dense(1, 128, 1, kv) for kv in (1024, 8192)),
-    *(Dense(8, heads, 1, 4096) for heads in (128, 64)),
-    Dense(32, 64, 1, 4096),
-    *(Dense(64, heads, 1, 16384) for heads in (128, 16)),
-    Dense(64, 64, 1, 8192),
-    Dense(128, 64, 1, 4096),
-    *(Dense(*shape, ragged=True) for shape in ((128, 128, 1, 4096), (128, 16, 1, 4096))),
-    *(Dense(*shape, ragged=True) for shape in ((32, 32, 4, 3200), (8, 16, 1, 8192))),
-    *(Dense(batch, 128, 2, 4096) for batch in (32, 128)),
-    *(Dense(128, 16, q_len, 4096) for q_len in (2, 4)),
-    *(Dense(128, heads, 1, 4096) for heads in OTHER_HEADS),
+DENSE = tuple(
+    Dense(facts["batch"], facts["heads"], facts["q_len"], facts["kv_len"], case.lens)
+    for case in sets.named("flashmla")
+    if (facts := case.facts)["batch"] == 128 or facts["heads"] not in sets.OTHER_HEADS
 )
 
 
@@ -96,7 +83,7 @@ class DenseTurn(NamedTuple):
 
 def dense_case(row: Dense, peer: Any, split_sizes: Sequence[int] = ()) -> Case:
     """bf16 caches in pages of 64, in random order; a column for each split size of batch-invariant mode."""
-    lens, longest = row.lens(), max(row.lens())
+    lens, longest = row.lens, max(row.lens)
     width = -(-longest // PAGE)
     size = sum(lens) * 1152 + row.batch * row.q_len * row.heads * (576 + 512) * 2
     turns = []

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from flashmla_e4m3 import attended
 
 from mla_suite.bench.environment import version
 
@@ -133,15 +134,6 @@ def attention_layers(process: Any) -> list[Any]:
     return [layer for layer in context.values() if hasattr(getattr(layer, "impl", None), "forward_mqa")]
 
 
-def exact(q: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention of q [q_len, heads, 576] over keys [kv_len, 576], in fp32."""
-    q_len, kv_len = q.shape[0], keys.shape[0]
-    scores = torch.einsum("qhd,kd->qhk", q.float(), keys.float()) * scale
-    hidden = torch.arange(kv_len, device=q.device) > torch.arange(q_len, device=q.device)[:, None] + kv_len - q_len
-    scores.masked_fill_(hidden[:, None], -torch.inf)
-    return scores.softmax(-1) @ keys[:, :512].float()
-
-
 def compare_with_definition(layer: Any, errors: list[float]) -> Callable[..., Any]:
     """A layer's forward_mqa that appends the relative error of every sequence of an eager step to `errors`."""
     forward = layer.impl.forward_mqa
@@ -156,7 +148,7 @@ def compare_with_definition(layer: Any, errors: list[float]) -> Callable[..., An
             length = int(metadata.decode.seq_lens[b])
             pages = metadata.decode.block_table[b, : -(-length // cache.shape[1])]
             keys = cache[pages.long()].flatten(0, 1)[:length]
-            expected = exact(queries[start:end], keys, layer.impl.scale)
+            expected = attended(queries[start:end], keys, layer.impl.scale)
             errors.append(float((out[start:end].float() - expected).norm() / expected.norm()))
         return out, lse
 

@@ -144,11 +144,11 @@ def page_with(report: str, marks: tuple[str, str] = MARKS) -> str:
 
 
 def plot(points: Sequence[Point]) -> None:
-    import matplotlib  # type: ignore[import-not-found, unused-ignore]  # optional
+    import matplotlib
 
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "mla_suite"  # the same file from the same points
-    import matplotlib.pyplot as plt  # type: ignore[import-not-found, unused-ignore]
+    import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6.4, 5.2))
     for part, marker in (("fit", "x"), ("held_out", "o")):

@@ -197,23 +197,6 @@ def load(kernel: str, csrc: Path = CSRC) -> ParamStruct:
     return parse(text, header, {known.name.rpartition("::")[2]: known for known in included})
 
 
-def pack_numbers(kernel: str, leading: tuple[str, ...], **numbers: int | float) -> bytes:
-    """The parameters of a kernel after the `leading` ones, which hold addresses. ValueError for one that is too large
-    for its type, as numbers of splits may be."""
-    params = load(kernel)
-    if tuple(field.name for field in params.fields[: len(leading)]) != leading:
-        raise RuntimeError(f"{kernel}: the parameter struct must begin with what holds addresses, in the order packed")
-    try:
-        return params.pack(**dict.fromkeys(leading, 0), **numbers)[8 * len(leading) :]
-    except struct.error as error:
-        raise ValueError(f"{kernel}: a size of this call exceeds 32 bits ({error}); ask for fewer splits") from None
-
-
-def packer(count: int) -> struct.Struct:
-    """Packs `count` addresses or words of a tensor map."""
-    return struct.Struct(f"<{count}Q")
-
-
 def reciprocal(n: int) -> tuple[int, int]:
     """(m, shift) by which kernels divide by n >= 1: x // n == x * m >> 31 + shift for 0 <= x < 2^31."""
     shift = (n - 1).bit_length()

@@ -19,16 +19,20 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
+
+import mla_suite
+from mla_suite.bench import environment, floors, saving, sets
+from mla_suite.bench.floors import Floors
+from mla_suite.bench.measure import Measured, measure
+from mla_suite.bench.sets import Case
+from mla_suite.bench.timer import Effort
 from mla_suite.cli import bar, positive, torch_device
 from mla_suite.errors import UsageError, usage
-
-if TYPE_CHECKING:
-    from mla_suite.bench.floors import Floors
-    from mla_suite.bench.measure import Measured
-    from mla_suite.bench.sets import Case
 
 HEADER = f"{'us':>8} {'+-%':>5} {'sustd':>8} {'host':>7} {'GB/s':>7} {'TFLOP/s':>8} {'floor':>8} {'x':>5} error"
 
@@ -55,15 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from contextlib import ExitStack
-
-    import torch
-
-    import mla_suite
-    from mla_suite.bench import environment, floors, saving, sets
-    from mla_suite.bench.measure import measure
-    from mla_suite.bench.timer import Effort
-
     if args.list:
         for name, entry in sets.SETS.items():
             print(f"{name}: {len(entry.cases())} shapes. {entry.source}")
@@ -120,10 +115,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _cases(args: argparse.Namespace, names: list[str]) -> list[Case]:
-    from dataclasses import replace
-
-    from mla_suite.bench import sets
-
     found: dict[str, Case] = {}
     for name in names:
         for case in sets.named(name, args.op):

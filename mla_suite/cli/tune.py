@@ -26,15 +26,22 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from rich.console import Console
+
+from mla_suite import archs
+from mla_suite.archs import combine_search
+from mla_suite.bench import calibrate, environment, search, sets, store
+from mla_suite.bench.search import Outcome
+from mla_suite.bench.sets import Case
+from mla_suite.bench.timer import median
+from mla_suite.build import BuildError
 from mla_suite.cli import INTERRUPTED, bar, compiling
+from mla_suite.core import register, tuning
+from mla_suite.core.tuning import SearchSpace
 from mla_suite.errors import UsageError
-
-if TYPE_CHECKING:
-    from mla_suite.bench.search import Outcome
-    from mla_suite.bench.sets import Case
-    from mla_suite.core.tuning import SearchSpace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,8 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.calibrate:
-        from mla_suite.bench import calibrate
-
         about, constants = calibrate.read(args.calibrate)
         print(about, *constants, "They belong into mla_suite/emulator/timing.py; nothing is stored.", sep="\n")
         return 0
@@ -65,10 +70,6 @@ def run(args: argparse.Namespace) -> int:
 
 def build_named() -> int:
     """Compile the kernels that tables of combine name and that are not built; 1 where there is no compiler for them."""
-    from mla_suite import archs
-    from mla_suite.archs import combine_search
-    from mla_suite.build import BuildError
-
     failed = 0
     for name in archs.names():
         try:
@@ -82,8 +83,6 @@ def build_named() -> int:
 
 def lint() -> int:
     """Print what is wrong with any table, the user's included; 1 if anything is."""
-    from mla_suite.core import tuning
-
     findings = checked = 0
     tables = list(_tables())
     read = {path for _, _, path in tables}
@@ -101,10 +100,6 @@ def lint() -> int:
 
 def _tables() -> Iterator[tuple[Any, str, Path]]:
     """(format, table's name, file) of every table that is there."""
-    from mla_suite import archs
-    from mla_suite.bench import search
-    from mla_suite.core import register, tuning
-
     spaces = [space for op in register.registry() if (space := search.space_of(op)) is not None]
     for form, name in itertools.product([space.form for space in spaces], archs.names()):
         for folder in (tuning.SHIPPED / form.op / "tuned", tuning.user_directory() / form.op):
@@ -113,22 +108,15 @@ def _tables() -> Iterator[tuple[Any, str, Path]]:
 
 
 def _tune(args: argparse.Namespace) -> int:
-    import torch
-    from rich.console import Console
-
-    from mla_suite import archs as arch_records
-    from mla_suite.bench import environment, search, store
-    from mla_suite.build import BuildError
-
     if args.op is None:
         raise UsageError("name an operator with --op: combine or decode")
     if not torch.cuda.is_available():
         raise UsageError("no GPU: configurations are compared by timing them, and an emulator's bounds are no times")
     device = torch.device("cuda")
     facts = environment.describe(device) | ({"commit": args.commit} if args.commit else {})
-    if facts["arch"] not in arch_records.names():
-        raise UsageError(f"this GPU is {facts['arch']}; tables exist for {', '.join(arch_records.names())}")
-    arch = arch_records.get(str(facts["arch"]))
+    if facts["arch"] not in archs.names():
+        raise UsageError(f"this GPU is {facts['arch']}; tables exist for {', '.join(archs.names())}")
+    arch = archs.get(str(facts["arch"]))
     space = _space(args.op)
     cases = _cases(args)
     if not space.plans:
@@ -184,9 +172,6 @@ def _tune(args: argparse.Namespace) -> int:
 
 
 def _space(op: str) -> SearchSpace:
-    from mla_suite.bench import search
-    from mla_suite.core import register
-
     register.get(op)
     space = search.space_of(op)
     if space is None:
@@ -196,16 +181,12 @@ def _space(op: str) -> SearchSpace:
 
 
 def _cases(args: argparse.Namespace) -> list[Case]:
-    from mla_suite.bench import sets
-
     default = {"combine": "aiter-3468"}.get(args.op, "flashmla")
     found = {case.id: case for name in args.set or [default] for case in sets.named(name, args.op)}
     return sets.matching(found, args.shapes)
 
 
 def _line(outcome: Outcome) -> str:
-    from mla_suite.bench.timer import median
-
     present = f"present {outcome.present} {median(outcome.present_rounds):.2f} us"
     if outcome.baseline is not None:
         present += f", {outcome.baseline[0]} {outcome.baseline[1]:.2f}"

@@ -37,10 +37,7 @@ def vllm() -> None:
     vLLM 0.32 and 0.33 take new names as well: the backend for models with an indexer is MLA_SUITE_SPARSE, and that for
     DeepSeek V4 and V4.1 MLA_SUITE_DSV4. A process may call this twice.
     """
-    from vllm.v1.attention.backends.registry import (  # type: ignore[import-not-found]  # optional
-        AttentionBackendEnum,
-        register_backend,
-    )
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CUSTOM, "mla_suite.integrations.vllm.MLASuiteBackend")
     if hasattr(AttentionBackendEnum, "register"):
@@ -56,7 +53,7 @@ def vllm() -> None:
 
 def _offer_v4() -> None:
     """Put a module of ours, imported when such a model is, in the place of vLLM's models that name their attention."""
-    from vllm.model_executor.models import ModelRegistry  # type: ignore[import-not-found]  # optional
+    from vllm.model_executor.models import ModelRegistry
 
     for name, package in V4_MODELS.items():
         if find_spec(package) is not None:
@@ -70,10 +67,8 @@ def sglang() -> None:
     The first is for deterministic inference with the radix cache as well: SGLang has two lists for that, and takes no
     MLA model where the second does not name the backend. A process may call this twice.
     """
-    from sglang.srt import server_args  # type: ignore[import-not-found]  # optional
-    from sglang.srt.layers.attention.attention_registry import (  # type: ignore[import-not-found]  # optional
-        register_attention_backend,
-    )
+    from sglang.srt import server_args
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     if SGLANG_NAME not in server_args.ATTENTION_BACKEND_CHOICES:
         server_args.add_attention_backend_choices([SGLANG_NAME])
@@ -94,10 +89,7 @@ def _add_choice(ServerArgs: Any, name: str, backends: Collection[str], make: Any
     option = get_type_hints(ServerArgs, include_extras=True).get(name)
     if option is None:
         return  # versions without the option, or with another name for it
-    from sglang.srt.layers.attention.attention_registry import (
-        ATTENTION_BACKENDS,
-        register_attention_backend,
-    )
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
 
     (argument,) = option.__metadata__
     if SGLANG_NAME not in argument.choices:
@@ -108,7 +100,7 @@ def _add_choice(ServerArgs: Any, name: str, backends: Collection[str], make: Any
 
 def _dsv4_backend(theirs: Any, model_runner: Any) -> Any:
     """SGLang's backend for DeepSeek V4, whose kernels are ours where that is asked for."""
-    from sglang.srt.runtime_context import get_exec  # type: ignore[import-not-found]  # optional
+    from sglang.srt.runtime_context import get_exec
 
     if get_exec().kernel.dsv4_attn_backend == SGLANG_NAME:
         from mla_suite.integrations import sglang_v4
@@ -125,7 +117,7 @@ def _dsa_backend(theirs: Any, model_runner: Any) -> Any:
     from sglang.srt.runtime_context import get_exec
 
     if get_exec().kernel.dsa_decode_backend == SGLANG_NAME:
-        from sglang.srt.layers.attention import dsa_backend  # type: ignore[import-not-found]  # optional
+        from sglang.srt.layers.attention import dsa_backend
 
         from mla_suite.integrations.sglang_sparse import MLASuiteSparseAttnBackend
 
@@ -136,10 +128,7 @@ def _dsa_backend(theirs: Any, model_runner: Any) -> Any:
 def _keep_drafts_on_triton() -> None:
     """Draft models take SGLang's Triton backend, since SGLang has a closed list of backends for their several steps."""
     try:
-        from sglang.srt.plugins.hook_registry import (  # type: ignore[import-not-found]  # optional
-            HookRegistry,
-            HookType,
-        )
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     except ImportError:
         return  # versions without hooks need --speculative-draft-attention-backend triton
     HookRegistry.register(DRAFT_BACKENDS, _with_triton_drafts, HookType.AROUND)
@@ -149,7 +138,7 @@ def _keep_drafts_on_triton() -> None:
 
 def _offer_v41_records() -> None:
     """Where the environment asks for V4.1's own records, let our backend store them on H100 and H200."""
-    from sglang.srt.environ import envs  # type: ignore[import-not-found]  # optional
+    from sglang.srt.environ import envs
 
     layout = getattr(envs, "SGLANG_DSV4_KV_LAYOUT", None)  # not in versions before V4.1
     if layout is not None and layout.get().lower().startswith("v41"):

@@ -22,15 +22,10 @@ from mla_suite.integrations import FP8, KV_FORMATS, PRECISION, capturing, fp8_qu
 from mla_suite.integrations.interface import Interface
 
 try:
-    from sglang import __version__  # type: ignore[import-not-found]  # optional
-    from sglang.srt.layers.attention.triton_backend import (  # type: ignore[import-not-found]  # optional
-        TritonAttnBackend,
-    )
-    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool  # type: ignore[import-not-found]  # optional
-    from sglang.srt.model_executor.forward_batch_info import (  # type: ignore[import-not-found]  # optional
-        ForwardBatch,
-        ForwardMode,
-    )
+    from sglang import __version__
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 except ImportError as error:
     raise ImportError(
         f"mla_suite.integrations.sglang needs SGLang with its Triton attention backend of 2026 ({error}); install "
@@ -41,7 +36,7 @@ try:
 except ImportError:  # versions before it give the pool the bare slots
     KVWriteLoc = None
 try:
-    from sglang.kernels.ops.quantization.fp8_kernel import scaled_fp8_quant  # type: ignore[import-not-found]  # optional
+    from sglang.kernels.ops.quantization.fp8_kernel import scaled_fp8_quant
 except ImportError:  # versions that keep it elsewhere: queries stay in 16 bits
     scaled_fp8_quant = None
 

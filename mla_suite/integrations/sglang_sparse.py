@@ -23,11 +23,9 @@ from mla_suite.integrations.interface import Interface
 from mla_suite.integrations.sglang import CALL, TESTED, is_chain
 
 try:
-    from sglang import __version__  # type: ignore[import-not-found]  # optional
-    from sglang.srt.layers.attention import dsa_backend  # type: ignore[import-not-found]  # optional
-    from sglang.srt.layers.attention.dsa_backend import (  # type: ignore[import-not-found]  # optional
-        DeepseekSparseAttnBackend,
-    )
+    from sglang import __version__
+    from sglang.srt.layers.attention import dsa_backend
+    from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
 except ImportError as error:
     raise ImportError(
         f"mla_suite.integrations.sglang_sparse needs SGLang 0.5.20 or newer ({error}); install it, or call "

@@ -26,7 +26,7 @@ def drafted(model_runner: Any, topk: int | None, drafts: int | None) -> str | No
 
 def small_ngram_masks() -> None:
     """Let the worker of n-grams hand over masks of drafts alone."""
-    from sglang.srt.speculative import ngram_worker  # type: ignore[import-not-found]  # optional
+    from sglang.srt.speculative import ngram_worker
 
     ngram_worker.USE_FULL_MASK = False
 
@@ -36,8 +36,8 @@ def small_mask(max_bs: int, drafts: int, device: Any) -> Any:
 
     It is a little larger than that, since SGLang copies a mask with one key before the drafts into it at capture.
     """
-    from sglang.srt.layers.attention.verify_mask import VerifyMask  # type: ignore[import-not-found]  # optional
-    from sglang.srt.speculative.eagle_utils import TreeMaskMode  # type: ignore[import-not-found]  # optional
+    from sglang.srt.layers.attention.verify_mask import VerifyMask
+    from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
     buffer = torch.zeros(max_bs * drafts * (drafts + 1), dtype=torch.uint8, device=device)
     return VerifyMask(buffer=buffer, mode=TreeMaskMode.QLEN_ONLY, max_bs=max_bs)

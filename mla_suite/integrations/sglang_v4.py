@@ -21,9 +21,9 @@ from mla_suite.integrations.sglang import TESTED
 from mla_suite.integrations.sglang_v41 import LAYOUTS as V41_LAYOUTS
 
 try:
-    from sglang import __version__  # type: ignore[import-not-found]  # optional
-    from sglang.srt.layers.attention import deepseek_v4_backend  # type: ignore[import-not-found]  # optional
-    from sglang.srt.models import deepseek_v4  # type: ignore[import-not-found]  # optional
+    from sglang import __version__
+    from sglang.srt.layers.attention import deepseek_v4_backend
+    from sglang.srt.models import deepseek_v4
 except ImportError as error:
     raise ImportError(
         f"mla_suite.integrations.sglang_v4 needs SGLang 0.5.23 ({error}); install it, or call "

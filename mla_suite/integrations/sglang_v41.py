@@ -21,9 +21,9 @@ from mla_suite.integrations.sglang import TESTED
 
 try:
     import torch
-    from sglang import __version__  # type: ignore[import-not-found]  # optional
-    from sglang.srt.environ import envs  # type: ignore[import-not-found]  # optional
-    from sglang.srt.runtime_context import get_exec  # type: ignore[import-not-found]  # optional
+    from sglang import __version__
+    from sglang.srt.environ import envs
+    from sglang.srt.runtime_context import get_exec
 except ImportError as error:
     raise ImportError(
         f"mla_suite.integrations.sglang_v41 needs SGLang 0.5.23 ({error}); install it, or call "

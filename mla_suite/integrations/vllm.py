@@ -21,9 +21,9 @@ import mla_suite
 from mla_suite.integrations import FP8, KV_FORMATS, PRECISION, capturing, fp8_query_rows, refuse
 
 try:
-    from vllm import envs  # type: ignore[import-not-found]  # optional
-    from vllm.config import get_current_vllm_config  # type: ignore[import-not-found]  # optional
-    from vllm.model_executor.layers.attention.mla_attention import (  # type: ignore[import-not-found]  # optional
+    from vllm import envs
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.layers.attention.mla_attention import (
         MLACommonBackend,
         MLACommonDecodeMetadata,
         MLACommonImpl,
@@ -31,13 +31,8 @@ try:
         MLACommonMetadataBuilder,
         QueryLenSupport,
     )
-    from vllm.platforms import current_platform  # type: ignore[import-not-found]  # optional
-    from vllm.v1.attention.backend import (  # type: ignore[import-not-found]  # optional
-        AttentionCGSupport,
-        AttentionType,
-        MLAAttentionImpl,
-        MultipleOf,
-    )
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MLAAttentionImpl, MultipleOf
 
     from mla_suite.integrations import vllm_interface
 except ImportError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm import __version__  # type: ignore[import-not-found]  # optional
+from vllm import __version__
 
 from mla_suite.integrations.interface import Interface
 

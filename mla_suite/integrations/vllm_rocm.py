@@ -116,9 +116,7 @@ def rocm_sparse_attn_decode(
         restate(NAME, _WORDS | {f"indices[{number}]": f"{POOLS[number]}_ragged_indices" for number in ragged}, error)
     if output_mxfp8 is None:
         return 0
-    from vllm.v1.attention.ops.rocm_aiter_mla_sparse import (  # type: ignore[import-not-found]  # optional
-        rocm_inverse_rope_mxfp8_rows,
-    )
+    from vllm.v1.attention.ops.rocm_aiter_mla_sparse import rocm_inverse_rope_mxfp8_rows
 
     rocm_inverse_rope_mxfp8_rows(rows, inv_rope_positions, inv_rope_cos_sin_cache, rope_head_dim, *output_mxfp8)
     return q.shape[0]
@@ -143,7 +141,7 @@ def _selection(
 def _window_format() -> str:
     """FNUZ where vLLM's encoder of the window writes it; OCP without vLLM."""
     try:
-        from vllm.platforms import current_platform  # type: ignore[import-not-found]  # optional
+        from vllm.platforms import current_platform
     except ImportError:
         return OCP
     return FNUZ if current_platform.fp8_dtype() is torch.float8_e4m3fnuz else OCP

@@ -25,16 +25,13 @@ from mla_suite.integrations.vllm import MLASuiteAnswers, MLASuiteLayer
 from mla_suite.kv_formats import get_kv_format
 
 try:
-    from vllm import envs  # type: ignore[import-not-found]  # optional
-    from vllm.model_executor.layers.attention.sparse_mla_attention import (  # type: ignore[import-not-found]
+    from vllm import envs
+    from vllm.model_executor.layers.attention.sparse_mla_attention import (
         SparseMLACommonImpl,
         SparseMLACommonMetadata,
         SparseMLACommonMetadataBuilder,
     )
-    from vllm.v1.attention.backend import (  # type: ignore[import-not-found]  # optional
-        AttentionBackend,
-        AttentionCGSupport,
-    )
+    from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
 
     from mla_suite.integrations import vllm_interface
 except ImportError as error:

@@ -25,8 +25,8 @@ from mla_suite.integrations.flash_mla import flash_mla_sparse_fwd, flash_mla_wit
 from mla_suite.integrations.plugins import V4_MODELS, V4_NAME
 
 try:
-    from vllm import envs  # type: ignore[import-not-found]  # optional
-    from vllm.platforms import current_platform  # type: ignore[import-not-found]  # optional
+    from vllm import envs
+    from vllm.platforms import current_platform
 
     from mla_suite.integrations import vllm_interface
 except ImportError as error:

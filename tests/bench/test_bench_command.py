@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from mla_suite.__main__ import main
-from mla_suite.bench import measure, sets
+from mla_suite.bench import sets
 from mla_suite.bench.measure import Measured
+from mla_suite.cli import bench
 
 CPU = ["bench", "--device", "cpu"]
 
@@ -49,7 +50,7 @@ def test_a_wrong_result_fails_the_run_and_a_refusal_does_not(
     def one(case: sets.Case, *rest: object, **options: object) -> Iterator[Measured]:
         yield replace(Measured(case, "native"), **found)
 
-    monkeypatch.setattr(measure, "measure", one)
+    monkeypatch.setattr(bench, "measure", one)
     shapes = len(sets.named("quick", "decode"))
     assert main([*CPU, "--op", "decode"]) == code
     printed = capsys.readouterr()

@@ -9,13 +9,6 @@ from mla_suite.archs import CSRC
 from mla_suite.build import BuildError, build, params
 
 
-def test_a_number_that_does_not_fit_is_refused_in_a_sentence():
-    numbers = {field.name: 0 for field in params.load("combine").fields}
-    assert len(params.pack_numbers("combine", (), **numbers)) == params.load("combine").size
-    with pytest.raises(ValueError, match=r"combine: a size of this call exceeds 32 bits .*; ask for fewer splits"):
-        params.pack_numbers("combine", (), **numbers | {"num_splits": 2**31})
-
-
 def test_offsets_and_bytes():
     mirror = params.parse(PARAMS, "common/params/scale.hpp")
     assert mirror.name == "mla::ScaleParams"

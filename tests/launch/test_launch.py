@@ -85,6 +85,14 @@ def test_a_cpu_tensor_goes_to_the_emulated_arch(drivers):
     ]
 
 
+def test_a_number_that_does_not_fit_is_refused_in_a_sentence(drivers):
+    with (
+        launch.emulate("gfx942"),
+        pytest.raises(ValueError, match=r"scale: a size of this call exceeds 32 bits .*; ask for fewer splits"),
+    ):
+        run(torch.empty(2), count=2**63)
+
+
 def test_without_emulation_a_cpu_tensor_is_refused(drivers):
     with pytest.raises(
         LaunchError, match=r"scale: CPU tensors have no native kernels; name an arch with mla_suite\.em"
