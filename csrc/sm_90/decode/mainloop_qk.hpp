@@ -24,6 +24,8 @@ class QkSoftmax {
   using MaxLogits = MaxLogitsOf<Traits>;
   using QOperand = QOperandOf<Traits>;
   static constexpr bool SELECTED = Traits::SELECTED;
+  // Few CTAs with windows or trees: a second copy of the product and of the mask would have to come from L2, too.
+  static constexpr bool ONE_COPY = HAS_MASKS && Cluster::EXCHANGES_P;
 
  public:
   MLA_DEVICE QkSoftmax(const Params& params, uint32_t shared)
@@ -190,7 +192,7 @@ class QkSoftmax {
   MLA_DEVICE void softmax_step(float (&s)[SCORES], int first) {
     const int lane = warpgroup_thread() % 32;
     const int warp = warpgroup_thread() / 32;
-    mask(s, first);
+    if constexpr (!ONE_COPY) mask(s, first);
     MaxLogits::add(params_, shared_, s);
     const bool p_ready = mbarrier_test(barriers_.p_empty(p_.stage), p_.parity ^ 1);
     const uint32_t stage = p_stage();
@@ -405,6 +407,7 @@ class QkSoftmax {
   // All stages of the tile, or of one of its splits, from key `first` to `end`, with rows that have seen no key. Returns
   // where the next stage begins.
   MLA_DEVICE int attend(int first, int end) {
+    if constexpr (ONE_COPY) return attend_in_one_loop(first, end);
     float s[SCORES];
     multiply(s, [](int) {});
     mask(s, first);
@@ -415,6 +418,26 @@ class QkSoftmax {
       multiply(s, [&](int k) {
         if (k == Traits::P_COMMIT_STEP) publish_p();
       });
+    }
+    softmax_step<true>(s, first);
+    return first + BLOCK_N;
+  }
+
+  // The same with one copy of the product and of the mask.
+  MLA_DEVICE int attend_in_one_loop(int first, int end) {
+    float s[SCORES];
+    for (bool begun = false;; first += BLOCK_N) {
+      multiply(s, [&](int k) {
+        if (k == Traits::P_COMMIT_STEP && begun) publish_p();
+      });
+      mask(s, first);
+      if (!begun) {
+        float factor[2];
+        raise_row_max(s, factor);
+        begun = true;
+      }
+      if (first + BLOCK_N >= end) break;
+      softmax_step<false>(s, first);
     }
     softmax_step<true>(s, first);
     return first + BLOCK_N;
