@@ -150,14 +150,16 @@ def call_of(
     copies: Sequence[Copy],
     temporaries: Sequence[Temporary],
     notes: Sequence[str],
+    lse_words: int = 1,
 ) -> CallSpec:
-    """The call of a kernel that has `slots` partials, and leaves them to a combine where there is one."""
+    """The call of a kernel that has `slots` partials, and leaves them to a combine where there is one. `lse_words` is
+    how many numbers a partial's row has in place of a log-sum-exp."""
     launches: tuple[LaunchSpec, ...] = (launch,)
     scratch = dict[str, tuple[int, ...]]()
     if combine_launch is not None:
         launches += (combine_launch,)
     if slots:
-        scratch = {"partial_out": (slots, shape.rows, head_dim_v), "partial_lse": (slots, shape.rows)}
+        scratch = {"partial_out": (slots, shape.rows, head_dim_v), "partial_lse": (slots, shape.rows * lse_words)}
     return CallSpec(launches, scratch, tuple(copies), tuple(temporaries), tuple(notes))
 
 

@@ -63,6 +63,7 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             monkeypatch.setattr(Estimate, "plan_saves_little", lambda self, splits: False)
         if folds is not None:
             monkeypatch.setattr(Estimate, "folding_pays", lambda self, splits, nodes: folds)
+            monkeypatch.setattr(Estimate, "joining_pays", lambda self, splits: folds)
         dispatch.clear_caches()
 
     yield replace

@@ -94,19 +94,32 @@ def test_random_problems(rules):
             assert_right(*found, exact_decode(*on_cpu(args), **kwargs))
 
 
-def test_a_plan_changes_no_bit(rules):
-    args, kwargs = decode_sample(LONG * 9, heads=128, split_size=128).make(torch.device("cuda"))
-    kwargs["max_seqlen_kv"] = max(LONG)
+def with_plan(args, kwargs):
+    sizes = dict(num_heads=args[Q].shape[-2], max_seqlen_q=kwargs.get("max_seqlen_q") or args[Q].shape[1])
+    sizes |= {name: kwargs[name] for name in ("max_seqlen_kv", "split_size")}
     planned = list(args)
-    planned[PLAN] = mla_suite.plan(
-        args[LENS], args[CU_SEQLENS_Q], num_heads=128, max_seqlen_kv=max(LONG), split_size=128
-    )
+    planned[PLAN] = mla_suite.plan(args[LENS], args[CU_SEQLENS_Q], **sizes)
+    return planned
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_plan_changes_no_bit(rules, name):
+    """SM parts end anywhere in a node, whose splits are then partly folded and partly apart."""
+    args, kwargs = made(name)
+    kwargs["max_seqlen_kv"] = max(*SHAPES[name]["lens"], 1)
+    planned = with_plan(args, kwargs)
     rules(folds=False)
-    apart = decode(planned, kwargs)
+    alone = decode(args, kwargs)
     assert kernels(planned, kwargs)[0].startswith("decode")
+    apart = decode(planned, kwargs)
     rules(folds=True)
-    assert kernels(planned, kwargs)[0].startswith("fold_decode"), "as the plan is not read"
-    assert_same_bits([decode(planned, kwargs), decode(args, kwargs)], [apart, apart])
+    whole = kwargs["split_size"] % 32 == 0
+    assert kernels(planned, kwargs)[0].startswith("fold_decode" if whole else "decode")
+    found = decode(planned, kwargs)
+    assert_right(*found, exact_decode(*on_cpu(planned), **kwargs))
+    assert_same_bits([found], [apart])
+    if whole and not SHAPES[name].get("sink"):
+        assert_same_bits([found], [alone])
 
 
 def test_a_sequence_has_its_bits_in_any_batch():
@@ -121,9 +134,14 @@ def test_a_sequence_has_its_bits_in_any_batch():
         assert_same_bits([decode(some, kwargs)], [[result[own : own + 1] for result in together]])
 
 
-def test_a_graph_repeats_its_bits(rules):
+@pytest.mark.parametrize("plan", [False, True], ids=["no plan", "plan"])
+def test_a_graph_repeats_its_bits(rules, plan):
     rules(folds=True)
     problems = [made(name) for name in SHAPES]
+    if plan:
+        for args, kwargs in problems:
+            kwargs["max_seqlen_kv"] = max(int(args[LENS].max()), 1)
+        problems = [(with_plan(*problem), problem[1]) for problem in problems]
     assert_a_graph_repeats(problems, [decode(*problem) for problem in problems])
 
 
@@ -132,3 +150,6 @@ def test_a_captured_call_is_right_at_any_length(rules):
     args, kwargs = decode_sample((2000, 1500, 1000, 64, 900), heads=128, split_size=128).make(torch.device("cuda"))
     lengths = ((2, 0, 999, 33, 0), (0, 0, 0, 0, 0), (64, 1490, 990, 64, 890), (2000, 1500, 1000, 64, 900))
     assert_right_at_other_lengths(lambda: decode(args, kwargs), list(args), kwargs, lengths)
+    kwargs["max_seqlen_kv"] = 2000
+    planned = with_plan(args, kwargs)
+    assert_right_at_other_lengths(lambda: decode(planned, kwargs), list(args), kwargs, lengths)

@@ -27,6 +27,7 @@ class PlanMerge:
         most = int(lens.max())
         self.plan = mla_suite.plan(lens, num_heads=heads * q_len, num_sm_parts=parts, max_seqlen_kv=most, **split)
         self.bounds = Plan.read(self.plan).split_indptr
+        self.final: set[int] = set()  # split sequences whose results decode has stored
         self.partial_out, self.partial_lse = partials(max(self.bounds[-1], 1), heads * q_len)
         self.sink = torch.randn(heads) if sink else None
         count = int(self.tokens[-1])
@@ -34,7 +35,7 @@ class PlanMerge:
 
     @property
     def split(self):
-        return [b for b in range(self.batch) if self.bounds[b + 1] > self.bounds[b]]
+        return [b for b in range(self.batch) if self.bounds[b + 1] > self.bounds[b] and b not in self.final]
 
     def prepared(self, config, num_splits=1, skip_none=1):
         """The launch of a combine with this configuration."""

@@ -6,6 +6,7 @@ not seen; that decode folds splits to the same bits is shown on a GPU (tests/gpu
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import kernels_on_host
@@ -18,8 +19,10 @@ from planted import each_of
 
 from mla_suite import archs
 from mla_suite.archs import combine as native
-from mla_suite.archs.sm_90.combine import FoldCombineConfig
+from mla_suite.archs.sm_90.combine import FoldCombineConfig, of_states
+from mla_suite.archs.sm_90.costs import NODE_SPLITS
 from mla_suite.build.params import load
+from mla_suite.testing import poison
 
 KERNEL = "sm_90/combine/fold_combine.hpp"
 ROWS = {"few": 1, "many": 100_000}
@@ -42,14 +45,18 @@ def instance(request, tmp_path_factory):
     return request.param, compiled(tmp_path_factory.mktemp("combine"), request.param)
 
 
-def run_and_check(program, rows, merge):
+def run_and_check(program, rows, merge, states=None):
     config = config_of(rows)
     launch = merge.prepared(config)
+    partial_out, partial_lse = merge.partial_out, merge.partial_lse
+    if states is not None:
+        launch = of_states(launch, merge.heads * merge.q_len)
+        partial_out, partial_lse = states
     fields = load("combine")
     params = fields.pack(**{**launch.numbers, **dict.fromkeys(POINTERS, 0)})
     nothing = torch.zeros(0, dtype=torch.int32)
     tokens, sink = merge.tokens if merge.ragged else nothing, nothing if merge.sink is None else merge.sink
-    arrays = merge.partial_out, merge.partial_lse, merge.plan, tokens, sink, merge.out, merge.lse
+    arrays = partial_out, partial_lse, merge.plan, tokens, sink, merge.out, merge.lse
     blocks = config.grid(merge.batch * merge.heads * merge.q_len)
     done = kernels_on_host.merged(program, blocks, params, arrays, seed=1)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -69,6 +76,39 @@ CASES = {
 def test_splits_are_merged(instance, name):
     rows, program = instance
     run_and_check(program, rows, PlanMerge(**CASES[name]))
+
+
+def states_of(merge, folded):
+    """What a planned decode leaves that has folded `folded` splits, at most, of each node from its first on.
+
+    Partials and sums of weights of the others of those are poison. So is all that belongs to a final sequence: its mark
+    has the same bits.
+    """
+    states = poison(torch.empty(*merge.partial_lse.shape, 2))
+    values = merge.partial_out.clone()
+    states[..., 0] = merge.partial_lse
+    states[..., 1] = 1
+    for begin, end in pairwise(merge.bounds):
+        for first in range(begin, end, NODE_SPLITS):
+            run = slice(first, min(first + folded, end, first + NODE_SPLITS))
+            weights = (merge.partial_lse[run] - merge.partial_lse[first]).exp()
+            values[first] = (weights[..., None] * merge.partial_out[run]).sum(0)
+            states[first, :, 1] = weights.sum(0)
+            rest = slice(run.start + 1, run.stop)
+            poison(values[rest]), poison(states[rest])
+            states[rest, :, 0] = -torch.inf
+    for b in merge.final:
+        own = slice(merge.bounds[b], merge.bounds[b + 1])
+        poison(values[own]), poison(states[own])
+    return values, states
+
+
+@pytest.mark.parametrize("folded", [1, 2, 9, 16])
+def test_a_fold_that_decode_began_is_gone_on_with(instance, folded):
+    rows, program = instance
+    merge = PlanMerge((2200, 64, 900, 65), heads=3, split_size=64)
+    merge.final = {2}
+    run_and_check(program, rows, merge, states_of(merge, folded))
 
 
 def test_a_later_split_may_weigh_more_or_all(instance):
@@ -94,6 +134,9 @@ FAULTS = {
         "nodes that end early",
     ),
     "not divided": ("    const float own = fold.scale();\n", "    const float own = 1.0f;\n", "one node"),
+    "weights of one split": ("fold.sum = lse_at(p, at, split)[1];", "fold.sum = 1.0f;", "states"),
+    "a word of no split": (" && split < at.splits) fold.sum", ") fold.sum", "states"),
+    "a final row": ("if (!at.wanted || is_final(p, at)) return;", "if (!at.wanted) return;", "states"),
     "lanes' first nodes alone": (
         "    for (int node = at.member + team; node < nodes; node += team) sum +=",
         "    for (int node = nodes; node < nodes; node += team) sum +=",
@@ -107,5 +150,11 @@ def test_a_broken_kernel_is_found(tmp_path, name):
     right, broken, case = FAULTS[name]
     own = with_a_fault(tmp_path / "csrc", KERNEL, right, broken)
     program = compiled(tmp_path, "few", own)
+    if case == "states":
+        merge = PlanMerge((2200, 900), heads=3, split_size=64)
+        merge.final = {1}
+        states = states_of(merge, 16)
+    else:
+        merge, states = PlanMerge(**CASES[case]), None
     with pytest.raises(AssertionError):
-        run_and_check(program, "few", PlanMerge(**CASES[case]))
+        run_and_check(program, "few", merge, states)

@@ -1,12 +1,14 @@
 // combine in batch-invariant mode for a decode that may fold nodes of splits itself (decode/fold.hpp): the results of a
 // node's splits are added as that decode adds them, then nodes are merged as combine merges splits. So a row has the
-// same bits whether its nodes or their splits were the work tiles.
+// same bits whether its nodes or their splits were the work tiles. Behind a planned decode that folds, a partial is the
+// state of a fold (decode/node_state.hpp): a node's first may have several splits, and those behind it are then not there.
 //
 // A team has a row, or some of its columns, to itself. Every lane folds the log-sum-exps of a node as it comes to it;
 // they are the same words for the whole team, and few beside the partials.
 #pragma once
 
 #include "common/combine.hpp"
+#include "sm_90/combine/sentinel.hpp"
 #include "sm_90/split_fold.hpp"
 #include "sm_90/wave.hpp"
 
@@ -30,7 +32,7 @@ struct FoldCombine : Combine<Wave, Shape> {
     Wave::release_consumer();
     Wave::wait_for_producer();
     Base::resolve_splits(p, sequence, at);
-    if (!at.wanted) return;
+    if (!at.wanted || is_final(p, at)) return;
     const int nodes = (at.splits + NODE_SPLITS - 1) / NODE_SPLITS;
     if (nodes <= 1)
       take_node(p, at);
@@ -53,11 +55,12 @@ struct FoldCombine : Combine<Wave, Shape> {
         Vec<float, quad> loaded[in_flight][chunks][vec / quad];
         for (int i = 0; i < in_flight; ++i) {
           lse[i] = lse_of_split(p, at, first_split + first + i);
-          load_partial(p, at, first_split + first + i, loaded[i]);
+          if (is_there(p, first + i, lse[i])) load_partial(p, at, first_split + first + i, loaded[i]);
         }
         for (int i = 0; i < in_flight; ++i) {
           float before, factor;
           fold.add(lse[i], before, factor);
+          if (first + i == 0) begin(p, at, first_split, fold);
           for (int c = 0; c < chunks; ++c)
             for (int k = 0; k < vec; ++k)
               sum[c][k] = SplitFold::added(sum[c][k], before, SplitFold::term(loaded[i][c][k / quad][k % quad], factor));
@@ -119,8 +122,29 @@ struct FoldCombine : Combine<Wave, Shape> {
     SplitFold fold;
     float before, factor;
 #pragma unroll
-    for (int i = 0; i < NODE_SPLITS; ++i) fold.add(lse[i], before, factor);
+    for (int i = 0; i < NODE_SPLITS; ++i) {
+      fold.add(lse[i], before, factor);
+      if (i == 0) begin(p, at, node * NODE_SPLITS, fold);
+    }
     return fold.lse();
+  }
+
+  // Whether partials are states: then two words are in place of a log-sum-exp.
+  MLA_DEVICE static bool are_states(const CombineParams& p) { return p.partial_lse_row_stride == 2; }
+
+  // Whether decode has stored the row's result.
+  MLA_DEVICE static bool is_final(const CombineParams& p, const RowAssignment& at) {
+    return are_states(p) && at.splits > 0 && bit_cast<uint32_t>(lse_of_split(p, at, 0)) == SENTINEL;
+  }
+
+  // Whether the partial of a node's split is to be read: not where it is part of the first's.
+  MLA_DEVICE static bool is_there(const CombineParams& p, int split, float lse) {
+    return split == 0 || !are_states(p) || lse != -bit_cast<float>(INFINITY_BITS);
+  }
+
+  // Goes on with the state of a node's first partial, once it has been added as a split.
+  MLA_DEVICE static void begin(const CombineParams& p, const RowAssignment& at, int split, SplitFold& fold) {
+    if (are_states(p) && split < at.splits) fold.sum = lse_at(p, at, split)[1];
   }
 
   // Behind a row's last split the last one is read in place of others, so that no load waits for a branch; none of it
@@ -129,10 +153,13 @@ struct FoldCombine : Combine<Wave, Shape> {
     return at.first + (split < at.splits ? split : at.splits - 1);
   }
   MLA_DEVICE static float lse_of_split(const CombineParams& p, const RowAssignment& at, int split) {
-    const int64_t place = read_in_place_of(at, split) * p.partial_lse_split_stride + at.row * p.partial_lse_row_stride;
-    const float lse = p.partial_lse[place];
+    const float lse = *lse_at(p, at, split);
     return split < at.splits ? lse : -bit_cast<float>(INFINITY_BITS);
   }
+  MLA_DEVICE static const float* lse_at(const CombineParams& p, const RowAssignment& at, int split) {
+    return p.partial_lse + (read_in_place_of(at, split) * p.partial_lse_split_stride + at.row * p.partial_lse_row_stride);
+  }
+
   // This lane's columns of a partial.
   MLA_DEVICE static void load_partial(const CombineParams& p, const RowAssignment& at, int split,
                                       Vec<float, quad> (&to)[chunks][vec / quad]) {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "sm_90/decode/epilogue.hpp"
+#include "sm_90/decode/node_state.hpp"
 #include "sm_90/split_fold.hpp"
 
 namespace mla::sm_90 {
@@ -18,6 +19,19 @@ struct FoldStage {
 // The folds of the two rows of a QK thread.
 struct RowFolds {
   SplitFold of_row[2];
+
+  // Stores the states but for the sums of results, which PV stores.
+  MLA_DEVICE void store(const DecodeTmaParams& params, int partial_row) const {
+    if (warpgroup_thread() % 4 != 0) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row() + quad_row() + half * 8;
+      if (row >= params.rows) continue;
+      float* state = state_of(params, partial_row, row);
+      state[0] = of_row[half].base;
+      state[1] = of_row[half].sum;
+    }
+  }
 
   // Adds a split. Its `inverse` and what PV scales by go to the P stage, where the thread's rows begin at `row`; then
   // `inverse` and `lse` are the node's so far.
@@ -94,6 +108,18 @@ class NodeSum {
         with(o, tile, ld_relaxed_gpu_v4(place(tile)), factors, four);
         st_relaxed_gpu(place(tile), four);
       });
+  }
+
+  // The sum of a node's only split, in place.
+  template <int PRODUCTS, int VALUES>
+  MLA_DEVICE static void of_one(float (&o)[PRODUCTS][VALUES], Factors factors) {
+#pragma unroll
+    for (int tile = 0; tile < PRODUCTS * VALUES / 4; ++tile) {
+      float four[4];
+      terms(o, tile, factors, four);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o[tile / 16][tile % 16 * 4 + i] = SplitFold::added(-0.0f, 1.0f, four[i]);
+    }
   }
 
   // Loads the sum of all splits.

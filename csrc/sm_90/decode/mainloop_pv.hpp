@@ -234,9 +234,15 @@ class PvMma {
   MLA_DEVICE void finish_rows(OutputTarget& target) {
     target.factor[0] = ld_shared<float>(p_stage() + Storage::P_INVERSE + quad_row() * 4);
     target.factor[1] = ld_shared<float>(p_stage() + Storage::P_INVERSE + quad_row() * 4 + 32);
-    if (group_ == 0) epilogue_.store_lse(target, p_stage() + Storage::P_LSE);
+    if (group_ == 0 && !is_state(target)) epilogue_.store_lse(target, p_stage() + Storage::P_LSE);
     if (group_ == 1) MaxLogitsOf<Traits>::store(params_, p_stage());
     release_p();
+  }
+
+  // Whether the QK warpgroup stores what a partial has in place of a log-sum-exp.
+  MLA_DEVICE bool is_state(const OutputTarget& target) const {
+    if constexpr (Traits::FOLDS) return target.partial && leaves_states(params_);
+    return false;
   }
 
   // All products of a work tile that is a node. Its sum begins with the first split's result, and is stored with the last.
@@ -254,17 +260,23 @@ class PvMma {
         release_p();
         release_kv();
       }
+      if (!goes_on && !(command & FOLDED)) {
+        NodeSum::of_one(o_, factors);
+        break;
+      }
       const NodeSum sum(params_, group_);
       if (command & FOLDED)
         sum.add(o_, factors);
       else
         sum.begin(o_, factors);
-      if (!goes_on) break;
+      if (!goes_on) {
+        sum.load(o_);
+        break;
+      }
 #pragma unroll
       for (int i = 0; i < VALUES; ++i) o_[0][i] = o_[LAST_PRODUCT][i] = 0.0f;
       command = next_command();
     }
-    NodeSum(params_, group_).load(o_);
     OutputTarget target = find_rows();
     finish_rows(target);
     store(target);

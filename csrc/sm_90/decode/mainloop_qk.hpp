@@ -243,7 +243,13 @@ class QkSoftmax {
     finish_rows(inverse, lse);
     const uint32_t row = p_stage() + quad_row() * 4;
     mbarrier_wait(barriers_.p_empty(p_.stage), p_.parity ^ 1);
-    if constexpr (Traits::FOLDS) folds_.add(row, inverse, lse);
+    if constexpr (Traits::FOLDS) {
+      folds_.add(row, inverse, lse);
+      if (tile_.partial_row >= 0 && leaves_states(params_)) {
+        inverse[0] = inverse[1] = 1.0f;
+        if (first + BLOCK_N >= tile_.end_key) folds_.store(params_, tile_.partial_row);
+      }
+    }
     if (warpgroup_thread() % 4 == 0) {
       st_shared(row + Storage::P_INVERSE, inverse[0]);
       st_shared(row + Storage::P_INVERSE + 32, inverse[1]);
@@ -374,6 +380,8 @@ class QkSoftmax {
       }
       int command = FINISH | (has_queries() ? Q_PASSED : 0);
       if constexpr (Cluster::MERGES_LAST) command |= merges() ? MERGE : 0;
+      if constexpr (Traits::FOLDS)
+        if (tile_.partial_row >= 0 && leaves_states(params_)) RowFolds().store(params_, tile_.partial_row);
       publish_command(command);
       return;
     }

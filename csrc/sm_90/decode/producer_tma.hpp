@@ -125,6 +125,7 @@ class ProducerTma : protected ProducerBase<Traits> {
     scheduler.resolve_bounds();
     for (int info = Q_LOADED; scheduler.more(); info = 0) {
       this->publish(scheduler.tile(), info, tiles, TILE_WARP * 32);
+      if constexpr (Traits::FOLDS) scheduler.tell_combine();
       after(scheduler.tile(), info == Q_LOADED);
       scheduler.next();
     }

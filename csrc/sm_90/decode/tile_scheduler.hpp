@@ -3,7 +3,10 @@
 
 #include "common/division.hpp"
 #include "common/plan_header.hpp"
+#include "sm_90/combine/sentinel.hpp"
+#include "sm_90/decode/node_state.hpp"
 #include "sm_90/decode/query_rows.hpp"
+#include "sm_90/split_fold.hpp"
 
 namespace mla::sm_90 {
 
@@ -48,7 +51,10 @@ struct EvenSplit {
 // which is all that its queries need; `resolve_bounds` gives its keys, which takes the sequence's length from memory.
 // Both are chains of dependent loads, so a role that walks the list resolves the next tile where it has to wait for
 // something anyway.
-template <bool PAIRED>
+//
+// With FOLDS a plan's splits are batch-invariant. Those of a node, from its first on and as far as this SM part has them,
+// are one tile, which the CTA folds; a node's other splits are tiles of their own, since they are added in order.
+template <bool PAIRED, bool FOLDS = false>
 class TileSchedulerOf {
  public:
   using Params = DecodeTmaParams;
@@ -107,6 +113,28 @@ class TileSchedulerOf {
     tile_.end_key = split.end;
   }
 
+  // FOLDS: tells combine what it does not find in partials, of a node whose splits are one tile: that the result is
+  // final, by SENTINEL as the log-sum-exp of the first split, or that the other splits are part of the first's partial,
+  // by -inf. Called by a whole warp for all rows of the block.
+  MLA_DEVICE void tell_combine() const {
+    if (joined_ == 1) return;
+    const int lane = thread_id() % 32;
+#pragma unroll 1
+    for (int row = first_row() + lane; row < min(first_row() + BLOCK_M, params_.rows); row += 32) {
+      if (tile_.partial_row < 0) {
+        const int first = ld_global(params_.plan + PlanHeader::words + tile_.sequence);
+        *state_of(params_, first, row) = bit_cast<float>(SENTINEL);
+        continue;
+      }
+      float* state = state_of(params_, tile_.partial_row, row);
+#pragma unroll 1
+      for (int split = 1; split < joined_; ++split) {
+        state += 2 * params_.rows;
+        *state = -bit_cast<float>(INFINITY_BITS);
+      }
+    }
+  }
+
   // Fetches the tile after this one and resolves it.
   MLA_DEVICE void next() {
     fetch_next();
@@ -144,6 +172,7 @@ class TileSchedulerOf {
       tile_.first_key = warp_uniform(words.y);
       tile_.end_key = warp_uniform(words.z);
       tile_.partial_row = warp_uniform(words.w);
+      if constexpr (FOLDS) join_node();
       return true;
     }
     if (cursor_ >= limit_) return false;
@@ -152,6 +181,22 @@ class TileSchedulerOf {
     tile_.partial_row = params_.num_splits > 1 ? cursor_ : -1;
     cursor_ += params_.grid_stride;
     return true;
+  }
+
+  // Makes one tile of the splits behind the one fetched that this CTA may fold with it. A sink is left to combine, which
+  // divides by it otherwise.
+  MLA_DEVICE void join_node() {
+    joined_ = 1;
+    if (tile_.partial_row < 0 || params_.split_size != params_.fold_size) return;
+    if (static_cast<uint32_t>(tile_.first_key) % (NODE_SPLITS * params_.fold_size) != 0) return;
+#pragma unroll 1
+    for (; joined_ < NODE_SPLITS && cursor_ < limit_; ++joined_, ++cursor_) {
+      const int4 words = load_plan_tile(params_.plan + tiles_ + PlanHeader::work_tile_words * cursor_);
+      if (warp_uniform(words.x) != tile_.sequence || warp_uniform(words.y) != tile_.end_key) break;
+      tile_.end_key = warp_uniform(words.z);
+    }
+    const bool whole = tile_.first_key == 0 && tile_.end_key == PlanHeader::open_end;
+    if (whole && joined_ > 1 && params_.attn_sink == nullptr) tile_.partial_row = -1;
   }
 
   MLA_DEVICE void load_bounds() {
@@ -170,6 +215,7 @@ class TileSchedulerOf {
   int limit_ = 0;
   int plan_parts_ = 0;
   int tiles_ = 0;  // where a plan's tiles begin
+  int joined_ = 1;  // FOLDS: splits of the tile
   WorkTile tile_;
   bool more_;
 };

@@ -195,6 +195,12 @@ def bounded(launch: LaunchSpec) -> LaunchSpec:
     return launch._replace(numbers={**launch.numbers, "workgroups": int(given)})
 
 
+def of_states(launch: LaunchSpec, rows: int) -> LaunchSpec:
+    """The launch of a combine whose partials are states of folds (csrc/sm_90/decode/node_state.hpp)."""
+    strides = {"partial_lse_split_stride": 2 * rows, "partial_lse_row_stride": 2}
+    return launch._replace(numbers={**launch.numbers, **strides})
+
+
 def config_for(
     arch: ArchSpec,
     head_dim_v: int,

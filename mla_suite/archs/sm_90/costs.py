@@ -53,6 +53,7 @@ class CostModel:
     invariant_bytes: float = 1.2e6  # bytes of partials per microsecond where every split has one: to begin it, too
     fold_node: float = 10.0  # a node of 64 rows: its sum begins and ends in L2
     fold_split: float = 2.0  # more for each split that is added to it
+    joined_partials: float = 200e6  # bytes of a plan's partials from which CTAs fold the splits that they can (D73)
     kept_partials: float = 8e6  # bytes of partials behind which the others take as long as they take to be written
     plan: float = 5.5  # a plan of one tile a CTA: to read it, and to combine its partials behind decode (R17)
     pairing: float = 1.4  # cluster_mode reduce_last: clusters start later, and tiles wait for a look at the plan
@@ -253,6 +254,11 @@ class Estimate:
             folded += self.combine(self.units - busy, nodes)
         partials = self.batch * self.rows * splits * 2048
         return folded < self.decode(splits) + FITTED.combine + partials / FITTED.invariant_bytes
+
+    def joining_pays(self, splits: int) -> bool:
+        """Whether a plan's partials, of so many `splits` of each sequence, are more than L2 keeps until combine reads
+        them."""
+        return self.batch * self.rows * splits * 2048 > FITTED.joined_partials
 
     def in_pairs(self, splits: int) -> bool:
         """Whether the two CTAs of a cluster can combine each two splits."""

@@ -368,7 +368,7 @@ def _spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArg
     )
     if shape.plan_words:
         numbers["split_size"] = splits.size  # says whether CTAs drift apart (decode/producer_tma.hpp)
-    partials = slots
+    partials, states = slots, config.folds and shape.plan_words > 0
     if config.folds:  # behind the partials each CTA has rows to fold in
         partials += -(-groups * tiles * BLOCK_M // shape.rows)
         numbers |= dict(fold_size=decode_splits.whole_blocks(args.split_size), fold_slot=slots)
@@ -392,16 +392,18 @@ def _spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArg
             splits.size > 0,
             shape.plan_words > 0,
             merges,
-            config.may_fold and not config.folds,
+            config.may_fold and (states or not config.folds),
         )
         # A plan says itself how many partials a sequence has; which of them decode merges depends on `groups`.
         merge = combined(chosen, args, shape, results, wanted_lse, groups if merges else splits.partials, merges)
         if streaming is not None:
             merge = combine.bounded(merge)
+        if states:
+            merge = combine.of_states(merge, shape.rows)
     beside = " while decode runs" if streaming is not None else ""
     mode = config.cluster_mode
     pairs = "" if mode == "none" else f"; clusters of two CTAs: the call has cluster_mode {mode}"
     notes.append(f"{splits.note(shape, 'sequence')}{beside}{pairs}")
     if config.folds:
         notes.append(f"a work tile is up to {NODE_SPLITS} splits of {args.split_size} keys, whose results its CTA adds")
-    return call_of(launch, merge, shape, partials, args.head_dim_v, copies, temporaries, notes)
+    return call_of(launch, merge, shape, partials, args.head_dim_v, copies, temporaries, notes, 1 + states)

@@ -54,6 +54,8 @@ def split(
         groups = groups_of(config.arch, splits.tiles(shape), config.tiles(shape.rows))
         sizes = shape.batch, shape.rows, groups, shape.keys
         chosen = config if not splits.size and config.tiles(shape.rows) > 2 else unmerged(config, shape, splits)
+        if joins_splits(config, args, shape):
+            return config.folding[chosen.cluster_mode], splits, None
         if chosen is config and may_pair_parts(config, args, groups) and pairing_pays(*sizes, config.kv_load == "fp8"):
             chosen = config.clustered["reduce_last"]
         return chosen, splits, None
@@ -91,6 +93,18 @@ def folded(config: Sm90Config, args: DecodeArgs, shape: Shape) -> int:
     return nodes if config.folding and estimate.folding_pays(splits, nodes) else 0
 
 
+def joins_splits(config: Sm90Config, args: DecodeArgs, shape: Shape) -> bool:
+    """Whether CTAs add those splits of a plan that are a node's first and lie in their SM part.
+
+    Splits of a plan are rounded down to whole stages, and those without a plan up, so both begin at the same keys only
+    where nothing is rounded.
+    """
+    if not config.folding or args.split_size == 0 or args.split_size % BLOCK_N != 0:
+        return False
+    estimate = Estimate(config.arch, config.costs_as, shape.batch, shape.rows, -(-shape.keys // BLOCK_N))
+    return estimate.joining_pays(-(-shape.keys // args.split_size))
+
+
 def unmerged(config: Sm90Config, shape: Shape, splits: Splits) -> Sm90Config:
     """The instance for splits that no cluster merges.
 
@@ -118,16 +132,11 @@ def needs_no_plan(config: Sm90Config, args: DecodeArgs, out: torch.Tensor) -> bo
     A plan shares sequences out. One sequence leaves nothing to share, and short ones little: equal splits of the
     longest that there may be are then done before a plan is read and its partials are combined. Without a plan the CTAs
     of a cluster combine their splits among themselves, and the rest is combined while decode runs. A plan's num_splits
-    stays, and its split_size unless there are sequences for all SMs and their splits are folded: the bits are then the
-    same without it.
+    stays, and its split_size: what folds without a plan takes as long as the longest sequences.
     """
-    if args.plan is None or args.num_splits:
+    if args.plan is None or args.num_splits or args.split_size:
         return False
     shape = decode_shape(args, out)
-    if args.split_size:
-        same = args.attn_sink is None and args.split_size % BLOCK_N == 0
-        crowded = 8 * shape.batch * config.tiles(shape.rows) >= 7 * config.arch.compute_units
-        return same and crowded and folded(config, args, shape) > 0
     if shape.batch == 1:
         return True
     estimate = Estimate(config.arch, config.costs_as, shape.batch, shape.rows, -(-shape.keys // BLOCK_N))
