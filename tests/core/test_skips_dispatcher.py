@@ -308,7 +308,6 @@ def test_plain_tensors_of_other_classes_and_modes_take_the_short_way(dispatched,
 
 @pytest.mark.parametrize("scale", [1, np.float32(1), np.float64(1), np.int64(1)])
 def test_numbers_of_other_kinds_take_the_short_way(dispatched, scale):
-    """An int for a float and NumPy's numbers are what their value is; the schema's own kind is not needed."""
     args, kwargs = made("decode")
     kwargs |= {"softmax_scale": 1.0}
     with torch.no_grad():
