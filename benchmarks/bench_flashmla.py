@@ -6,10 +6,10 @@
 
 Columns: `op` is the operator without a plan; `plan` has a plan made beforehand, as serving engines do; `drop_in` is
 `mla_suite.integrations.flash_mla` called with the very arguments of the peer; `peer` is FlashMLA with its metadata made
-beforehand. `--split-sizes 512,1024` adds `split_512` and `split_1024`, the operator in batch-invariant mode. A time is
-the median replay of a CUDA graph of calls over inputs of at least 160 MB (cold L2), after 0.15 s of rest, divided by
-the calls. Every output is compared with fp32 before it is timed, and a column that is wrong ends the program.
-flashmla_e4m3.py says which columns rows over e4m3 caches have.
+beforehand. `--split-sizes 512,1024` adds `split_512` and `split_1024`, batch-invariant mode, with a plan where
+lengths differ. A time is the median replay of a CUDA graph of calls over inputs of at least 160 MB (cold L2), after
+0.15 s of rest, divided by the calls. Every output is compared with fp32 before it is timed, and a column that is wrong
+ends the program. flashmla_e4m3.py says which columns rows over e4m3 caches have.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class DenseTurn(NamedTuple):
     table: torch.Tensor
     lens: torch.Tensor
     plan: torch.Tensor
+    split_plans: dict[int, torch.Tensor]  # by split_size
 
 
 def dense_case(row: Dense, peer: Any, split_sizes: Sequence[int] = ()) -> Case:
@@ -86,6 +87,7 @@ def dense_case(row: Dense, peer: Any, split_sizes: Sequence[int] = ()) -> Case:
     lens, longest = row.lens, max(row.lens)
     width = -(-longest // PAGE)
     size = sum(lens) * 1152 + row.batch * row.q_len * row.heads * (576 + 512) * 2
+    bounds = {"max_seqlen_q": row.q_len, "max_seqlen_kv": longest}
     turns = []
     for _ in range(sets_for(size)):
         pages = row.batch * width
@@ -93,9 +95,10 @@ def dense_case(row: Dense, peer: Any, split_sizes: Sequence[int] = ()) -> Case:
         seq_lens = torch.tensor(lens, dtype=torch.int32, device="cuda")
         q = torch.randn(row.batch, row.q_len, row.heads, 576, device="cuda").bfloat16()
         cache = torch.randn(pages, PAGE, 576, device="cuda", dtype=torch.bfloat16)
-        plan = mla_suite.plan(seq_lens, num_heads=row.heads, max_seqlen_q=row.q_len, max_seqlen_kv=longest)
-        turns.append(DenseTurn(q, cache, table, seq_lens, plan))
-    options = {"softmax_scale": SCALE, "max_seqlen_q": row.q_len, "max_seqlen_kv": longest}
+        planned = partial(mla_suite.plan, seq_lens, num_heads=row.heads, **bounds)
+        split_plans = {size: planned(split_size=size) for size in split_sizes if row.ragged}
+        turns.append(DenseTurn(q, cache, table, seq_lens, planned(), split_plans))
+    options = {"softmax_scale": SCALE, **bounds}
     held = {}
 
     def paged(module: Any, turn: DenseTurn, **extra: Any) -> torch.Tensor:
@@ -123,7 +126,8 @@ def dense_case(row: Dense, peer: Any, split_sizes: Sequence[int] = ()) -> Case:
     }
 
     def invariant(turn: DenseTurn, split_size: int) -> torch.Tensor:
-        return mla_suite.decode(turn.q, turn.cache, turn.lens, turn.table, split_size=split_size, **options)[0]
+        sizes = {"plan": turn.split_plans.get(split_size), "split_size": split_size}
+        return mla_suite.decode(turn.q, turn.cache, turn.lens, turn.table, **sizes, **options)[0]
 
     columns |= {f"split_{size}": partial(invariant, split_size=size) for size in split_sizes}
 
