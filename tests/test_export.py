@@ -140,7 +140,7 @@ def test_all_operators_in_a_package_at_another_batch(tmp_path):
 
 
 class Layer(torch.nn.Module):
-    """A decode step of one MLA layer, positions and slots found on the device; and a merge of two halves of it."""
+    """A decode step of one MLA layer, positions and slots found on the device."""
 
     def __init__(self):
         super().__init__()
@@ -149,11 +149,18 @@ class Layer(torch.nn.Module):
             parameter.normal_(std=1 / math.sqrt(parameter.shape[-1]))
         self.register_buffer("cos_sin", cos_sin_table(CONFIG, 256), persistent=False)
 
-    def forward(self, x, kv_cache, block_table, seq_lens, *partials):
+    def forward(self, x, kv_cache, block_table, seq_lens):
         positions = seq_lens.long()[:, None]
         step = Step(block_table, seq_lens + 1, slots(block_table, positions, PAGE).flatten(), positions.flatten())
-        y = self.attention(x, kv_cache, step, self.cos_sin)
-        return y, mla_suite.combine(*partials, out_dtype=torch.float32) if PASSES_DTYPES else None
+        return self.attention(x, kv_cache, step, self.cos_sin)
+
+
+class LayerAndMerge(Layer):
+    """And partial results merged beside it."""
+
+    def forward(self, x, kv_cache, block_table, seq_lens, *partials):
+        merged = mla_suite.combine(*partials, out_dtype=torch.float32) if PASSES_DTYPES else None
+        return super().forward(x, kv_cache, block_table, seq_lens), merged
 
 
 def layer_inputs(batch):
@@ -163,20 +170,24 @@ def layer_inputs(batch):
     x = torch.randn(batch, 1, CONFIG.hidden_size, generator=generator).bfloat16()
     table = torch.randperm(24, generator=generator)[: batch * 3].int().view(batch, 3)
     lens = torch.randint(3 * PAGE - 1, (batch,), generator=generator, dtype=torch.int32)
-    partials = torch.randn(5, 8, 512, generator=generator), torch.randn(5, 8, generator=generator)
-    return x, cache.layers[0], table, lens, *partials, torch.tensor([0, 2, 5], dtype=torch.int32)
+    return x, cache.layers[0], table, lens
+
+
+def merging_inputs(batch):
+    return *layer_inputs(batch), torch.randn(5, 8, 512), torch.randn(5, 8), torch.tensor([0, 2, 5], dtype=torch.int32)
 
 
 def test_a_decode_step_of_mla(tmp_path):
     """Exported with a dynamic batch; the package writes the caller's cache in place, as the layer does, and a dtype and
     an error pass through it."""
-    batch, layer = torch.export.Dim("batch", min=2, max=8), Layer()
+    batch, layer = torch.export.Dim("batch", min=2, max=8), LayerAndMerge()
     dims = {"x": {0: batch}, "kv_cache": None, "block_table": {0: batch}, "seq_lens": {0: batch}}
     dims |= {"partials": (None,) * 3}
-    program = torch.export.export(layer, layer_inputs(3), dynamic_shapes=dims)
+    program = torch.export.export(layer, merging_inputs(3), dynamic_shapes=dims)
     compiled = packaged(program, tmp_path)
     for size in (3, 5):
-        own, other, third = layer_inputs(size), layer_inputs(size), layer_inputs(size)
+        own = merging_inputs(size)
+        other, third = ((*layer_inputs(size), *own[4:]) for _ in range(2))
         wanted, merged = layer(*other)
         for given, (y, halves) in ((third, program.module()(*third)), (own, compiled(*own))):
             # bf16 projections may round once more or less when fused

@@ -297,7 +297,14 @@ def test_large_batches_fold_their_splits():
     assert folded.numbers["num_splits"] == 2, "the sink is combine's"
     assert not combine.kernel.startswith("fold")
     assert len(launches(128, page=48).launches) == 2, "keys that threads copy are not folded"
-    assert launches(128, planned=True).launches == launches(128).launches
+    folded, combine = launches(128, planned=True).launches
+    assert folded.kernel.startswith("decode"), "L2 keeps the partials of a plan"
+    assert combine.numbers["partial_lse_row_stride"] == 1
+    spec = launches(400, planned=True)
+    folded, combine = spec.launches
+    assert folded.kernel.startswith("fold_decode")
+    assert combine.numbers["partial_lse_row_stride"] == 2
+    assert spec.scratch["partial_lse"][1] == 2 * 64, "a base and a sum of weights"
     split, combine = launches(1, planned=True).launches
     assert split.numbers["plan_words"] > 0
     assert combine.kernel.startswith("fold_combine")
