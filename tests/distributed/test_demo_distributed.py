@@ -6,105 +6,91 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from ranks import as_torchrun
 
 from mla_suite.__main__ import main
 from mla_suite.cli import demo_model, demo_ranks
+from mla_suite.distributed import ContextParallelCache
 
 
-def sentences(*command: str) -> list[str]:
-    """Returns what two failing ranks say, in the order of the ranks.
+def sentences(command: Callable[[], int], folder: Path) -> list[str]:
+    """Returns what two failing ranks say, in the order of the ranks."""
+    ended = as_torchrun(folder, command)
+    assert all(status != 0 for status, *_ in ended), ended
+    return [line for *_, errors in ended for line in errors.splitlines() if line.startswith("demo:")]
 
-    The ranks are started without torchrun, which ends all others within 0.1 s of the first failure: a rank that it ends
-    before its own sentence is written says nothing. As under torchrun, the process that starts them holds their store.
-    """
-    store = dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True)  # which waits for nobody else
-    described = {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_RUN_ID": "test",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *command],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            # What is said does not depend on what is compiled, which takes a minute.
-            env=os.environ | described | {"RANK": rank, "LOCAL_RANK": rank, "TORCHDYNAMO_DISABLE": "1"},
-        )
-        for rank in ("0", "1")
-    ]
-    try:
-        said = [rank.communicate(timeout=300)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert all(rank.returncode not in (0, None) for rank in ranks), said
-    return [line for stderr in said for line in stderr.splitlines() if line.startswith("demo:")]
+
+OPTIONS = ("demo", "--cp", "2", "--tokens", "2", "--layers", "1", "--kv-format", "fp32", "--json")
+
+
+def command() -> int:
+    return main(list(OPTIONS))
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_a_decoder_over_two_ranks_agrees_with_its_textbook_forward(compiled):
-    """Compiling takes two thirds of the time; test_parallel_layer.py compiles a layer that is spread."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    options = ["--cp", "2", "--tokens", "2", "--layers", "1", "--kv-format", "fp32", "--json"]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "TORCHDYNAMO_DISABLE": str(int(not compiled))}
-    command = [*torchrun, "-m", "mla_suite", "demo", *options]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+def test_a_decoder_over_two_ranks_agrees_with_its_textbook_forward(compiled: bool, tmp_path: Path) -> None:
+    """Compiling takes two thirds of the time; test_parallel_layer.py compiles a layer that is spread. The ranks that
+    compile are torchrun's own, and the others are described as it does."""
+    if compiled:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        words = [*torchrun, "-m", "mla_suite", *OPTIONS]
+        environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+        done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=300)
+        status, printed, errors = done.returncode, done.stdout, done.stderr
+    else:
+        (status, printed, errors), (other, silent, _) = as_torchrun(tmp_path, command)
+        assert (other, silent) == (0, ""), "the first rank speaks"
+    assert status == 0, errors
+    report = json.loads(printed)
     assert report["ranks"].startswith("1 tensor parallel x 2 context parallel, gloo on cpu")
     assert 0 < report["largest_logit_difference"] <= 1e-5
 
 
-def test_a_wrong_number_of_ranks_is_one_sentence_on_every_rank():
-    said = sentences("-m", "mla_suite", "demo", "--tp", "3")
+def three_ways() -> int:
+    return main(["demo", "--tp", "3"])
+
+
+def test_a_wrong_number_of_ranks_is_one_sentence_on_every_rank(tmp_path: Path) -> None:
+    said = sentences(three_ways, tmp_path)
     assert [sentence.split(":")[1] for sentence in said] == [" rank 0", " rank 1"]
     assert all("tp_size 3 x cp_size 1 is 3, and the process group has 2 ranks" in line for line in said)
 
 
-PROGRAM = """
-import os, sys
-from mla_suite.cli import demo_ranks
-from mla_suite.distributed import ContextParallelCache
-rank, tokens, append, steps = int(os.environ["RANK"]), 3, ContextParallelCache.append, []
-{fault}
-sys.exit(demo_ranks.decode({tp}, {cp}, tokens, 1, "fp32", 0, quiet=False) is None)
-"""
-DIES = """
-def dying(*arguments, **options):
-    steps.append(1)
-    return os._exit(3) if rank == 1 and len(steps) == 3 else append(*arguments, **options)
-ContextParallelCache.append = dying
-"""
+def decoding(tokens: int) -> int:
+    return int(demo_ranks.decode(1, 2, tokens, 1, "fp32", 0, quiet=False) is None)
 
 
-def faulty(folder: Path, fault: str, tp: int, cp: int) -> str:
-    """Writes a program that runs a demo with a fault, and returns its path."""
-    (folder / "faulty.py").write_text(PROGRAM.format(fault=fault, tp=tp, cp=cp))
-    return str(folder / "faulty.py")
+def one_dies() -> int:
+    append, steps = ContextParallelCache.append, []
+
+    def dying(*arguments: Any, **options: Any) -> Any:
+        steps.append(1)
+        return os._exit(3) if os.environ["RANK"] == "1" and len(steps) == 3 else append(*arguments, **options)
+
+    ContextParallelCache.append = dying
+    return decoding(3)
 
 
-def test_a_rank_that_dies_between_steps_is_one_sentence_of_the_other(tmp_path):
-    (sentence,) = sentences(faulty(tmp_path, DIES, tp=1, cp=2))
+def test_a_rank_that_dies_between_steps_is_one_sentence_of_the_other(tmp_path: Path) -> None:
+    (sentence,) = sentences(one_dies, tmp_path)
     assert sentence.startswith(
         "demo: rank 0: another rank ended or did not answer within 60 s; its own sentence says why"
     )
 
 
-def test_ranks_that_disagree_say_so_in_one_sentence_each(tmp_path):
+def disagree() -> int:
+    return decoding(3 + int(os.environ["RANK"]))
+
+
+def test_ranks_that_disagree_say_so_in_one_sentence_each(tmp_path: Path) -> None:
     said = "the ranks disagree: tokens is 3 on rank 0, 4 on rank 1; give all of them the same"
-    program = faulty(tmp_path, "tokens += rank", tp=1, cp=2)  # they agree before a layer is spread in either way
-    assert sentences(program) == [f"demo: rank {rank}: {said}" for rank in (0, 1)]
+    assert sentences(disagree, tmp_path) == [f"demo: rank {rank}: {said}" for rank in (0, 1)]
 
 
 def test_without_torchrun_the_command_is_named(capsys):
