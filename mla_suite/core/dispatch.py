@@ -156,6 +156,10 @@ class Choice:
     supported: Supported
     refused: tuple[tuple[str, str], ...]
 
+    def run(self, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
+        """Fill the outputs of one call."""
+        self.backend.run(self.supported.config, outputs, args)
+
     def __str__(self) -> str:
         lines = [f"{self.backend.name}: {self.supported.reason}"]
         lines += [f"  not {name}: {reason}" for name, reason in self.refused]
