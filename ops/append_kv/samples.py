@@ -8,8 +8,16 @@ from typing import Any
 import torch
 
 from mla_suite.core.op import Sample
+from mla_suite.kv_formats import KVFormat, get_kv_format
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import get_kv_format
+
+
+def stored(kind: KVFormat, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A cache of these rows and its descale. It holds bytes: opcheck compares what was written, and torch compares no
+    fp8."""
+    descale = torch.tensor([0.05], device=rows.device) if kind.per_tensor_descale else None
+    cache = caches.pack(kind, rows, descale=descale)
+    return cache.view(torch.uint8) if kind.per_tensor_descale else cache, descale
 
 
 def sample(
@@ -35,10 +43,7 @@ def sample(
         kv_c = torch.randn(tokens, kind.latent, generator=generator).bfloat16().to(device)
         k_pe = torch.randn(tokens, kind.rope, generator=generator).bfloat16().to(device)
         empty = torch.zeros(pages, page, kind.head_dim, device=device)
-        descale = torch.tensor([0.05], device=device) if kind.per_tensor_descale else None
-        cache = caches.pack(kind, empty, descale=descale)
-        if kind.per_tensor_descale:
-            cache = cache.view(torch.uint8)  # opcheck compares what was written, and torch cannot compare fp8 tensors
+        cache, descale = stored(kind, empty)
         slots = torch.randperm(pages * page, generator=generator)[:tokens]
         if skip:
             slots[::3] = -1

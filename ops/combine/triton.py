@@ -177,6 +177,24 @@ def merge(
     )
 
 
+def finish(
+    args: Any,
+    outputs: tuple[torch.Tensor, ...],
+    flat_out: torch.Tensor,
+    partials: tuple[torch.Tensor, torch.Tensor] | None,
+    split_indptr: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    **sizes: Any,
+) -> None:
+    """The end of a call of attention that wrote `flat_out`, which is out as [tokens, heads, D_v]: merge what it left in
+    partials, and copy a caller's output whose leading strides do not merge. `sizes` go to `merge`, too."""
+    (out, lse), plus_inf = outputs, args.plus_inf_lse
+    if partials is not None:
+        merge(*partials, split_indptr, cu_seqlens_q, args.attn_sink, flat_out, lse, plus_inf_lse=plus_inf, **sizes)
+    if flat_out.data_ptr() != out.data_ptr():
+        out.copy_(flat_out.view(out.shape))
+
+
 def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     out, lse = outputs
     batch = out.shape[0]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from mla_suite.core.op import Sample
-from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
+from mla_suite.ops.append_kv.samples import stored
 
 
 def sample(
@@ -24,11 +24,7 @@ def sample(
         made: list[list[Any]] = []
         for kind, page, fill in zip(kinds, pages, (1.0, 0.0), strict=True):
             count = -(-tokens // page) + 1
-            rows = torch.randn(count, page, head_dim, generator=generator).to(device) * fill
-            descale = torch.tensor([0.05], device=device) if kind.per_tensor_descale else None
-            cache = caches.pack(kind, rows, descale=descale)
-            if kind.per_tensor_descale:
-                cache = cache.view(torch.uint8)  # opcheck compares what was written, and torch compares no fp8
+            cache, descale = stored(kind, torch.randn(count, page, head_dim, generator=generator).to(device) * fill)
             slots = torch.randperm(count * page, generator=generator)[:tokens]
             made.append([cache, slots.to(device), descale])
         if skip:

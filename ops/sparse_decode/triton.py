@@ -18,7 +18,7 @@ from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.kv_formats import get_kv_format
 from mla_suite.launch.launcher import compute_units
 from mla_suite.launch.scratch import partials
-from mla_suite.ops.combine.triton import lse_numbers, lse_offset, merge
+from mla_suite.ops.combine.triton import finish, lse_numbers, lse_offset
 from mla_suite.ops.decode.triton_blocks import Tile, natural_lse, softmax_step
 from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT
 from mla_suite.ops.sparse_decode import splits_by_size
@@ -244,9 +244,7 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     pools = tuple(_pool(args.q, *members) for members in lists)
     tiles = triton.cdiv(heads, config.rows)
     splits = args.num_splits or (splits_by_size(args) if args.split_size else _splits(tokens, tiles, args.indices))
-    partial_out, partial_lse = (
-        partials(args.q.device, tokens * splits, heads, args.head_dim_v) if splits > 1 else (None, None)
-    )
+    left = partials(args.q.device, tokens * splits, heads, args.head_dim_v) if splits > 1 else None
     sparse_decode_kernel[(tiles * tokens * splits,)](
         queries,
         pools,
@@ -255,8 +253,7 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         args.attn_sink,
         flat_out,
         lse,
-        partial_out,
-        partial_lse,
+        *(left or (None, None)),
         args.softmax_scale,
         heads,
         splits,
@@ -275,22 +272,7 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         num_warps=config.warps,
         num_stages=config.stages,
     )
-    if partial_out is not None and partial_lse is not None:
-        merge(
-            partial_out,
-            partial_lse,
-            None,
-            None,
-            args.attn_sink,
-            flat_out,
-            lse,
-            batch=tokens,
-            num_splits=splits,
-            plus_inf_lse=args.plus_inf_lse,
-        )
-    # flatten copies a caller's output whose leading strides do not merge.
-    if flat_out.data_ptr() != out.data_ptr():
-        out.copy_(flat_out.view(out.shape))
+    finish(args, outputs, flat_out, left, batch=tokens, num_splits=splits)
 
 
 def _pool(
