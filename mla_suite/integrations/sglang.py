@@ -18,19 +18,14 @@ from typing import Any
 import torch
 
 import mla_suite
-from mla_suite.integrations import FP8, KV_FORMATS, PRECISION, capturing, fp8_query_rows, refuse, sglang_trees
+from mla_suite.integrations import FP8, KV_FORMATS, PRECISION, capturing, fp8_query_rows, needs, refuse, sglang_trees
 from mla_suite.integrations.interface import Interface
 
-try:
+with needs("SGLang with its Triton attention backend of 2026", __name__, "decode from a backend of your own"):
     from sglang import __version__
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-except ImportError as error:
-    raise ImportError(
-        f"mla_suite.integrations.sglang needs SGLang with its Triton attention backend of 2026 ({error}); install "
-        "sglang, or call mla_suite.decode from a backend of your own"
-    ) from error
 try:
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 except ImportError:  # versions before it give the pool the bare slots
