@@ -130,18 +130,21 @@ def tensor(
     argument: str,
     value: torch.Tensor,
     *,
-    rank: int | Sequence[int],
+    rank: int | Sequence[int] = 0,
     dtypes: Sequence[torch.dtype],
+    sizes: Sequence[int | torch.SymInt] | None = None,
     like: torch.Tensor | None = None,
     taker: str = "it",
     names: str = "",
 ) -> None:
-    """Refuse a tensor of another rank, dtype or device than `like`, or whose last dimension is strided.
+    """Refuse a tensor of another rank, dtype or device than `like`, whose last dimension is strided, or of other sizes.
 
+    rank   one, or several of which it may have any; those of `sizes` where these are given
     taker  who takes these dtypes, in the message
-    names  the shape in words, for the message about a rank, as in `[batch, heads]`
+    names  the shape in words, for the messages about rank and sizes, as in `[batch, heads]`
     """
     is_tensor(op, argument, value)
+    rank = rank if sizes is None else len(sizes)
     ranks = (rank,) if isinstance(rank, int) else tuple(rank)
     if value.dim() not in ranks:
         possible = f"it takes {' or '.join(map(str, ranks))} dimension{'s' * (ranks[-1] > 1)}{names and ': '}{names}"
@@ -153,6 +156,8 @@ def tensor(
         fail(op, argument, f"is on {value.device}", f"the other tensors are on {like.device}: move it there")
     if strided(value):
         fail(op, argument, f"has strides {value.stride()}", "its last dimension must be contiguous: call .contiguous()")
+    if sizes is not None:
+        shape(op, argument, value, sizes, names)
 
 
 def strided(value: torch.Tensor) -> bool:

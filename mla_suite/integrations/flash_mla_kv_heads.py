@@ -44,10 +44,16 @@ def split(
         refuse(name, given, "it takes a contiguous cache: call .contiguous()")
     if block_table.dim() != 2:
         refuse(name, f"block_table has shape {tuple(block_table.shape)}", "it takes [batch, columns]")
-    checks.tensor(name, "cache_seqlens", cache_seqlens, rank=1, dtypes=checks.INDEX, like=q)
-    checks.shape(name, "cache_seqlens", cache_seqlens, q.shape[:1], "[batch]")
-    checks.tensor(name, "block_table", block_table, rank=2, dtypes=checks.INDEX, like=q)
-    checks.shape(name, "block_table", block_table, (q.shape[0], block_table.shape[1]), "[batch, columns]")
+    checks.tensor(name, "cache_seqlens", cache_seqlens, sizes=q.shape[:1], dtypes=checks.INDEX, like=q, names="[batch]")
+    checks.tensor(
+        name,
+        "block_table",
+        block_table,
+        sizes=(q.shape[0], block_table.shape[1]),
+        dtypes=checks.INDEX,
+        like=q,
+        names="[batch, columns]",
+    )
     if checks.readable(q) and (q.is_cpu or checks.debugging()):
         try:  # here, since the operator would name sequences and pages of its own
             check_lengths("decode", cache_seqlens, 0)

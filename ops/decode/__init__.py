@@ -205,8 +205,15 @@ def check(args: DecodeArgs) -> tuple[Output, ...]:
             possible = f"q has {args.q.shape[1]} query tokens per sequence"
             checks.fail("decode", "max_seqlen_q", f"is {args.max_seqlen_q}", possible)
     else:
-        checks.tensor("decode", "cu_seqlens_q", args.cu_seqlens_q, rank=1, dtypes=checks.INDEX, like=args.q)
-        checks.shape("decode", "cu_seqlens_q", args.cu_seqlens_q, (batch + 1,), "[batch + 1]")
+        checks.tensor(
+            "decode",
+            "cu_seqlens_q",
+            args.cu_seqlens_q,
+            sizes=(batch + 1,),
+            dtypes=checks.INDEX,
+            like=args.q,
+            names="[batch + 1]",
+        )
         if args.max_seqlen_q < 1:
             checks.fail("decode", "max_seqlen_q", f"is {args.max_seqlen_q}", "pass the most query tokens of a sequence")
     _check_pages(args, batch)
@@ -215,8 +222,9 @@ def check(args: DecodeArgs) -> tuple[Output, ...]:
     caches.check_single(args.q_descale, args.q, op="decode", argument="q_descale")
     caches.check_descale(kind, args.kv_descale, args.q, op="decode", argument="kv_descale")
     if args.attn_sink is not None:
-        checks.tensor("decode", "attn_sink", args.attn_sink, rank=1, dtypes=checks.FLOAT32, like=args.q)
-        checks.shape("decode", "attn_sink", args.attn_sink, (heads,), "[heads]")
+        checks.tensor(
+            "decode", "attn_sink", args.attn_sink, sizes=(heads,), dtypes=checks.FLOAT32, like=args.q, names="[heads]"
+        )
     if args.rope_cos_sin is not None:
         checks.tensor("decode", "rope_cos_sin", args.rope_cos_sin, rank=2, dtypes=checks.FLOAT32, like=args.q)
         rope = args.rope_cos_sin.shape[1]
@@ -253,8 +261,15 @@ def _check_ranks(args: DecodeArgs, batch: int) -> None:
         possible = f"it takes 1 or more keys, with all {world} ranks at most {MAX_CP_PERIOD}"
         checks.fail("decode", "cp_interleave", f"is {interleave}", possible)
     if args.cp_tot_seq_lens is not None:
-        checks.tensor("decode", "cp_tot_seq_lens", args.cp_tot_seq_lens, rank=1, dtypes=checks.INDEX, like=args.q)
-        checks.shape("decode", "cp_tot_seq_lens", args.cp_tot_seq_lens, (batch,), "[batch]")
+        checks.tensor(
+            "decode",
+            "cp_tot_seq_lens",
+            args.cp_tot_seq_lens,
+            sizes=(batch,),
+            dtypes=checks.INDEX,
+            like=args.q,
+            names="[batch]",
+        )
     if world == 1:
         return
     several = args.q.shape[1] if args.cu_seqlens_q is None else args.max_seqlen_q
@@ -275,10 +290,7 @@ def _check_ranks(args: DecodeArgs, batch: int) -> None:
 def _check_tree(args: DecodeArgs, tree_mask: torch.Tensor, batch: int) -> None:
     ragged = args.cu_seqlens_q is not None
     shape, words = ((args.q.shape[0],), "[tokens]") if ragged else ((batch, args.q.shape[1]), "[batch, q_len]")
-    checks.tensor(
-        "decode", "tree_mask", tree_mask, rank=len(shape), dtypes=(torch.int64,), like=args.q, names=f"{words} words"
-    )
-    checks.shape("decode", "tree_mask", tree_mask, shape, words)
+    checks.tensor("decode", "tree_mask", tree_mask, sizes=shape, dtypes=(torch.int64,), like=args.q, names=words)
     drafts = args.max_seqlen_q if ragged else args.q.shape[1]
     if checks.certain(drafts > MAX_TREE):
         given = f"is given for {drafts} query tokens of a sequence"
@@ -305,8 +317,15 @@ def _check_pages(args: DecodeArgs, batch: int) -> None:
             given = f"has shape {tuple(args.block_table.shape)}"
             checks.fail("decode", "block_table", given, f"seq_lens has {batch} sequences: it takes [{batch}, width]")
     if args.kv_indptr is not None and args.kv_indices is not None:
-        checks.tensor("decode", "kv_indptr", args.kv_indptr, rank=1, dtypes=checks.INDEX, like=args.q)
-        checks.shape("decode", "kv_indptr", args.kv_indptr, (batch + 1,), "[batch + 1]")
+        checks.tensor(
+            "decode",
+            "kv_indptr",
+            args.kv_indptr,
+            sizes=(batch + 1,),
+            dtypes=checks.INDEX,
+            like=args.q,
+            names="[batch + 1]",
+        )
         checks.tensor("decode", "kv_indices", args.kv_indices, rank=1, dtypes=checks.INDEX, like=args.q)
 
 

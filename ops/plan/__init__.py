@@ -153,8 +153,15 @@ def check(args: PlanArgs) -> tuple[Output, ...]:
     checks.tensor("plan", "seq_lens", args.seq_lens, rank=1, dtypes=checks.INDEX)
     batch = args.seq_lens.shape[0]
     if args.cu_seqlens_q is not None:
-        checks.tensor("plan", "cu_seqlens_q", args.cu_seqlens_q, rank=1, dtypes=checks.INDEX, like=args.seq_lens)
-        checks.shape("plan", "cu_seqlens_q", args.cu_seqlens_q, (batch + 1,), "[batch + 1]")
+        checks.tensor(
+            "plan",
+            "cu_seqlens_q",
+            args.cu_seqlens_q,
+            sizes=(batch + 1,),
+            dtypes=checks.INDEX,
+            like=args.seq_lens,
+            names="[batch + 1]",
+        )
     if args.num_heads < 1:
         checks.fail("plan", "num_heads", f"is {args.num_heads}", "it takes 1 or more")
     if args.max_seqlen_q < 1:

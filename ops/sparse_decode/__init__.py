@@ -145,8 +145,15 @@ def check(args: SparseDecodeArgs) -> tuple[Output, ...]:
         caches.check(kind, cache, head_dim, op="sparse_decode", argument=argument, like=args.q)
         _check_selection(args.q, i, args.indices[i], indptrs[i], topk_lengths[i])
     if args.attn_sink is not None:
-        checks.tensor("sparse_decode", "attn_sink", args.attn_sink, rank=1, dtypes=checks.FLOAT32, like=args.q)
-        checks.shape("sparse_decode", "attn_sink", args.attn_sink, (heads,), "[heads]")
+        checks.tensor(
+            "sparse_decode",
+            "attn_sink",
+            args.attn_sink,
+            sizes=(heads,),
+            dtypes=checks.FLOAT32,
+            like=args.q,
+            names="[heads]",
+        )
     if args.plan is not None:
         check_words("sparse_decode", args.plan, _tokens(args.q), args.q)
     _check_descales(args)
@@ -179,8 +186,15 @@ def _check_selection(
     tokens = q.shape[:-2]
     if indptr is not None:
         checks.tensor("sparse_decode", argument, index, rank=1, dtypes=checks.INDEX, like=q)
-        checks.tensor("sparse_decode", f"indptrs[{i}]", indptr, rank=1, dtypes=checks.INDEX, like=q)
-        checks.shape("sparse_decode", f"indptrs[{i}]", indptr, (_tokens(q) + 1,), "[query tokens + 1]")
+        checks.tensor(
+            "sparse_decode",
+            f"indptrs[{i}]",
+            indptr,
+            sizes=(_tokens(q) + 1,),
+            dtypes=checks.INDEX,
+            like=q,
+            names="[query tokens + 1]",
+        )
         if lengths is not None:
             possible = "indptr says how many keys a token has: pass None"
             checks.fail("sparse_decode", f"topk_lengths[{i}]", f"is given with indptrs[{i}]", possible)
@@ -189,8 +203,8 @@ def _check_selection(
         possible = "ragged indices need their indptr, dense ones have a dimension per query dimension and topk"
         checks.fail("sparse_decode", argument, f"has shape {tuple(index.shape)} and indptrs[{i}] is None", possible)
     names = "[batch, q_len, topk]" if q.dim() == 4 else "[tokens, topk]"
-    checks.tensor("sparse_decode", argument, index, rank=q.dim() - 1, dtypes=checks.INDEX, like=q, names=names)
-    checks.shape("sparse_decode", argument, index, (*tokens, index.shape[-1]), names)
+    sizes = (*tokens, index.shape[-1])
+    checks.tensor("sparse_decode", argument, index, sizes=sizes, dtypes=checks.INDEX, like=q, names=names)
     if lengths is not None:
         argument = f"topk_lengths[{i}]"
         checks.tensor("sparse_decode", argument, lengths, rank=(1, q.dim() - 2), dtypes=checks.INDEX, like=q)
