@@ -17,8 +17,7 @@ from plan_merges import POINTERS, PlanMerge
 from planted import each_of
 
 from mla_suite import archs
-from mla_suite.archs import combine as native
-from mla_suite.archs.sm_90.combine import FoldCombineConfig
+from mla_suite.archs.sm_90 import combine
 from mla_suite.build.params import load
 
 KERNEL = "sm_90/combine/fold_combine.hpp"
@@ -27,13 +26,13 @@ ROWS = {"few": 1, "many": 100_000}
 
 
 def config_of(rows):
-    return FoldCombineConfig(native.invariant(archs.get("sm_90"), 512, ROWS[rows]))
+    return combine.config_for(archs.get("sm_90"), 512, torch.bfloat16, ROWS[rows], 1, 2, True, False, folds=True)
 
 
 def compiled(folder: Path, rows: str, *first: Path) -> Path:
     config = config_of(rows)
     constants = {"HOST_BLOCK_THREADS": config.threads, "MLA_SUITE_KERNEL": "fold_combine"}
-    constants |= {"COMBINE": '"sm_90/combine/fold_combine.cu"', **config.merge.constants}
+    constants |= {"COMBINE": '"sm_90/combine/fold_combine.cu"', **config.constants}
     return compiled_program("combine/combine.cpp", folder / f"combine-{rows}", constants, *first, HOST / "combine")
 
 

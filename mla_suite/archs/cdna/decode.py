@@ -184,11 +184,8 @@ class CdnaConfig:
         launch = LaunchSpec(self.instance, grid, self.threads, 0, False, "decode", numbers, pointers)
         merge = None
         if slots:
-            partials = -(-slots // shape.batch)
-            uniform = not (shape.plan_words or shape.ragged)
-            chosen = combine.config_for(
-                self.arch, args.head_dim_v, out.dtype, shape.rows, shape.batch, partials, splits.size > 0, uniform
-            )
+            how = splits.size > 0, not (shape.plan_words or shape.ragged)
+            chosen = combine.config_for(self.arch, args.head_dim_v, *shape.partials(slots), *how)
             merge = combined(chosen, args, shape, results, (LseLayout.contiguous(shape.heads), False), splits.partials)
         note = splits.note(shape, "sequence")
         return call_of(launch, merge, shape, slots, args.head_dim_v, copies, temporaries, (note,))

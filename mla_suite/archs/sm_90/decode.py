@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ from mla_suite.archs.attention import (
     decode_pointers,
     decode_shape,
 )
-from mla_suite.archs.combine import OUTPUTS, AnyCombineConfig
+from mla_suite.archs.combine import OUTPUTS
 from mla_suite.archs.sm_90 import combine, decode_splits, tensor_maps
 from mla_suite.archs.sm_90.costs import NODE_SPLITS
 from mla_suite.archs.sm_90.kv_loads import KV_LOADS, KvLoad
@@ -242,19 +243,9 @@ class Sm90Config:
 
 
 @lru_cache(maxsize=256)
-def _config(
-    arch: ArchSpec,
-    dtype: str,
-    width: int,
-    kv_load: str,
-    cluster_mode: str,
-    q_rows: int,
-    masked: bool,
-    scaled: bool = False,
-    folds: bool = False,
-) -> Sm90Config:
+def _config(*point: Any) -> Sm90Config:
     """A configuration, which takes 15 us to prove itself legal: calls share those that there are."""
-    return Sm90Config(arch, dtype, width, kv_load, cluster_mode, q_rows, masked, scaled, folds)
+    return Sm90Config(*point)
 
 
 def config_for(problem: Problem, arch: ArchSpec) -> Sm90Config:
@@ -382,18 +373,8 @@ def _spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArg
     merge = None
     if slots:
         merges = config.cluster_mode == "reduce_last"
-        chosen: AnyCombineConfig = streaming or combine.config_for(
-            config.arch,
-            args.head_dim_v,
-            out.dtype,
-            shape.rows,
-            shape.batch,
-            -(-slots // shape.batch),
-            splits.size > 0,
-            shape.plan_words > 0,
-            merges,
-            config.may_fold and not config.folds,
-        )
+        how = splits.size > 0, shape.plan_words > 0, merges, config.may_fold and not config.folds
+        chosen = streaming or combine.config_for(config.arch, args.head_dim_v, *shape.partials(slots), *how)
         # A plan says itself how many partials a sequence has; which of them decode merges depends on `groups`.
         merge = combined(chosen, args, shape, results, wanted_lse, groups if merges else splits.partials, merges)
         if streaming is not None:

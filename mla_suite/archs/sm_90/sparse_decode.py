@@ -295,16 +295,8 @@ def _spec(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: Spa
     )
     merge = None
     if slots:
-        chosen = combine.config_for(
-            config.arch,
-            args.head_dim_v,
-            shape.out.dtype,
-            shape.heads,
-            shape.batch,
-            -(-slots // shape.batch),
-            args.split_size > 0,
-            shape.plan_words > 0,
-        )
+        how = splits.size > 0, shape.plan_words > 0
+        chosen = combine.config_for(config.arch, args.head_dim_v, *shape.partials(slots), *how)
         merge = combined(chosen, args, shape, shape.out, wanted, splits.partials)
     notes = [splits.note(shape, "query token"), *query_notes]
     if config.swaps:
