@@ -29,9 +29,9 @@ from mla_suite.archs import combine as combine_config
 from mla_suite.archs.combine import CombineConfig
 from mla_suite.bench import environment, sets, store
 from mla_suite.bench.sets import Case
-from mla_suite.build import BuildError
-from mla_suite.cli import INTERRUPTED, compiling
-from mla_suite.core import dispatch, register
+from mla_suite.cli import INTERRUPTED
+from mla_suite.cli.tune import build_for_search
+from mla_suite.core import register
 from mla_suite.core.tuning import SearchSpace
 from mla_suite.launch import emulate
 from mla_suite.ops.combine import CombineArgs
@@ -157,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for arch in searched:
         rows: list[dict[str, object]] = []
         try:
-            _build(space, arch)
+            build_for_search(space, arch)
             for case in cases:
                 row = _row(search(case, arch), space, arch)
                 rows.append(row | {"kind": "counted", "date": date, "commit": commit})
@@ -172,15 +172,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if len(rows) < len(cases):
             return INTERRUPTED
     return 0
-
-
-def _build(space: SearchSpace, arch: ArchSpec) -> None:
-    try:
-        with compiling() as step:
-            print(f"{arch.name}: {space.build(arch, step)} kernels built for the search")
-    except BuildError as error:
-        print(f"only what is built is searched: {error}", file=sys.stderr)
-    dispatch.clear_caches()
 
 
 def _row(found: CountedOutcome, space: SearchSpace, arch: ArchSpec) -> dict[str, object]:

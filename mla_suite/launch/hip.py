@@ -74,9 +74,11 @@ def find_library(
 def open_library(path: str) -> ctypes.CDLL:
     """The HIP runtime at `path`. DriverError when it cannot be opened."""
     try:
-        return ctypes.CDLL(path)
+        library = ctypes.CDLL(path)
     except OSError as error:
         raise DriverError(f"the HIP runtime cannot be opened ({error}); install ROCm") from error
+    library.hipGetErrorName.restype = library.hipGetErrorString.restype = c_char_p
+    return library
 
 
 class HipDriver(GpuDriver):
@@ -92,8 +94,6 @@ class HipDriver(GpuDriver):
         self, arch: ArchSpec, ordinal: int, library: ctypes.CDLL | None = None, torch_device: TorchDevice | None = None
     ) -> None:
         super().__init__(arch, ordinal, library or open_library(find_library()), torch_device)
-        self._library.hipGetErrorString.restype = c_char_p
-        self._library.hipGetErrorName.restype = c_char_p
 
     def _load(self, entry: KernelEntry) -> Kernel:
         image = entry.read_object()
