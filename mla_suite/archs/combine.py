@@ -79,13 +79,9 @@ class CombineConfig(CombineKernel):
     fixed_splits: int = 0
 
     def __post_init__(self) -> None:
-        for name, value, possible in (
-            ("head_dim_v", self.head_dim_v, HEAD_DIMS_V),
-            ("rows", self.rows, ROW_COUNTS),
-            ("vec", self.vec, VECS),
-            ("fixed_splits", self.fixed_splits, FIXED_SPLITS),
-        ):
-            if value not in possible:
+        listed = dict(head_dim_v=HEAD_DIMS_V, rows=ROW_COUNTS, vec=VECS, fixed_splits=FIXED_SPLITS)
+        for name, possible in listed.items():
+            if getattr(self, name) not in possible:
                 self._raise(f"{name} is one of {', '.join(map(str, possible))}")
         most = self.arch.max_threads // self.arch.wavefront
         if self.waves < 1 or self.waves > most:

@@ -160,6 +160,13 @@ def tensor(
         shape(op, argument, value, sizes, names)
 
 
+def field(op: str, args: Any, argument: str, dtypes: Sequence[torch.dtype], **how: Any) -> None:
+    """`tensor` of one of an operator's arguments; None passes, since the schema refuses it where it is none."""
+    value = getattr(args, argument)
+    if value is not None:
+        tensor(op, argument, value, dtypes=dtypes, **how)
+
+
 def strided(value: torch.Tensor) -> bool:
     """Whether neighbours in the last dimension lie apart. A tensor without values has none, whatever its strides, which
     torch's contiguous() leaves as they are."""

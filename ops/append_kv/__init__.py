@@ -98,39 +98,16 @@ def check(args: AppendKvArgs) -> tuple[Output, ...]:
     caches.check(kind, args.kv_cache, latent + rope, op="append_kv", argument="kv_cache", like=args.kv_c)
     checks.written_whole("append_kv", "kv_cache", args.kv_cache)
     caches.check_descale(kind, args.kv_descale, args.kv_c, op="append_kv", argument="kv_descale")
-    checks.tensor(
-        "append_kv",
-        "slot_mapping",
-        args.slot_mapping,
-        sizes=(tokens,),
-        dtypes=SLOT_DTYPES,
-        like=args.kv_c,
-        names="[tokens]",
-    )
+    checks.field("append_kv", args, "slot_mapping", SLOT_DTYPES, sizes=(tokens,), names="[tokens]", like=args.kv_c)
     if (args.cos_sin is None) != (args.positions is None):
         missing, given = ("cos_sin", "positions") if args.cos_sin is None else ("positions", "cos_sin")
         checks.fail("append_kv", missing, f"is missing although {given} is given", "pass both or neither")
     if args.cos_sin is not None and args.positions is not None:
-        checks.tensor(
-            "append_kv",
-            "cos_sin",
-            args.cos_sin,
-            sizes=(args.cos_sin.shape[0], rope),
-            dtypes=INPUT_DTYPES,
-            like=args.kv_c,
-            names="[max_len, rope]",
-        )
+        sizes = args.cos_sin.shape[0], rope
+        checks.field("append_kv", args, "cos_sin", INPUT_DTYPES, sizes=sizes, names="[max_len, rope]", like=args.kv_c)
         if rope % 2 != 0:
             checks.fail("append_kv", "k_pe", f"has {rope} values", "only an even number can be rotated in pairs")
-        checks.tensor(
-            "append_kv",
-            "positions",
-            args.positions,
-            sizes=(tokens,),
-            dtypes=SLOT_DTYPES,
-            like=args.kv_c,
-            names="[tokens]",
-        )
+        checks.field("append_kv", args, "positions", SLOT_DTYPES, sizes=(tokens,), names="[tokens]", like=args.kv_c)
     return ()
 
 

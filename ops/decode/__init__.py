@@ -205,15 +205,7 @@ def check(args: DecodeArgs) -> tuple[Output, ...]:
             possible = f"q has {args.q.shape[1]} query tokens per sequence"
             checks.fail("decode", "max_seqlen_q", f"is {args.max_seqlen_q}", possible)
     else:
-        checks.tensor(
-            "decode",
-            "cu_seqlens_q",
-            args.cu_seqlens_q,
-            sizes=(batch + 1,),
-            dtypes=checks.INDEX,
-            like=args.q,
-            names="[batch + 1]",
-        )
+        checks.field("decode", args, "cu_seqlens_q", checks.INDEX, sizes=(batch + 1,), names="[batch + 1]", like=args.q)
         if args.max_seqlen_q < 1:
             checks.fail("decode", "max_seqlen_q", f"is {args.max_seqlen_q}", "pass the most query tokens of a sequence")
     _check_pages(args, batch)
@@ -221,10 +213,7 @@ def check(args: DecodeArgs) -> tuple[Output, ...]:
         checks.fail("decode", "head_dim_v", f"is {args.head_dim_v}", f"it takes 1..{head_dim}, the head_dim of q")
     caches.check_single(args.q_descale, args.q, op="decode", argument="q_descale")
     caches.check_descale(kind, args.kv_descale, args.q, op="decode", argument="kv_descale")
-    if args.attn_sink is not None:
-        checks.tensor(
-            "decode", "attn_sink", args.attn_sink, sizes=(heads,), dtypes=checks.FLOAT32, like=args.q, names="[heads]"
-        )
+    checks.field("decode", args, "attn_sink", checks.FLOAT32, sizes=(heads,), names="[heads]", like=args.q)
     if args.rope_cos_sin is not None:
         checks.tensor("decode", "rope_cos_sin", args.rope_cos_sin, rank=2, dtypes=checks.FLOAT32, like=args.q)
         rope = args.rope_cos_sin.shape[1]
@@ -260,16 +249,7 @@ def _check_ranks(args: DecodeArgs, batch: int) -> None:
     if interleave < 1 or interleave * world > MAX_CP_PERIOD:
         possible = f"it takes 1 or more keys, with all {world} ranks at most {MAX_CP_PERIOD}"
         checks.fail("decode", "cp_interleave", f"is {interleave}", possible)
-    if args.cp_tot_seq_lens is not None:
-        checks.tensor(
-            "decode",
-            "cp_tot_seq_lens",
-            args.cp_tot_seq_lens,
-            sizes=(batch,),
-            dtypes=checks.INDEX,
-            like=args.q,
-            names="[batch]",
-        )
+    checks.field("decode", args, "cp_tot_seq_lens", checks.INDEX, sizes=(batch,), names="[batch]", like=args.q)
     if world == 1:
         return
     several = args.q.shape[1] if args.cu_seqlens_q is None else args.max_seqlen_q
@@ -316,17 +296,8 @@ def _check_pages(args: DecodeArgs, batch: int) -> None:
         if args.block_table.shape[0] != batch:
             given = f"has shape {tuple(args.block_table.shape)}"
             checks.fail("decode", "block_table", given, f"seq_lens has {batch} sequences: it takes [{batch}, width]")
-    if args.kv_indptr is not None and args.kv_indices is not None:
-        checks.tensor(
-            "decode",
-            "kv_indptr",
-            args.kv_indptr,
-            sizes=(batch + 1,),
-            dtypes=checks.INDEX,
-            like=args.q,
-            names="[batch + 1]",
-        )
-        checks.tensor("decode", "kv_indices", args.kv_indices, rank=1, dtypes=checks.INDEX, like=args.q)
+    checks.field("decode", args, "kv_indptr", checks.INDEX, sizes=(batch + 1,), names="[batch + 1]", like=args.q)
+    checks.field("decode", args, "kv_indices", checks.INDEX, rank=1, like=args.q)
 
 
 def describe(args: DecodeArgs) -> Problem:
