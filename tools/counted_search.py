@@ -179,7 +179,7 @@ def _row(found: CountedOutcome, space: SearchSpace, arch: ArchSpec) -> dict[str,
         f"{found.case.id} on {arch.name}: {found.best.instance} {found.clocks:.0f} clocks ({found.limiter}), the "
         f"lowest of {found.tried}; the rule's {found.rule.instance} {found.rule_clocks:.0f}"
     )
-    return {**space.facts(found.problem, arch), **space.cells(found.problem, arch, found.best)}
+    return {**space.key(found.problem, arch), **space.cells(found.problem, arch, found.best)}
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ HALF = (torch.bfloat16, torch.float16)
 LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 
 
-def asked(name: str, value: str, effect: str) -> bool:
+def env_flag(name: str, value: str, effect: str) -> bool:
     """Whether a variable of the environment has the value that has an effect. A warning says that another has none."""
     if value not in ("", "0", effect):
         logging.getLogger("mla_suite").warning("%s is %r, which has no effect; it takes %s", name, value, effect)
@@ -37,17 +37,17 @@ def every(name: str, value: str) -> int:
     """The whole number n that a variable of the environment has, 0 for none. A warning says that another value has no
     effect."""
     n = int(value) if value.isdecimal() else 0
-    asked(name, value, str(n) if n else "a whole number n, to check every n-th call")
+    env_flag(name, value, str(n) if n else "a whole number n, to check every n-th call")
     return n
 
 
 _Value = TypeVar("_Value")
-_debug = asked("MLA_SUITE_DEBUG", os.environ.get("MLA_SUITE_DEBUG", ""), "1")
+_debug = env_flag("MLA_SUITE_DEBUG", os.environ.get("MLA_SUITE_DEBUG", ""), "1")
 _debugging: ContextVar[bool] = ContextVar("mla_suite_debug", default=_debug)
 debugging: Callable[[], bool] = _debugging.get
 CHECK_EVERY = every("MLA_SUITE_CHECK", os.environ.get("MLA_SUITE_CHECK", ""))
 _dispatched: ContextVar[bool] = ContextVar("mla_suite_dispatched", default=_debug or CHECK_EVERY > 0)
-dispatched: Callable[[], bool] = _dispatched.get  # without a frame of Python's: every call of an operator asks
+dispatched: Callable[[], bool] = _dispatched.get  # a bound C method: no Python frame in every call
 """Whether a switch is set in this context that the eager fast path does not know, so that the dispatcher must serve."""
 
 _MISMATCH = re.compile(
@@ -168,8 +168,7 @@ def field(op: str, args: Any, argument: str, dtypes: Sequence[torch.dtype], **ho
 
 
 def strided(value: torch.Tensor) -> bool:
-    """Whether neighbours in the last dimension lie apart. A tensor without values has none, whatever its strides, which
-    torch's contiguous() leaves as they are."""
+    """Whether the last dimension is strided. An empty tensor's is not: torch's contiguous() keeps its strides."""
     return value.dim() > 0 and value.stride(-1) != 1 and value.shape[-1] > 1 and not certain(value.numel() == 0)
 
 

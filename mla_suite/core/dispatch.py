@@ -25,7 +25,7 @@ from mla_suite.archs import ArchSpec
 from mla_suite.core import checks
 
 logger = logging.getLogger("mla_suite.dispatch")
-if checks.asked("MLA_SUITE_LOG", os.environ.get("MLA_SUITE_LOG", ""), "dispatch"):
+if checks.env_flag("MLA_SUITE_LOG", os.environ.get("MLA_SUITE_LOG", ""), "dispatch"):
     logger.setLevel(logging.INFO)
     logger.addHandler(logging.StreamHandler())
 

@@ -24,7 +24,9 @@ FP8 = {torch.float8_e4m3fn: "fp8", torch.float8_e4m3fnuz: "fp8_fnuz"}
 KV_FORMATS = {**WIDE, **FP8}
 
 
-PRECISION = "fp8" if checks.asked("MLA_SUITE_PRECISION", os.environ.get("MLA_SUITE_PRECISION", ""), "fp8") else "full"
+PRECISION = (
+    "fp8" if checks.env_flag("MLA_SUITE_PRECISION", os.environ.get("MLA_SUITE_PRECISION", ""), "fp8") else "full"
+)
 """decode's `precision` for other projects' calls, which have no argument for it."""
 
 

@@ -103,7 +103,7 @@ def new_columns(
 def rotated(
     source, angle, column, wanted, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, ROUNDS: tl.constexpr
 ):  # fmt: skip
-    """fp32 elements `column` of the rope parts at `source` [tokens], each pair turned by its angle.
+    """fp32 elements `column` of the rope parts at `source` [tokens], each pair rotated by its angle.
 
     With ROUNDS the pair's first value is multiplied and added in one rounding, and the sum rounded to its type. fp64
     holds such a product, in Triton's interpreter as well.
@@ -122,14 +122,14 @@ def rotated(
     if ROUNDS:
         first = tl.where(second[None, :], partner, mine).to(tl.float64)
         kept = tl.where(second[None, :], mine * cos, partner * sin).to(tl.float64)
-        turned = first * tl.where(second[None, :], sin, cos).to(tl.float64)
-        exact = tl.where(second[None, :], turned + kept, turned - kept).to(tl.float32)
+        rotated = first * tl.where(second[None, :], sin, cos).to(tl.float64)
+        exact = tl.where(second[None, :], rotated + kept, rotated - kept).to(tl.float32)
         if source.dtype.element_ty == tl.bfloat16:  # by bits, since Triton's interpreter cuts
             return ((encode_bf16(exact).to(tl.int32) & 0xFFFF) << 16).to(tl.float32, bitcast=True)
         return exact.to(source.dtype.element_ty).to(tl.float32)
-    turned, others = mine * cos, partner * sin
+    rotated, others = mine * cos, partner * sin
     # Not by -partner: Triton negates as 0 - x, which is +0 where x is.
-    return tl.where(second[None, :], turned + others, turned - others)
+    return tl.where(second[None, :], rotated + others, rotated - others)
 
 
 @functools.lru_cache(maxsize=256)

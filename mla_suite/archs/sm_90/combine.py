@@ -26,7 +26,7 @@ class ResidentCombineConfig(CombineKernel):
     """The one instance of csrc/sm_90/combine/resident_combine.hpp, for rows that can be read and written 16 bytes at a
     time.
 
-    Its workgroups walk what the plan split. Each takes a compute unit, so they share no way to memory. Where decode
+    Its workgroups go through the sequences that the plan split, one workgroup per compute unit. Where decode
     `merges` rows itself there are fewer, because those that find nothing to do are then gone before decode ends.
     """
 
@@ -51,7 +51,7 @@ class ResidentCombineConfig(CombineKernel):
 class PersistentCombineConfig(CombineKernel):
     """The one instance of csrc/common/persistent_combine.hpp, for rows that can be read and written 16 bytes at a time.
 
-    Its workgroups stay and walk what the plan split, so that there are few of them however many rows there are.
+    Its workgroups stay and go through the sequences that the plan split: few workgroups, however many rows.
     """
 
     arch: ArchSpec = field(repr=False)

@@ -189,13 +189,13 @@ class Sm90Config:
         return f"masked_{name}_masked-1" if self.masked else name
 
     @cached_property
-    def costs_as(self) -> str:
+    def cost_model_key(self) -> str:
         """The kv_load whose times the cost model has."""
-        return self.load.costs_as[self.width]
+        return self.load.cost_model_key[self.width]
 
     @cached_property
     def clustered(self) -> dict[str, Sm90Config]:
-        """The instance with each cluster mode. One without clusters may give way to another."""
+        """The instance with each cluster mode. Another kernel may replace one without clusters."""
         point, own = (self.arch, self.dtype, self.width), self.load.modes(self.width, self.dtype, self.masked)
         other = self.load.clusters_of or self.kv_load
         modes = KV_LOADS[other].modes(self.width, self.dtype, self.masked)
@@ -362,7 +362,7 @@ def _spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArg
     partials = slots
     if config.folds:  # behind the partials each CTA has rows to fold in
         partials += -(-groups * tiles * BLOCK_M // shape.rows)
-        numbers |= dict(fold_size=decode_splits.whole_blocks(args.split_size), fold_slot=slots)
+        numbers |= dict(fold_size=decode_splits.round_up_to_block_n(args.split_size), fold_slot=slots)
     pointers = decode_pointers(args, partials > 0)
     in_table, in_list = pointers.pop("block_table"), pointers.pop("kv_indices")
     pointers["page_ids"] = in_list if in_table is None else in_table
