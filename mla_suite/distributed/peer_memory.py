@@ -101,8 +101,7 @@ class PeerMemory:
     def _scattered_sum(self, x: torch.Tensor, out: torch.Tensor) -> None:
         share = int(share_bytes(x.numel() * x.element_size(), self.ranks)) // x.element_size()
         self.kernels.scattered_sum_kernel[(self.programs,)](
-            *(x, out, self.peers, self.rank, x.numel(), share, self.capacity, self.polls),
-            **self._blocks_of(share),
+            *(x, out, self.peers, self.rank, x.numel(), share, self.capacity, self.polls), **self._blocks_of(share)
         )
 
     def _reduce(self, x: torch.Tensor, out: torch.Tensor, *, gather: bool) -> None:

@@ -30,13 +30,7 @@ from mla_suite.integrations.transformers_attention import POSSIBLE, attend, chec
 from mla_suite.integrations.transformers_cache import LatentCache, find_store, store_of
 from mla_suite.integrations.transformers_interface import check_interface, check_projections
 from mla_suite.integrations.transformers_layer import LatentAttention, config_of, replaceable
-from mla_suite.integrations.transformers_store import (
-    ATTENTION_NAME,
-    Call,
-    at_columns,
-    kv_format_of,
-    latent_attentions,
-)
+from mla_suite.integrations.transformers_store import ATTENTION_NAME, Call, at_columns, kv_format_of, latent_attentions
 from mla_suite.integrations.transformers_v4 import V4Patch
 from mla_suite.integrations.transformers_v4 import layers as v4_layers
 from mla_suite.models import prefill

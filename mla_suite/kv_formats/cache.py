@@ -45,13 +45,7 @@ def empty(
 
 
 def check(
-    kv_format: KVFormat,
-    cache: torch.Tensor,
-    head_dim: int,
-    *,
-    op: str,
-    argument: str,
-    like: torch.Tensor | None = None,
+    kv_format: KVFormat, cache: torch.Tensor, head_dim: int, *, op: str, argument: str, like: torch.Tensor | None = None
 ) -> None:
     """Refuse a cache that cannot be in `kv_format` with rows of `head_dim` values. Reads metadata only.
 

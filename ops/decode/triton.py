@@ -235,9 +235,7 @@ def attend_work_tile(
         factor = tl.where(l_i == 0.0, 0.0, value_scale / l_i)
         at = partial_row * q_len * heads + row
         tl.store(
-            partial_out + at[:, None] * LATENT + column[None, :],
-            accumulator * factor[:, None],
-            mask=live[:, None],
+            partial_out + at[:, None] * LATENT + column[None, :], accumulator * factor[:, None], mask=live[:, None]
         )
         tl.store(partial_lse + at, result_lse, mask=live)
 

@@ -40,12 +40,7 @@ NARROW_ROWS = (16, 32, 64, 128)
 """Tiles of query rows that NARROW rows of bf16 have instances for."""
 STAGES = {512: 3, 256: 5, 128: 8}
 """Stages of keys that the waves share where the cache has 16 bits, by head_dim_v."""
-ELEMENTS = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float8_e4m3fnuz: "fp8",
-    torch.float8_e4m3fn: "fp8",
-}
+ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fnuz: "fp8", torch.float8_e4m3fn: "fp8"}
 MAX_BF16_P_ROWS = 96
 """Rows of a tile up to which fp8 queries keep softmax weights in bf16."""
 FP8_KV_FORMATS = {"fnuz": "fp8_fnuz", "ocp": "fp8"}  # by the arch's flavour
