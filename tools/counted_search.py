@@ -30,7 +30,7 @@ from mla_suite.archs.combine import CombineConfig
 from mla_suite.bench import environment, sets, store
 from mla_suite.bench.sets import Case
 from mla_suite.cli import INTERRUPTED
-from mla_suite.cli.tune import build_for_search
+from mla_suite.cli.tune import add_search_arguments, build_for_search
 from mla_suite.core import register
 from mla_suite.core.tuning import SearchSpace
 from mla_suite.launch import emulate
@@ -134,11 +134,7 @@ def search(case: Case, arch: ArchSpec) -> CountedOutcome:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("archs", metavar="ARCH", help="archs between commas")
-    parser.add_argument("--set", action="append", metavar="NAME", help="a set of `bench --list`; may be repeated")
-    parser.add_argument("--shapes", nargs="+", metavar="PART", help="only shapes whose names contain one of these")
-    parser.add_argument("--write", action="store_true", help="store the rows")
-    parser.add_argument("--user", action="store_true", help="store in the user's directory")
-    parser.add_argument("--commit", help="commit named in the rows, where it cannot be found out")
+    add_search_arguments(parser)
     parser.add_argument("--date", metavar="YYYY-MM-DD", help="date named in the rows (default: today)")
     args = parser.parse_args(argv)
     facts = environment.describe(torch.device("cpu"))
@@ -159,8 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             build_for_search(space, arch)
             for case in cases:
-                row = _row(search(case, arch), space, arch)
-                rows.append(row | {"kind": "counted", "date": date, "commit": commit})
+                rows.append(_row(search(case, arch), space, arch) | {"kind": "counted", "date": date, "commit": commit})
         except KeyboardInterrupt:
             print(f"stopped before the end, on {arch.name}; what was found is above", file=sys.stderr)
             if not rows:

@@ -46,14 +46,19 @@ from mla_suite.errors import UsageError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--op", help="the operator: combine or decode")
+    add_search_arguments(parser)
+    parser.add_argument("--build", action="store_true", help="compile the kernels that combine's tables name, and stop")
+    parser.add_argument("--calibrate", metavar="FILE", type=Path, help="of tools/measure_amd.py; nothing is stored")
+    parser.add_argument("--lint", action="store_true", help="check every table and stop")
+
+
+def add_search_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of any search: of which shapes, and where its rows go."""
     parser.add_argument("--set", action="append", metavar="NAME", help="a set of `bench --list`; may be repeated")
     parser.add_argument("--shapes", nargs="+", metavar="PART", help="only shapes whose names contain one of these")
     parser.add_argument("--write", action="store_true", help="store the rows that are worth it")
     parser.add_argument("--user", action="store_true", help="store in the user's directory")
     parser.add_argument("--commit", help="commit named in the rows, where it cannot be found out")
-    parser.add_argument("--build", action="store_true", help="compile the kernels that combine's tables name, and stop")
-    parser.add_argument("--calibrate", metavar="FILE", type=Path, help="of tools/measure_amd.py; nothing is stored")
-    parser.add_argument("--lint", action="store_true", help="check every table and stop")
 
 
 def run(args: argparse.Namespace) -> int:

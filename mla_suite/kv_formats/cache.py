@@ -44,6 +44,21 @@ def empty(
     return blocks.as_strided((num_pages, page_size, fmt.width), (stride, fmt.width, 1))
 
 
+def as_bytes(cache: torch.Tensor) -> torch.Tensor:
+    """The cache with fp8 values as bytes: opcheck compares no fp8, and Triton has no e4m3fnuz on every GPU."""
+    return cache.view(torch.uint8) if cache.element_size() == 1 else cache
+
+
+def unknown(name: str, encodings: frozenset[str]) -> str:
+    """Says, where a kv_format holds others than these encodings, which; else an empty string."""
+    others = get_kv_format(name).encodings - encodings
+    return (
+        ""
+        if not others
+        else f"kv_format {name} holds {', '.join(sorted(others))}; it takes {', '.join(sorted(encodings))}"
+    )
+
+
 def check(
     kv_format: KVFormat, cache: torch.Tensor, head_dim: int, *, op: str, argument: str, like: torch.Tensor | None = None
 ) -> None:

@@ -13,11 +13,9 @@ from mla_suite.kv_formats import cache as caches
 
 
 def stored(kind: KVFormat, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A cache of these rows and its descale. It holds bytes: opcheck compares what was written, and torch compares no
-    fp8."""
+    """A cache of these rows and its descale."""
     descale = torch.tensor([0.05], device=rows.device) if kind.per_tensor_descale else None
-    cache = caches.pack(kind, rows, descale=descale)
-    return cache.view(torch.uint8) if kind.per_tensor_descale else cache, descale
+    return caches.as_bytes(caches.pack(kind, rows, descale=descale)), descale
 
 
 def sample(

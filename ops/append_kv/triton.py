@@ -11,6 +11,7 @@ import triton.language as tl
 
 from mla_suite.archs import ArchSpec
 from mla_suite.core.dispatch import Supported, Unsupported
+from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
 from mla_suite.ops.append_kv.triton_rows import ENCODINGS, chunks, encode_bf16, store_columns, store_pad
 from mla_suite.ops.sparse_decode.triton_rows import Record, record
@@ -143,21 +144,17 @@ def constants(kv_format: str, latent: int, rope: int, page: int) -> dict[str, An
 
 
 def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
-    unknown = get_kv_format(problem.kv_format).encodings - ENCODINGS
-    if unknown:
-        given = f"kv_format {problem.kv_format} holds {', '.join(sorted(unknown))}"
-        return Unsupported(f"{given}; it takes {', '.join(sorted(ENCODINGS))}")
+    if unknown := caches.unknown(problem.kv_format, ENCODINGS):
+        return Unsupported(unknown)
     return Supported(None, f"Triton, one program for {1 if problem.tokens <= SINGLE_TOKENS else GROUP} tokens")
 
 
 def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
-    kv_cache = args.kv_cache
+    kv_cache = caches.as_bytes(args.kv_cache)
     tokens, latent = args.kv_c.shape
     pages, page, _ = kv_cache.shape
     if tokens == 0 or pages * page == 0:
         return
-    if kv_cache.element_size() == 1:  # Triton has no e4m3fnuz on every GPU, and the kernel writes bytes
-        kv_cache = kv_cache.view(torch.uint8)
     group = 1 if tokens <= SINGLE_TOKENS else GROUP
     append_kv_kernel[(triton.cdiv(tokens, group),)](
         args.kv_c,

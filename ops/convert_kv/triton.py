@@ -125,10 +125,8 @@ def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
     if not COMPILES:
         return Unsupported(f"triton {triton.__version__} cannot compile it; it takes 3.6 or newer")
     for name, known in ((problem.source_format, loads.ENCODINGS), (problem.destination_format, stores.ENCODINGS)):
-        unknown = get_kv_format(name).encodings - known
-        if unknown:
-            given = f"kv_format {name} holds {', '.join(sorted(unknown))}"
-            return Unsupported(f"{given}; it takes {', '.join(sorted(known))}")
+        if unknown := caches.unknown(name, known):
+            return Unsupported(unknown)
     # Where an MMA has 64 rows, Triton's conversions of e4m3 round and saturate as these records are defined.
     fast = arch is not None and arch.matrix_min_rows >= 64
     return Supported(fast, f"Triton, one program for {GROUP} tokens")
@@ -144,10 +142,8 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     width = old.shape[-1] if kind.dense else kind.head_dim
     descaled = args.source_descale is not None or args.destination_descale is not None
     alignment = min(caches.alignment(old), caches.alignment(new))
-    # Triton has no e4m3fnuz on every GPU, and the kernel moves bytes whatever the caches call them.
-    caches_of_bytes = [cache.view(torch.uint8) if cache.element_size() == 1 else cache for cache in (old, new)]
     convert_kv_kernel[(triton.cdiv(tokens, GROUP),)](
-        *caches_of_bytes,
+        *map(caches.as_bytes, (old, new)),
         args.source_slots,
         args.destination_slots,
         args.source_descale,

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from mla_suite.archs import ArchSpec
 from mla_suite.core.dispatch import Supported, Unsupported
+from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
 from mla_suite.launch.launcher import compute_units
 from mla_suite.launch.scratch import partials
@@ -198,10 +199,8 @@ def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
         return Unsupported(f"head_dim_v {values} and {rest} further values; both must be powers of two, at least 16")
     for pool in problem.pools:
         kind = get_kv_format(pool.kv_format)
-        unknown = kind.encodings - ENCODINGS
-        if unknown:
-            given = f"kv_format {pool.kv_format} holds {', '.join(sorted(unknown))}"
-            return Unsupported(f"{given}; it takes {', '.join(sorted(ENCODINGS))}")
+        if unknown := caches.unknown(pool.kv_format, ENCODINGS):
+            return Unsupported(unknown)
         if kind.scale_rule is not None and values != kind.head_dim_v:
             return Unsupported(f"head_dim_v {values} of kv_format {pool.kv_format}; it takes {kind.head_dim_v}")
     tile = tile_for(problem.heads, problem.dtype, [pool.kv_format for pool in problem.pools], arch)
@@ -238,9 +237,14 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     tokens = queries.shape[0]
     if tokens == 0 or heads == 0:
         return
-    # Triton has no e4m3fnuz on every GPU, and the kernel reads bytes whatever the cache calls them.
-    kv_caches = [cache.view(torch.uint8) if cache.element_size() == 1 else cache for cache in args.kv_caches]
-    lists = zip(kv_caches, args.indices, args.indptrs, args.topk_lengths, args.kv_formats, strict=True)
+    lists = zip(
+        map(caches.as_bytes, args.kv_caches),
+        args.indices,
+        args.indptrs,
+        args.topk_lengths,
+        args.kv_formats,
+        strict=True,
+    )
     pools = tuple(_pool(args.q, *members) for members in lists)
     tiles = triton.cdiv(heads, config.rows)
     splits = args.num_splits or (splits_by_size(args) if args.split_size else _splits(tokens, tiles, args.indices))
