@@ -114,9 +114,7 @@ class Replay:
         for event in events[1:]:
             self.graph.replay()
             event.record()
-        torch.cuda.synchronize()
-        times = [first.elapsed_time(second) for first, second in itertools.pairwise(events)]
-        return median(times) * 1e3 / self.calls
+        return self._us(events)
 
     def rounds(self, effort: Effort) -> list[float]:
         """As many rounds as the effort says."""
@@ -132,9 +130,12 @@ class Replay:
                 events[index - late].record()
             self.graph.replay()
         events[-1].record()
+        return self._us(events)
+
+    def _us(self, events: Sequence[torch.cuda.Event]) -> float:
+        """Time of a call, by the median of the replays between events."""
         torch.cuda.synchronize()
-        times = [first.elapsed_time(second) for first, second in itertools.pairwise(events)]
-        return median(times) * 1e3 / self.calls
+        return median([first.elapsed_time(second) for first, second in itertools.pairwise(events)]) * 1e3 / self.calls
 
 
 def device_rounds(call: Callable[[Any], object], turns: Sequence[Any], effort: Effort) -> list[float]:

@@ -148,20 +148,17 @@ def read_assembly(text: str, symbol: str) -> Resources:
     entry = next((part for part in entries if re.search(rf"^ +\.name: +{re.escape(symbol)}$", part, re.M)), None)
     if begin < 0 or end < 0 or entry is None:
         raise BuildError(f"the assembly defines no kernel {symbol}; name the entry MLA_SUITE_KERNEL")
-    comments = text[end:]
 
     def stated(name: str) -> int:
-        found = re.search(rf"^; {name}\s*[:=] (\d+)", comments, re.M)
-        if found is None:
-            raise BuildError(
-                f"the assembly of {symbol} does not state {name}; this compiler's output is not understood"
-            )
-        return int(found.group(1))
+        return number(rf"^; {name}\s*[:=] (\d+)", text[end:], f"assembly of {symbol} does not state {name}")
 
     def metadata(name: str) -> int:
-        found = re.search(rf"^[ -]*\.{name}: +(\d+)$", entry, re.M)
+        return number(rf"^[ -]*\.{name}: +(\d+)$", entry, f"metadata of {symbol} lacks .{name}")
+
+    def number(pattern: str, where: str, lacking: str) -> int:
+        found = re.search(pattern, where, re.M)
         if found is None:
-            raise BuildError(f"the metadata of {symbol} lacks .{name}; this compiler's output is not understood")
+            raise BuildError(f"the {lacking}; this compiler's output is not understood")
         return int(found.group(1))
 
     by_value = re.findall(r"\.offset: +(\d+)\n +\.size: +(\d+)\n +\.value_kind: +by_value", entry)
