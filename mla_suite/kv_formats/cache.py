@@ -219,7 +219,7 @@ def same_records(written: KVFormat, read: KVFormat) -> bool:
         return written.encodings == read.encodings
     if written.scale_rule is None or read.scale_rule is None:
         return False
-    alike = [{field.name: (field.encoding, field.count) for field in kind.fields} for kind in (written, read)]
+    alike = [{field.name: (field.encoding, field.count) for field in fmt.fields} for fmt in (written, read)]
     promised = read.scale_rule.power_of_two or not written.scale_rule.power_of_two
     return alike[0] == alike[1] and written.scale_rule.tile == read.scale_rule.tile and promised
 

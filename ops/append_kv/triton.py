@@ -136,10 +136,10 @@ def rotated(
 @functools.lru_cache(maxsize=256)
 def constants(kv_format: str, latent: int, rope: int, page: int) -> dict[str, Any]:
     """The constants that follow from the format and the widths."""
-    kind = get_kv_format(kv_format)
-    found = chunks(latent + rope, kind)
+    fmt = get_kv_format(kv_format)
+    found = chunks(latent + rope, fmt)
     place = Place(tl.constexpr(page), record(kv_format, latent + rope))
-    rounds = kind.sized(latent, rope).rounds_rotated
+    rounds = fmt.sized(latent, rope).rounds_rotated
     return dict(place=place, CHUNKS=found, CHUNK_NUMBERS=len(found), LATENT=latent, ROPE=rope, ROUNDS=rounds)
 
 

@@ -95,7 +95,7 @@ def convert_columns(
 def byte_pieces(written: KVFormat, read: KVFormat, width: int) -> tuple[int, ...]:
     """Runs of bytes that lie together in both records, in powers of two: the places, as of a `Field`, and the count."""
     found: list[int] = []
-    read, written = (kind.sized(width, 0) if kind.seamless else kind for kind in (read, written))
+    read, written = (fmt.sized(width, 0) if fmt.seamless else fmt for fmt in (read, written))
     for old in read.fields:
         new, done = written.by_name[old.name], 0
         while done < old.bytes:
@@ -138,8 +138,8 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     counts = [cache.shape[0] * cache.shape[1] for cache in (old, new)]
     if tokens == 0 or 0 in counts:
         return
-    kind = get_kv_format(args.source_format)
-    width = old.shape[-1] if kind.dense else kind.head_dim
+    fmt = get_kv_format(args.source_format)
+    width = old.shape[-1] if fmt.dense else fmt.head_dim
     descaled = args.source_descale is not None or args.destination_descale is not None
     alignment = min(caches.alignment(old), caches.alignment(new))
     convert_kv_kernel[(triton.cdiv(tokens, GROUP),)](

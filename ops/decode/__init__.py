@@ -189,12 +189,12 @@ def decode(
 
 
 def check(args: DecodeArgs) -> tuple[Output, ...]:
-    kind = get_kv_format(args.kv_format)
+    fmt = get_kv_format(args.kv_format)
     ragged = args.cu_seqlens_q is not None
     names = "[tokens, heads, head_dim] with cu_seqlens_q" if ragged else "[batch, q_len, heads, head_dim]"
     checks.tensor("decode", "q", args.q, rank=3 if ragged else 4, dtypes=Q_DTYPES, names=names)
     heads, head_dim = args.q.shape[-2:]
-    caches.check(kind, args.kv_cache, head_dim, op="decode", argument="kv_cache", like=args.q)
+    caches.check(fmt, args.kv_cache, head_dim, op="decode", argument="kv_cache", like=args.q)
     checks.tensor("decode", "seq_lens", args.seq_lens, rank=1, dtypes=checks.INDEX, like=args.q)
     batch = args.seq_lens.shape[0]
     if args.cu_seqlens_q is None:
@@ -212,14 +212,14 @@ def check(args: DecodeArgs) -> tuple[Output, ...]:
     if args.head_dim_v < 1 or args.head_dim_v > head_dim:
         checks.fail("decode", "head_dim_v", f"is {args.head_dim_v}", f"it takes 1..{head_dim}, the head_dim of q")
     caches.check_single(args.q_descale, args.q, op="decode", argument="q_descale")
-    caches.check_descale(kind, args.kv_descale, args.q, op="decode", argument="kv_descale")
+    caches.check_descale(fmt, args.kv_descale, args.q, op="decode", argument="kv_descale")
     checks.field("decode", args, "attn_sink", checks.FLOAT32, sizes=(heads,), names="[heads]", like=args.q)
     if args.rope_cos_sin is not None:
         checks.tensor("decode", "rope_cos_sin", args.rope_cos_sin, rank=2, dtypes=checks.FLOAT32, like=args.q)
         rope = args.rope_cos_sin.shape[1]
-        if rope % 2 != 0 or rope > head_dim or (kind.sized(kind.latent, kind.rope).rope != rope and not kind.dense):
+        if rope % 2 != 0 or rope > head_dim or (fmt.sized(fmt.latent, fmt.rope).rope != rope and not fmt.dense):
             given = f"has shape {tuple(args.rope_cos_sin.shape)}"
-            checks.fail("decode", "rope_cos_sin", given, f"it takes [max_len, {kind.rope}]: cosines, then sines")
+            checks.fail("decode", "rope_cos_sin", given, f"it takes [max_len, {fmt.rope}]: cosines, then sines")
         if args.rope_cos_sin.shape[0] > 1 and args.rope_cos_sin.stride(0) != rope:
             given = f"has strides {args.rope_cos_sin.stride()}"
             checks.fail("decode", "rope_cos_sin", given, "its rows must lie side by side: call .contiguous()")

@@ -141,9 +141,9 @@ def check(args: SparseDecodeArgs) -> tuple[Output, ...]:
             possible = f"it takes one for each of the {len(args.kv_caches)} kv_caches"
             checks.fail("sparse_decode", argument, f"has {len(given)} entries", possible)
     for i, (cache, name) in enumerate(zip(args.kv_caches, args.kv_formats, strict=True)):
-        kind = get_kv_format(name)
+        fmt = get_kv_format(name)
         argument = f"kv_caches[{i}]"
-        caches.check(kind, cache, head_dim, op="sparse_decode", argument=argument, like=args.q)
+        caches.check(fmt, cache, head_dim, op="sparse_decode", argument=argument, like=args.q)
         _check_selection(args.q, i, args.indices[i], indptrs[i], topk_lengths[i])
     checks.field("sparse_decode", args, "attn_sink", checks.FLOAT32, sizes=(heads,), names="[heads]", like=args.q)
     if args.plan is not None:

@@ -198,11 +198,11 @@ def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
     if values & (values - 1) or rest & (rest - 1) or values < 16 or 0 < rest < 16:
         return Unsupported(f"head_dim_v {values} and {rest} further values; both must be powers of two, at least 16")
     for pool in problem.pools:
-        kind = get_kv_format(pool.kv_format)
+        fmt = get_kv_format(pool.kv_format)
         if unknown := caches.unknown(pool.kv_format, ENCODINGS):
             return Unsupported(unknown)
-        if kind.scale_rule is not None and values != kind.head_dim_v:
-            return Unsupported(f"head_dim_v {values} of kv_format {pool.kv_format}; it takes {kind.head_dim_v}")
+        if fmt.scale_rule is not None and values != fmt.head_dim_v:
+            return Unsupported(f"head_dim_v {values} of kv_format {pool.kv_format}; it takes {fmt.head_dim_v}")
     tile = tile_for(problem.heads, problem.dtype, [pool.kv_format for pool in problem.pools], arch)
     return Supported(
         tile, f"Triton with tiles of {tile.rows} heads x {tile.keys} keys; a plan is not needed and not read"
@@ -223,8 +223,8 @@ def tile_for(heads: int, dtype: torch.dtype, kv_formats: Sequence[str], arch: Ar
         return Tile(16, 32, 4, 2) if heads <= 16 else Tile(32, 32, 4, 2)
     if heads <= 16:
         # where V lies in two fields both are read at its full width, and a second stage does not fit
-        kinds = map(get_kv_format, kv_formats)
-        two_fields = any(kind.latent < kind.head_dim_v and not kind.seamless for kind in kinds)
+        formats = map(get_kv_format, kv_formats)
+        two_fields = any(fmt.latent < fmt.head_dim_v and not fmt.seamless for fmt in formats)
         return Tile(16, 64, 8, 1 if two_fields else 2)
     # 64 rows fill a warpgroup's matrix instruction; more would not fit the registers beside 512 columns
     return Tile(64, 64, 8, 1)
