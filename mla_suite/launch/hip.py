@@ -27,9 +27,10 @@ _NO_GPU = (
 )
 
 
-def module_version(said: Path = Path("/sys/module/amdgpu/version")) -> str:
+def module_version() -> str:
     """The version of the kernel module that is loaded; an empty string where it says none."""
-    return said.read_text().strip() if said.is_file() else ""
+    stated = Path("/sys/module/amdgpu/version")
+    return stated.read_text().strip() if stated.is_file() else ""
 
 
 def mapped_copies(maps: Path = Path("/proc/self/maps")) -> list[str]:
