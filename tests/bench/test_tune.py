@@ -44,7 +44,7 @@ FORM = Format(op="combine", exact=(Integer("rows", 1, 1024),), near=(Integer("ba
 SPACE = SearchSpace(
     candidates=lambda problem, arch: iter(range(7)),
     form=FORM,
-    facts=lambda problem, arch: dict(rows=problem.rows, batch=problem.batch),
+    key=lambda problem, arch: dict(rows=problem.rows, batch=problem.batch),
     cells=lambda problem, arch, point: dict(point=point),
 )
 WRONG, BROKEN = 4, 5
