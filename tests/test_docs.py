@@ -14,10 +14,9 @@ import ast
 import contextlib
 import importlib
 import io
-import os
 import re
+import runpy
 import shlex
-import subprocess
 import sys
 from argparse import ArgumentParser
 from pathlib import Path
@@ -119,21 +118,30 @@ def commands(block: Block) -> list[tuple[str, list[str]]]:
 
 def run_command(command: str, expected: list[str], where: str) -> None:
     words = shlex.split(command)
-    if words[1].startswith("tools/"):
-        program, here = [sys.executable, ROOT / words[1], *words[2:]], os.environ | {"PYTHONPATH": str(ROOT)}
-        done = subprocess.run(program, env=here, stdout=subprocess.PIPE, text=True)
-        code, printed = done.returncode, done.stdout
-    else:
-        assert words[:3] == ["python", "-m", "mla_suite"], f"{where}: {command} is not ours to run: say needs="
-        output = io.StringIO()
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
+        if words[1].startswith("tools/"):
+            code = run_tool(*words[1:])
+        else:
+            assert words[:3] == ["python", "-m", "mla_suite"], f"{where}: {command} is not ours to run: say needs="
             code = main(words[3:])
-        printed = output.getvalue()
+    printed = output.getvalue()
     assert code == 0, f"{where}: {command} ended with {code}\n{printed}"
     lines = iter(" ".join(line.split()) for line in printed.splitlines())
     for text in expected:
         pattern = re.compile(".*".join(re.escape(part.strip()) for part in text.split("...")))
         assert any(pattern.search(line) for line in lines), f"{where}: {text!r} is not in\n{printed}"
+
+
+def run_tool(program: str, *arguments: str) -> int:
+    """A program of tools/ in this process, which has imported torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [program, *arguments])
+        try:
+            runpy.run_path(str(ROOT / program), run_name="__main__")
+        except SystemExit as ended:
+            return int(ended.code or 0)
+    return 0
 
 
 def look_up_imports(tree: ast.AST) -> None:

@@ -31,6 +31,9 @@ QUICK = {
 }
 PAGE = 16
 CONFIG = MLAConfig.tiny()
+# Packages of torch 2.11 and older number a dtype that they pass to an operator differently than torch does (float32
+# arrives as float64), and go on without results where an operator raises.
+PASSES_DTYPES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 
 
 @functools.cache
@@ -136,26 +139,8 @@ def test_all_operators_in_a_package_at_another_batch(tmp_path):
         assert equal((compiled(*own), own[3]), (WholeStep()(*other), other[3]))
 
 
-class Merge(torch.nn.Module):
-    def forward(self, partial_out, partial_lse, split_indptr):
-        return mla_suite.combine(partial_out, partial_lse, split_indptr, out_dtype=torch.float32)
-
-
-@pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12),
-    reason="packages of torch 2.11 and older number a dtype that they pass to an operator differently than torch does "
-    "(float32 arrives as float64), and go on without results where an operator raises",
-)
-def test_a_dtype_and_an_error_pass_through_a_package(tmp_path):
-    inputs = torch.randn(5, 8, 512), torch.randn(5, 8), torch.tensor([0, 2, 5], dtype=torch.int32)
-    compiled = packaged(torch.export.export(Merge(), inputs), tmp_path)
-    assert equal(compiled(*inputs), Merge()(*inputs))
-    with pytest.raises(RuntimeError):
-        compiled(*inputs[:2], torch.tensor([0, 6, 5], dtype=torch.int32))
-
-
 class Layer(torch.nn.Module):
-    """A decode step of one MLA layer, positions and slots found on the device."""
+    """A decode step of one MLA layer, positions and slots found on the device; and a merge of two halves of it."""
 
     def __init__(self):
         super().__init__()
@@ -164,10 +149,11 @@ class Layer(torch.nn.Module):
             parameter.normal_(std=1 / math.sqrt(parameter.shape[-1]))
         self.register_buffer("cos_sin", cos_sin_table(CONFIG, 256), persistent=False)
 
-    def forward(self, x, kv_cache, block_table, seq_lens):
+    def forward(self, x, kv_cache, block_table, seq_lens, *partials):
         positions = seq_lens.long()[:, None]
         step = Step(block_table, seq_lens + 1, slots(block_table, positions, PAGE).flatten(), positions.flatten())
-        return self.attention(x, kv_cache, step, self.cos_sin)
+        y = self.attention(x, kv_cache, step, self.cos_sin)
+        return y, mla_suite.combine(*partials, out_dtype=torch.float32) if PASSES_DTYPES else None
 
 
 def layer_inputs(batch):
@@ -177,24 +163,31 @@ def layer_inputs(batch):
     x = torch.randn(batch, 1, CONFIG.hidden_size, generator=generator).bfloat16()
     table = torch.randperm(24, generator=generator)[: batch * 3].int().view(batch, 3)
     lens = torch.randint(3 * PAGE - 1, (batch,), generator=generator, dtype=torch.int32)
-    return x, cache.layers[0], table, lens
+    partials = torch.randn(5, 8, 512, generator=generator), torch.randn(5, 8, generator=generator)
+    return x, cache.layers[0], table, lens, *partials, torch.tensor([0, 2, 5], dtype=torch.int32)
 
 
 def test_a_decode_step_of_mla(tmp_path):
-    """Exported with a dynamic batch; the package writes the caller's cache in place, as the layer does."""
+    """Exported with a dynamic batch; the package writes the caller's cache in place, as the layer does, and a dtype and
+    an error pass through it."""
     batch, layer = torch.export.Dim("batch", min=2, max=8), Layer()
     dims = {"x": {0: batch}, "kv_cache": None, "block_table": {0: batch}, "seq_lens": {0: batch}}
+    dims |= {"partials": (None,) * 3}
     program = torch.export.export(layer, layer_inputs(3), dynamic_shapes=dims)
     compiled = packaged(program, tmp_path)
     for size in (3, 5):
         own, other, third = layer_inputs(size), layer_inputs(size), layer_inputs(size)
-        wanted = layer(*other)
-        # bf16 projections may round once more or less when fused
-        torch.testing.assert_close(program.module()(*third), wanted, rtol=2**-6, atol=2**-6)
-        torch.testing.assert_close(compiled(*own), wanted, rtol=2**-6, atol=2**-6)
-        torch.testing.assert_close(own[1], other[1], rtol=2**-6, atol=2**-6)
+        wanted, merged = layer(*other)
+        for given, (y, halves) in ((third, program.module()(*third)), (own, compiled(*own))):
+            # bf16 projections may round once more or less when fused
+            torch.testing.assert_close(y, wanted, rtol=2**-6, atol=2**-6)
+            torch.testing.assert_close(given[1], other[1], rtol=2**-6, atol=2**-6)
+            assert halves is None or equal(halves, merged)
         changed = (own[1] != layer_inputs(size)[1]).any(-1).sum()
         assert changed == size, "one new token per sequence"
+    if PASSES_DTYPES:
+        with pytest.raises(RuntimeError):
+            compiled(*own[:6], torch.tensor([0, 6, 5], dtype=torch.int32))
 
 
 def test_the_operators_are_named_in_the_package_not_compiled_into_it(tmp_path):

@@ -104,22 +104,3 @@ def test_an_output_in_an_inputs_memory_is_refused_or_harmless(op, backend, seede
 def test_500_outputs_in_inputs_memory(op, backend, seeded):
     for number in range(500):
         check(op, backend, seeded + number)
-
-
-def test_a_call_like_an_earlier_one_is_checked_as_well():
-    """The eager fast path knows the metadata, and looks at addresses all the same."""
-    torch.manual_seed(0)
-    cache = torch.randn(4, 16, 576).bfloat16()
-    lens, table = torch.tensor([30, 20]).int(), torch.tensor([[2, 0], [1, 3]]).int()
-    memory = torch.randn(5, 1, 4, 576).bfloat16()
-    lse = torch.empty(2, 1, 4)
-
-    def decode(q, out):
-        torch.ops.mla_suite.decode.out(q, cache, lens, table, softmax_scale=0.05, out=out, lse=lse)
-        return out
-
-    right = decode(memory[0:2].clone(), memory[3:5][..., :512]).clone()
-    for _ in range(3):
-        assert torch.equal(decode(memory[0:2], memory[3:5][..., :512]), right)
-        with pytest.raises(ValueError, match="out shares memory with q, which the call still needs"):
-            decode(memory[0:2], memory[1:3][..., :512])

@@ -7,12 +7,19 @@ import os
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
+
+
+def forking() -> BaseContext:
+    """Processes that fork from a server have what it imported: importing torch takes longer than most tests do."""
+    multiprocessing.set_forkserver_preload(["torch.distributed", "mla_suite.distributed", "mla_suite.models", "pytest"])
+    return multiprocessing.get_context("forkserver")
 
 
 def on_ranks(
@@ -25,9 +32,7 @@ def on_ranks(
     timeout_s  of the process group; it begins when every rank has started, however long that took
     on_gpus    NCCL with a GPU for each rank, the current one of its process, instead of gloo
     """
-    # Importing torch takes longer than most tests do, and ranks that fork from a server have what it imported.
-    multiprocessing.set_forkserver_preload(["torch.distributed", "mla_suite.distributed", "mla_suite.models", "pytest"])
-    how = "spawn" if on_gpus else "forkserver"
+    how = "spawn" if on_gpus else forking().get_start_method()
     with tempfile.TemporaryDirectory() as folder:
         processes.start_processes(
             _member, (world, folder, timeout_s, on_gpus, function, arguments), nprocs=world, start_method=how

@@ -6,18 +6,22 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import forking
 
 from mla_suite.__main__ import main
 from mla_suite.cli import demo_model, demo_ranks
+from mla_suite.distributed import ContextParallelCache
 
 
-def sentences(*command: str) -> list[str]:
-    """Returns what two failing ranks say, in the order of the ranks.
+def sentences(command: Callable[[int], int], folder: Path) -> list[str]:
+    """Returns what two failing ranks say, in the order of the ranks; `command` is called with a rank's number.
 
     The ranks are started without torchrun, which ends all others within 0.1 s of the first failure: a rank that it ends
     before its own sentence is written says nothing. As under torchrun, the process that starts them holds their store.
@@ -31,25 +35,30 @@ def sentences(*command: str) -> list[str]:
         "TORCHELASTIC_RUN_ID": "test",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "GLOO_SOCKET_IFNAME": "lo",
+        "TORCHDYNAMO_DISABLE": "1",  # what is said does not depend on what is compiled, which takes a minute
     }
+    logs = [folder / "0", folder / "1"]
     ranks = [
-        subprocess.Popen(
-            [sys.executable, *command],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            # What is said does not depend on what is compiled, which takes a minute.
-            env=os.environ | described | {"RANK": rank, "LOCAL_RANK": rank, "TORCHDYNAMO_DISABLE": "1"},
-        )
-        for rank in ("0", "1")
+        forking().Process(target=_rank, args=(command, rank, described, str(log))) for rank, log in enumerate(logs)
     ]
     try:
-        said = [rank.communicate(timeout=300)[1] for rank in ranks]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(300)
+        assert all(rank.exitcode not in (0, None) for rank in ranks), [log.read_text() for log in logs]
     finally:
         for rank in ranks:
             rank.kill()
-    assert all(rank.returncode not in (0, None) for rank in ranks), said
-    return [line for stderr in said for line in stderr.splitlines() if line.startswith("demo:")]
+    return [line for log in logs for line in log.read_text().splitlines() if line.startswith("demo:")]
+
+
+def _rank(command: Callable[[int], int], rank: int, described: dict[str, str], log: str) -> NoReturn:
+    os.environ.update(described, RANK=str(rank), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    with open(log, "w") as said:
+        os.dup2(said.fileno(), 2)
+    sys.exit(command(rank))
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
@@ -66,45 +75,45 @@ def test_a_decoder_over_two_ranks_agrees_with_its_textbook_forward(compiled):
     assert 0 < report["largest_logit_difference"] <= 1e-5
 
 
-def test_a_wrong_number_of_ranks_is_one_sentence_on_every_rank():
-    said = sentences("-m", "mla_suite", "demo", "--tp", "3")
+def three_ways(rank: int) -> int:
+    return main(["demo", "--tp", "3"])
+
+
+def test_a_wrong_number_of_ranks_is_one_sentence_on_every_rank(tmp_path: Path) -> None:
+    said = sentences(three_ways, tmp_path)
     assert [sentence.split(":")[1] for sentence in said] == [" rank 0", " rank 1"]
     assert all("tp_size 3 x cp_size 1 is 3, and the process group has 2 ranks" in line for line in said)
 
 
-PROGRAM = """
-import os, sys
-from mla_suite.cli import demo_ranks
-from mla_suite.distributed import ContextParallelCache
-rank, tokens, append, steps = int(os.environ["RANK"]), 3, ContextParallelCache.append, []
-{fault}
-sys.exit(demo_ranks.decode({tp}, {cp}, tokens, 1, "fp32", 0, quiet=False) is None)
-"""
-DIES = """
-def dying(*arguments, **options):
-    steps.append(1)
-    return os._exit(3) if rank == 1 and len(steps) == 3 else append(*arguments, **options)
-ContextParallelCache.append = dying
-"""
+def decoding(tokens: int) -> int:
+    return int(demo_ranks.decode(1, 2, tokens, 1, "fp32", 0, quiet=False) is None)
 
 
-def faulty(folder: Path, fault: str, tp: int, cp: int) -> str:
-    """Writes a program that runs a demo with a fault, and returns its path."""
-    (folder / "faulty.py").write_text(PROGRAM.format(fault=fault, tp=tp, cp=cp))
-    return str(folder / "faulty.py")
+def one_dies(rank: int) -> int:
+    append, steps = ContextParallelCache.append, []
+
+    def dying(*arguments: Any, **options: Any) -> Any:
+        steps.append(1)
+        return os._exit(3) if rank == 1 and len(steps) == 3 else append(*arguments, **options)
+
+    ContextParallelCache.append = dying
+    return decoding(3)
 
 
-def test_a_rank_that_dies_between_steps_is_one_sentence_of_the_other(tmp_path):
-    (sentence,) = sentences(faulty(tmp_path, DIES, tp=1, cp=2))
+def test_a_rank_that_dies_between_steps_is_one_sentence_of_the_other(tmp_path: Path) -> None:
+    (sentence,) = sentences(one_dies, tmp_path)
     assert sentence.startswith(
         "demo: rank 0: another rank ended or did not answer within 60 s; its own sentence says why"
     )
 
 
-def test_ranks_that_disagree_say_so_in_one_sentence_each(tmp_path):
+def disagree(rank: int) -> int:
+    return decoding(3 + rank)
+
+
+def test_ranks_that_disagree_say_so_in_one_sentence_each(tmp_path: Path) -> None:
     said = "the ranks disagree: tokens is 3 on rank 0, 4 on rank 1; give all of them the same"
-    program = faulty(tmp_path, "tokens += rank", tp=1, cp=2)  # they agree before a layer is spread in either way
-    assert sentences(program) == [f"demo: rank {rank}: {said}" for rank in (0, 1)]
+    assert sentences(disagree, tmp_path) == [f"demo: rank {rank}: {said}" for rank in (0, 1)]
 
 
 def test_without_torchrun_the_command_is_named(capsys):

@@ -1,4 +1,4 @@
-"""Each rule of the sanitizer is broken once, on purpose, and reported with the right place."""
+"""Rules of the sanitizer that a kernel breaks on purpose; test_mutations.py deletes waits, barriers and stores."""
 
 from pathlib import Path
 
@@ -7,17 +7,6 @@ import pytest
 
 PROGRAMS = Path(__file__).with_name("programs.hip").read_text().split("\n")
 rng = np.random.default_rng(12)
-
-
-def without(text, kernel, pattern, which=0):
-    """The assembly with one instruction of a kernel deleted: the `which`-th that starts with `pattern`."""
-    lines = text.split("\n")
-    begin = lines.index(next(line for line in lines if line.startswith(f"{kernel}:")))
-    hits = [i for i in range(begin, len(lines)) if lines[i].split(";")[0].strip().startswith(pattern)]
-    end = next(i for i in range(begin, len(lines)) if lines[i].startswith(".Lfunc_end"))
-    hits = [i for i in hits if i < end]
-    assert hits, f"{kernel} has no {pattern}"
-    return "\n".join(lines[: hits[which]] + lines[hits[which] + 1 :])
 
 
 def kinds(report):
@@ -79,77 +68,15 @@ def test_an_output_that_is_not_written_whole(launch, strided, missing):
         assert launch("add", 4, 256, arrays, 1000).findings == ()
 
 
-def test_wait_before_use(launch):
-    text = without(launch.text, "add", "s_waitcnt", -1)
-    assert kinds(launch("add", 4, 256, add_arrays(), 1000, text=text)) == {"register_before_wait"}
-
-
 def transpose_arrays():
     x = rng.standard_normal((32, 32)).astype(np.float32)
     return {"in": (x, "r"), "out": (np.empty_like(x), "w")}
-
-
-def test_lds_race(launch):
-    text = without(launch.text, "transpose", "s_barrier")
-    report = launch("transpose", 1, 256, transpose_arrays(), text=text)
-    assert "lds_race" in kinds(report) or "lds_uninitialised" in kinds(report)
-    assert not kinds(report) - {"lds_race", "lds_uninitialised"}
-
-
-def test_lds_uninitialised(launch):
-    text = without(launch.text, "transpose", "ds_write")
-    assert kinds(launch("transpose", 1, 256, transpose_arrays(), text=text)) == {"lds_uninitialised"}
-
-
-def test_lds_write_not_waited_for_before_the_barrier(launch):
-    lines = launch.text.split("\n")
-    begin = next(i for i, line in enumerate(lines) if line.startswith("transpose:"))
-    barrier = next(i for i in range(begin, len(lines)) if lines[i].strip().startswith("s_barrier"))
-    wait = max(i for i in range(barrier) if "s_waitcnt lgkmcnt(0)" in lines[i])
-    text = "\n".join(lines[:wait] + lines[wait + 1 :])
-    assert kinds(launch("transpose", 1, 256, transpose_arrays(), text=text)) == {"lds_in_flight"}
-
-
-def test_direct_load_not_waited_for(launch, arch):
-    width = 4 if arch == "gfx942" else 16
-    x = rng.integers(0, 256, 256 * width).astype(np.uint8)
-    arrays = {"in": (x, "r"), "out": (np.empty_like(x), "w")}
-    text = without(launch.text, "direct", "s_waitcnt vmcnt(0)")
-    assert "lds_in_flight" in kinds(launch("direct", 1, 256, arrays, text=text))
 
 
 def last_arrays(blocks=5):
     x = rng.standard_normal((blocks, 256)).astype(np.float32)
     arrays = {"in": (x, "r"), "partial": (np.empty_like(x), "w"), "out": (np.empty(256, np.float32), "w")}
     return {**arrays, "arrived": (np.zeros(1, np.uint32), "rw")}
-
-
-@pytest.mark.parametrize("order", ["forward", "reverse", "shuffle:5"])
-@pytest.mark.parametrize("what", ["buffer_wbl2", "buffer_inv", "wait after buffer_wbl2"])
-def test_order_between_workgroups(launch, what, order):
-    if what.startswith("wait"):
-        lines = launch.text.split("\n")
-        begin = next(i for i, line in enumerate(lines) if line.startswith("last_arriver:"))
-        at = next(i for i in range(begin, len(lines)) if "buffer_wbl2" in lines[i])
-        wait = next(i for i in range(at, len(lines)) if "s_waitcnt" in lines[i])
-        text = "\n".join([*lines[:wait], "\ts_waitcnt lgkmcnt(0)", *lines[wait + 1 :]])
-    else:
-        text = without(launch.text, "last_arriver", what)
-    report = launch("last_arriver", 5, 256, last_arrays(), 5, text=text, order=order)
-    assert "global_unordered" in kinds(report)
-    finding = next(item for item in report.findings if item.kind == "global_unordered")
-    assert finding.address.startswith("partial")
-
-
-@pytest.mark.parametrize("order", ["forward", "reverse"])
-@pytest.mark.parametrize("which", [0, 1])
-def test_barrier_around_the_atomic(launch, which, order):
-    text = without(launch.text, "last_arriver", "s_barrier", which)
-    assert kinds(launch("last_arriver", 5, 256, last_arrays(), 5, text=text, order=order)) & {
-        "global_unordered",
-        "lds_race",
-        "lds_uninitialised",
-    }
 
 
 def test_plain_store_instead_of_the_atomic(launch):

@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="triton is not installed; the `test` extra 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton's interpreter is on, and with it Triton compiles nothing", allow_module_level=True)
 
+from hostile_inputs import in_turn
 from sparse_problems import exact
 from triton_offline import Launch, launches
 
@@ -64,36 +65,6 @@ def assert_exact(out: torch.Tensor, lse: torch.Tensor, exact: testing.Exact) -> 
     torch.testing.assert_close(lse.double(), exact.lse, atol=1e-5, rtol=1e-5)
 
 
-def test_combine(arch: str) -> None:
-    args, kwargs = combine_sample(2, 4, 3, ragged=True, sink=True).make(CPU)
-    got, _ = run("combine", arch, args, kwargs)
-    for mine, expected in zip(got, torch.ops.mla_suite.combine(*args, **kwargs), strict=True):
-        torch.testing.assert_close(mine, expected, atol=1e-6, rtol=2.0**-7)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        plan_sample([4096, 0, 1, 700, 12000], num_heads=16, num_sm_parts=12, max_seqlen_kv=16384, varlen=True),
-        plan_sample([5000, 64, 900], num_heads=64, num_sm_parts=4, max_seqlen_kv=8192, split_size=1024),
-    ],
-    ids=lambda s: s.name,
-)
-def test_plan(arch: str, case: Sample) -> None:
-    args, kwargs = case.make(CPU)
-    (got,), _ = run("plan", arch, args, kwargs)
-    assert torch.equal(got, torch.ops.mla_suite.plan(*args, **kwargs))
-
-
-@pytest.mark.parametrize("name", ["bf16", "fp8", "v32", "dsv4", "dsv4_fnuz"])
-def test_append_kv(arch: str, name: str) -> None:
-    args, kwargs = append_sample(5, name, page=3, rope=True, skip=True).make(CPU)
-    mine = args[2].clone(memory_format=torch.preserve_format)
-    torch.ops.mla_suite.append_kv(*args, **kwargs)
-    run("append_kv", arch, (*args[:2], mine, *args[3:]), kwargs)
-    assert torch.equal(mine.view(torch.uint8), args[2].view(torch.uint8))
-
-
 def on_an_arch(*cases: tuple[Any, ...]) -> list[Any]:
     """Each case on one arch, in turn; a full run takes both, of which Triton takes seconds each to compile."""
     return [
@@ -101,6 +72,35 @@ def on_an_arch(*cases: tuple[Any, ...]) -> list[Any]:
         for j, arch in enumerate(("gfx942", "gfx950"))
         for i, case in enumerate(cases)
     ]
+
+
+def test_combine(arch: str) -> None:
+    args, kwargs = combine_sample(2, 4, 3, ragged=True, sink=True).make(CPU)
+    got, _ = run("combine", arch, args, kwargs)
+    for mine, expected in zip(got, torch.ops.mla_suite.combine(*args, **kwargs), strict=True):
+        torch.testing.assert_close(mine, expected, atol=1e-6, rtol=2.0**-7)
+
+
+PLAN = [
+    plan_sample([4096, 0, 1, 700, 12000], num_heads=16, num_sm_parts=12, max_seqlen_kv=16384, varlen=True),
+    plan_sample([5000, 64, 900], num_heads=64, num_sm_parts=4, max_seqlen_kv=8192, split_size=1024),
+]
+
+
+@pytest.mark.parametrize(("arch", "case"), on_an_arch(*zip(PLAN)))
+def test_plan(arch: str, case: Sample) -> None:
+    args, kwargs = case.make(CPU)
+    (got,), _ = run("plan", arch, args, kwargs)
+    assert torch.equal(got, torch.ops.mla_suite.plan(*args, **kwargs))
+
+
+@pytest.mark.parametrize(("arch", "name"), in_turn(("gfx942", "gfx950"), ["bf16", "fp8", "dsv4_fnuz", "dsv4", "v32"]))
+def test_append_kv(arch: str, name: str) -> None:
+    args, kwargs = append_sample(5, name, page=3, rope=True, skip=True).make(CPU)
+    mine = args[2].clone(memory_format=torch.preserve_format)
+    torch.ops.mla_suite.append_kv(*args, **kwargs)
+    run("append_kv", arch, (*args[:2], mine, *args[3:]), kwargs)
+    assert torch.equal(mine.view(torch.uint8), args[2].view(torch.uint8))
 
 
 DECODE = [

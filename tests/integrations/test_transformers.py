@@ -154,7 +154,7 @@ def test_a_callers_dynamic_cache_keeps_its_latent_cache():
 @pytest.mark.parametrize("kind", ["v3", pytest.param("v2", marks=pytest.mark.full)])
 @torch.no_grad()
 def test_the_whole_decode_step_compiles_once_for_all_lengths(kind, backend):
-    """Traced in every run; Inductor, which compiles a layer in models/test_mla.py, takes the model in `full`."""
+    """Traced in every run; Inductor, which the demo has compile layers, takes the model in `full`."""
     model = make_model(kind, num_hidden_layers=2)
     ids, mask = left_padded()
     _, expected, tokens = greedy(model, ids, mask)

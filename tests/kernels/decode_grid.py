@@ -123,11 +123,14 @@ def check(arch: str, sample: Sample, device: torch.device = CPU) -> None:
     assert_right(arch, args, kwargs, device)
 
 
-def cover(modes: Sequence[dict[str, Any]]) -> Iterator[tuple[int, int, int, int, dict[str, Any]]]:
-    """Shapes in which any two of heads, q_len, page and mode meet at least once."""
+def cover(
+    modes: Sequence[dict[str, Any]], halves: Sequence[int] = (0, 1)
+) -> Iterator[tuple[int, int, int, int, dict[str, Any]]]:
+    """Shapes in which any two of heads, q_len, page and mode meet at least once; in either half each value occurs."""
     # Strides that are prime to the number of choices walk through all pairs.
     for i, heads in enumerate(HEADS):
-        for j, mode in enumerate(modes):
+        for j in (j for j in range(len(modes)) if (i // 2 + j) % 2 in halves):
+            mode = modes[j]
             start = (3 * i + 4 * j) % len(LENS)
             yield heads, Q_LENS[(i + j) % len(Q_LENS)], PAGES[(i + 3 * j) % len(PAGES)], start, mode
 
@@ -144,6 +147,9 @@ def assert_pairwise(modes: Sequence[dict[str, Any]]) -> None:
     factors = len(HEADS), len(Q_LENS), len(PAGES), len(modes)
     pairs = sum(a * b for a, b in itertools.combinations(factors, 2))
     assert len(met) == pairs + len(LENS) * sum(factors[1:])
+    for half in (0, 1):
+        cases = [(heads, q_len, page, modes.index(mode)) for heads, q_len, page, _, mode in cover(modes, [half])]
+        assert tuple(len(set(values)) for values in zip(*cases, strict=True)) == factors
 
 
 def lengths(start: int, heads: int, q_len: int) -> tuple[int, ...]:

@@ -8,10 +8,12 @@ import torch
 from backend_calls import BackendCalls
 from launch_records import mapped_to, record
 
+import mla_suite
 from mla_suite import archs
 from mla_suite.archs.sm_90 import decode as sm_90
 from mla_suite.build import params
 from mla_suite.ops.decode import DECODE
+from mla_suite.ops.decode.samples import decode_sample
 
 NATIVE = BackendCalls(DECODE, "native")
 
@@ -37,3 +39,19 @@ def launched(monkeypatch, sample, given=None, asked=None, merges=None):
     buffers = {name: SimpleNamespace(tensor=tensor) for name, tensor in first.buffers.items()}
     fields = params.load("decode_tma").unpack(first.params)
     return (first.kernel, first.grid, first.threads, first.smem, fields, first.overlap, buffers), args, outputs
+
+
+def long_call(lens, planned=False, **options):
+    """A call whose block table names one page of each sequence again and again.
+
+    A cache that holds all keys takes seconds to draw, and a launch does not depend on its values.
+    """
+    args, kwargs = decode_sample((1,) * len(lens), **options).make(CPU)
+    lengths = torch.tensor(lens, dtype=torch.int32)
+    table = args[3].expand(-1, -(-max(lens) // args[1].shape[1])).contiguous()
+    args = [*args[:2], lengths, table, *args[4:]]
+    if planned:
+        sizes = dict(num_heads=args[0].shape[-2], max_seqlen_q=args[0].shape[1], num_sm_parts=8)
+        split = {name: options[name] for name in ("num_splits", "split_size") if name in options}
+        args[11] = mla_suite.plan(lengths, max_seqlen_kv=max(lens), **sizes, **split)
+    return args, kwargs

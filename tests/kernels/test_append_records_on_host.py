@@ -118,9 +118,15 @@ def differences(program, folder, name):
     return found
 
 
-@pytest.mark.parametrize("record", ["v41", "v41_fp4", "v32nope"])
-def test_the_references_bytes(tmp_path, record):
-    program = build(tmp_path / "append", {"FORMAT": record, "HOST_BLOCK_THREADS": 256})
+@pytest.fixture(scope="module", params=["v41", "v41_fp4", "v32nope"])
+def instance(request, tmp_path_factory):
+    """A record, and the program of its kernel."""
+    constants = {"FORMAT": request.param, "HOST_BLOCK_THREADS": 256}
+    return request.param, build(tmp_path_factory.mktemp("append") / "append", constants)
+
+
+def test_the_references_bytes(instance, tmp_path):
+    record, program = instance
     for name in (name for name, of in RECORDS.items() if of == record):
         assert differences(program, tmp_path, name) == 0, name
 
@@ -140,10 +146,11 @@ def repeated(tokens, wide, seed):
     return replace(args, slot_mapping=slots.to(kind), **rows)
 
 
+@pytest.mark.parametrize("instance", ["v41"], indirect=True)
 @pytest.mark.parametrize(("tokens", "wide", "group"), [(24, False, 1), (60, True, 8), (61, False, 8), (1100, True, 7)])
-def test_the_last_of_a_slots_tokens_is_written(tmp_path, tokens, wide, group):
+def test_the_last_of_a_slots_tokens_is_written(instance, tmp_path, tokens, wide, group):
     """1,100 tokens: more slots than the block's threads load at once."""
-    program = build(tmp_path / "append", {"FORMAT": "v41", "HOST_BLOCK_THREADS": 256})
+    _, program = instance
     assert differs(program, tmp_path, repeated(tokens, wide, tokens), group) == 0
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from built import require_built
 from decode_grid import CPU, HEADS, LENS, PAGES, Q_LENS, assert_within_bound
+from hostile_inputs import in_turn
 
 import mla_suite
 from mla_suite import archs, emulator
@@ -77,7 +78,9 @@ TARGETS = {
     ),
     "gfx950 fp8": Target(
         "gfx950",
-        tuple({**stored, **mode} for stored in (OCP_QUERY, OCP) for mode in FP8_MODES),
+        # So turned, each number of heads meets each mode in either half, with one or the other.
+        tuple({**OCP_QUERY, **mode} for mode in FP8_MODES)
+        + tuple({**OCP, **mode} for mode in (*FP8_MODES[1:], FP8_MODES[0])),
         (OCP_QUERY, OCP),
         OCP_QUERY,
         ((OCP_QUERY, (0.75, 0.3)), (OCP, (0.75, 0.3))),
@@ -123,9 +126,11 @@ def same(results, others):
     return all(torch.equal(a, b) for a, b in zip(results, others, strict=True))
 
 
+@pytest.mark.parametrize(("half", "target"), in_turn([0, 1], TARGETS), indirect=["target"])
 @pytest.mark.parametrize("heads", HEADS)
-def test_within_the_rounding_bound(target, heads):
-    for h, q_len, page, start, mode in grid.cover(target.modes):
+def test_within_the_rounding_bound(target, heads, half):
+    """A default run takes one half of the cover on gfx942 and the other on gfx950: there, too, any two meet on one."""
+    for h, q_len, page, start, mode in grid.cover(target.modes, [half]):
         if h == heads:
             lens = grid.lengths(start, h, q_len)
             check(target, decode_sample(lens, heads=h, q_len=q_len, page=page, seed=start, **mode))
@@ -243,10 +248,15 @@ def test_same_bits_again_and_in_any_order(target, heads):
 # Bits of a sequence, whatever is beside it
 
 
-@on_bf16
-@pytest.mark.parametrize(("heads", "stored"), [(16, {}), (48, {}), (16, FNUZ), (48, FNUZ)], ids=str)
-def test_batch_invariant_bits(target, heads, stored):
+@pytest.mark.parametrize(
+    ("target", "case"),
+    in_turn(["gfx942", "gfx950"], [(16, {}), (48, {}), (48, FNUZ), (16, FNUZ)]),
+    indirect=["target"],
+    ids=str,
+)
+def test_batch_invariant_bits(target, case):
     """A sequence's bits in batches of 1, 5 and 64, at another place in each, with other lengths beside it."""
+    heads, stored = case
     stored = OCP if stored and target.arch == "gfx950" else stored
     args, kwargs = decode_sample((200, *[5, 17, 33] * 21), heads=heads, split_size=64, **stored).make(CPU)
     q, cache, lens, table = args[:4]
@@ -316,7 +326,7 @@ def test_batch_invariant_across_a_boundary_of_the_table(target, heads, tmp_path,
         chosen = {combine_configs.choose(archs.get("gfx942"), 512, "bf16", heads, batch, 4) for batch in points}
         assert len(chosen) == len(points), "the table has a boundary between any two of the batches"
         assert all("tuned" in reason or "row" in reason for _, reason in chosen), chosen
-        test_batch_invariant_bits(target, heads, {})
+        test_batch_invariant_bits(target, (heads, {}))
     tuning.clear_cache()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decode_launches import launched
+from decode_launches import launched, long_call
 
 from mla_suite.archs import combine
 from mla_suite.archs.attention import DECODE_INPUTS
@@ -105,7 +105,7 @@ def test_which_cuts_a_cluster_merges(monkeypatch, options, exchange):
 )
 def test_two_row_tiles_share_keys(monkeypatch, options, shared):
     """A sequence's, of a batch that leaves few SMs free and has no splits that a cluster merges."""
-    args, kwargs = decode_sample(**{"lens": (700, 90) * 70} | options).make(torch.device("cpu"))
+    args, kwargs = long_call(**{"lens": (700, 90) * 70} | options)
     kwargs["max_seqlen_kv"] = 50_000 if options.get("planned") else 0
     (instance, grid, *_), _, _ = launched(monkeypatch, None, given=(args, kwargs))
     assert ("clustermode-share_kv" in instance) == shared
@@ -117,8 +117,8 @@ def test_more_cuts_leave_half_as_many_partials(monkeypatch, keys, exchange, bloc
     """Which combine merges: each two splits are one partial."""
     merges = []
     boxes = []
-    sample = decode_sample((keys,) * 16, heads=128, num_splits=4)
-    (instance, grid, _, _, fields, _, buffers), _, _ = launched(monkeypatch, sample, asked=boxes, merges=merges)
+    given = long_call((keys,) * 16, heads=128, num_splits=4)
+    (instance, grid, _, _, fields, _, buffers), _, _ = launched(monkeypatch, None, given, boxes, merges)
     assert instance.endswith(f"_clustermode-{exchange}")
     assert (grid, fields["num_splits"], fields["streaming"]) == ((2, 64, 1), 4, 0)
     assert buffers["partial_out"].tensor.shape == (32, 128, 512)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from backend_calls import BackendCalls
 from built import assert_built_whole
-from decode_launches import CPU, H200, launched
+from decode_launches import CPU, H200, launched, long_call
 from static_asserts import assert_compiles
 
 import mla_suite
@@ -279,7 +279,7 @@ def test_large_batches_fold_their_splits():
     """What a small batch of the same lengths leaves apart, its combine folds."""
 
     def launches(batch, **options):
-        args, kwargs = decode_sample((4000,) * batch, heads=64, split_size=512, **options).make(CPU)
+        args, kwargs = long_call((4000,) * batch, heads=64, split_size=512, **options)
         given = DECODE.Args(*args, **kwargs)
         outputs = tuple(torch.empty(o.shape, dtype=o.dtype, device="meta") for o in DECODE.check(given))
         return sm_90.config_for(DECODE.describe(given), H200).spec(outputs, given)
@@ -378,16 +378,6 @@ def test_scores_of_an_e4m3_cache_as_it_is_stored(monkeypatch):
     assert any(fields[f"kv_map_{i}"] for i in range(16))
 
 
-def long_call(batch, keys, **options):
-    """A call over an e4m3 cache whose block table names one page of each sequence again and again.
-
-    A cache that holds all keys takes seconds to draw, and a launch does not depend on its values.
-    """
-    args, kwargs = decode_sample((1,) * batch, kv_format="fp8", **options).make(CPU)
-    table = args[3].expand(-1, -(-keys // args[1].shape[1])).contiguous()
-    return [*args[:2], torch.full_like(args[2], keys), table, *args[4:]], kwargs
-
-
 @pytest.mark.parametrize(
     ("keys", "options", "scaled"),
     [
@@ -406,13 +396,13 @@ def long_call(batch, keys, **options):
 )
 def test_long_work_tiles_of_an_e4m3_cache_scale_queries(monkeypatch, keys, options, scaled):
     """24 stages of 32 keys."""
-    (instance, *_), *_ = launched(monkeypatch, None, given=long_call(132, keys, **options))
+    (instance, *_), *_ = launched(monkeypatch, None, given=long_call((keys,) * 132, kv_format="fp8", **options))
     assert instance.startswith("scaled_") == scaled, instance
 
 
 @pytest.mark.parametrize("parts", [132, 600])
 def test_long_work_tiles_of_a_plan_scale_queries(monkeypatch, parts):
-    args, kwargs = long_call(66, 4096, heads=64)
+    args, kwargs = long_call((4096,) * 66, heads=64, kv_format="fp8")
     args = [*args[:11], mla_suite.plan(args[2], num_heads=64, num_sm_parts=parts, max_seqlen_kv=4096)]
     (instance, *_), *_ = launched(monkeypatch, None, given=(args, kwargs))
     assert instance.startswith("scaled_")

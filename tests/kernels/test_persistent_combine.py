@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import struct
+import subprocess
+from pathlib import Path
 
 import pytest
-from own_kernels import assembly
 from plan_merges import POINTERS, PlanMerge
 
 from mla_suite import archs
+from mla_suite.archs import CSRC
 from mla_suite.archs.sm_90.combine import PersistentCombineConfig
+from mla_suite.build import compilers
 from mla_suite.build.params import load
 from mla_suite.emulator import Emulator, Memory
 from mla_suite.ops.plan.metadata import HEADER_WORDS
@@ -19,7 +22,12 @@ THREADS = 4 * 64
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory):
-    return assembly("persistent_combine", "gfx942", tmp_path_factory.mktemp("planned"))
+    """Its assembly text."""
+    out = tmp_path_factory.mktemp("planned") / "persistent_combine.s"
+    source = Path(__file__).with_name("persistent_combine.hip")
+    command = [*compilers.packaged().to_assembly("gfx942"), f"-I{CSRC}", "-S", str(source), "-o", str(out)]
+    subprocess.run(command, check=True)
+    return out.read_text()
 
 
 class Merge(PlanMerge):

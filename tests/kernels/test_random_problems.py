@@ -13,7 +13,7 @@ from built import require_built
 
 import mla_suite
 
-FEW = 10
+FEW = 5
 PER_TEST = 50
 ARCHS = ("gfx942", "gfx950")
 

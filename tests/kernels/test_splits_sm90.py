@@ -5,17 +5,12 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
+from decode_launches import H200, long_call
 
-from mla_suite import archs
 from mla_suite.archs.sm_90.costs import Estimate, best_splits, max_splits
 from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N, groups_of
 from mla_suite.core.explain import explain_on
 from mla_suite.launch.launcher import read_rate
-from mla_suite.ops.decode.samples import decode_sample
-
-H200 = archs.get("sm_90")
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64, 65, 128, 512, 8448, 20000])
@@ -112,7 +107,7 @@ def test_memory_and_clock_are_the_cards():
 def test_batch_invariant_calls_do_not_depend_on_the_card(heads, kv_format):
     h100 = H200.on_device(132, read_rate(2_619_000, 5120), 1755)
     for split_size in (256, 1024):
-        args, kwargs = decode_sample((2048,) * 32, heads=heads, kv_format=kv_format, split_size=split_size).make(CPU)
+        args, kwargs = long_call((2048,) * 32, heads=heads, kv_format=kv_format, split_size=split_size)
         of_cards = [explain_on(card, "decode", *args, **kwargs) for card in (H200, h100)]
         assert of_cards[0].notes == of_cards[1].notes
         first, second = [[launch.kernel for launch in seen.spec.launches] for seen in of_cards]

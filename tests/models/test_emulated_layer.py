@@ -43,17 +43,15 @@ def weights():
     return drawn_weights()
 
 
-@pytest.mark.parametrize(("batch", "prefill"), [(1, 128), (2, 512)])
+SIZES = [(batch, prefill) for prefill in (128, 512, 1024, 2048, 4096, 6144) for batch in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("batch", "prefill"), [SIZES[0], *(pytest.param(*of, marks=pytest.mark.full) for of in SIZES[1:])]
+)
 @torch.no_grad()
 def test_contest_layer_on_gfx942(weights, batch, prefill):
-    check_all_native(*emulated(weights, batch, prefill))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("prefill", [128, 512, 1024, 2048, 4096, 6144])
-@torch.no_grad()
-def test_contest_layer_on_gfx942_at_every_prefill(weights, batch, prefill):
+    """Two sequences of 512 and a narrower layer are below in every run, and at full width in the demo."""
     check_all_native(*emulated(weights, batch, prefill))
 
 
@@ -85,7 +83,8 @@ def test_layers_of_other_widths_run_native_kernels(latent, rope):
 def test_decode_reads_every_key_once():
     """Work that the emulator counted, against the shape: 513 keys of 576 bf16 values and 128 rows, per sequence."""
     batch, prefill = 2, 512
-    reports, _ = emulated(drawn_weights(dim=256), batch, prefill)
+    reports, answers = emulated(drawn_weights(dim=256), batch, prefill)
+    check_all_native(reports, answers)
     decode = next(report for report in reports if report.kernel.startswith("decode"))
     keys, row_bytes = batch * (prefill + 1), 1152
     # Items are split at any key and read in tiles of 16, so tiles at a split are filled up with other keys or none.

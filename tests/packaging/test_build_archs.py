@@ -41,13 +41,14 @@ def test_fp16_is_disabled_by_1_alone():
 
 
 @pytest.mark.parametrize(
-    ("named", "archs", "without_fp16"),
+    ("named", "archs", "without_fp16", "editable"),
     [
-        *((None, None, None), ("", None, "0"), ("sm_90", ["sm_90"], "1")),
-        (" sm_90, gfx942,", ["gfx942", "sm_90"], None),
+        (None, None, None, False),
+        ("", None, "0", True),
+        ("sm_90", ["sm_90"], "1", True),
+        (" sm_90, gfx942,", ["gfx942", "sm_90"], None, False),
     ],
 )
-@pytest.mark.parametrize("editable", [False, True])
 def test_the_named_archs_are_built(monkeypatch, tmp_path, archs_left_out, named, archs, without_fp16, editable):
     """The build is replaced by one that notes what it is asked for, and the wheel carries what the tree holds."""
     for variable, value in (("MLA_SUITE_ARCHS", named), ("MLA_SUITE_DISABLE_FP16", without_fp16)):

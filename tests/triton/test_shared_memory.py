@@ -27,15 +27,12 @@ SM_90 = arch.get("sm_90")
 OTHERS = 101376  # bytes: sm_86, sm_89 and sm_120 have the least beside bf16 matrix units
 GPUS = {"sm_90": (90, SM_90, SM_90.lds_bytes), "another": (89, None, OTHERS)}
 FP8 = torch.float8_e4m3fn
-DECODE = [
-    decode_sample([130], heads=32, page=1),
-    decode_sample([130], heads=128, q_len=2),
-    *(decode_sample([130], heads=heads, page=1, rotate=True) for heads in (32, 64)),  # keys turned as they are read
-    decode_sample([130], heads=64, kv_format="fp16", dtype=torch.float16, rope=0, page=61),
-    decode_sample([130], heads=64, kv_format="fp8", dtype=FP8, page=1),
-    *(decode_sample([130], heads=heads, latent=1024, window_left=63) for heads in (16, 64)),  # dots3_note's windows
-]
-SPARSE = [
+MANY = [5] * 200  # sequences, which fill a GPU: small tiles are for launches that would leave it idle
+ROWS = decode_sample(MANY, heads=32, page=1)
+TURNED = decode_sample(MANY, heads=32, page=1, rotate=True)  # keys are turned as they are read
+BYTES = decode_sample(MANY, heads=64, kv_format="fp8", dtype=FP8, page=1)
+WIDE, WIDE_OF_64 = (decode_sample(MANY, heads=heads, latent=1024, window_left=63) for heads in (16, 64))  # dots3_note's
+RECORDS, MIXED, VALUES, VALUES_OF_64, RECORDS_OF_64 = (
     sparse_sample(2, 1, heads, [PoolShape(kv_format, 3, 64, 48) for kv_format in kv_formats])
     for heads, kv_formats in (
         (16, ["v32"]),
@@ -44,11 +41,22 @@ SPARSE = [
         (64, ["bf16", "fp32"]),
         (64, ["dsv4"]),
     )
-]
+)
+LARGE = [decode_sample(MANY, heads=64, page=1, rotate=turned) for turned in (False, True)]
+SAMPLES = {
+    ("sm_90", "decode"): [ROWS, TURNED, *LARGE, BYTES, WIDE, WIDE_OF_64],
+    ("another", "decode"): [ROWS, TURNED, BYTES, WIDE],
+    ("sm_90", "sparse_decode"): [RECORDS, MIXED, VALUES, VALUES_OF_64, RECORDS_OF_64],
+    ("another", "sparse_decode"): [MIXED, VALUES, VALUES_OF_64],
+}
+"""Each tile that a GPU's rules choose, with the operands that take most beside it."""
 MODULES: dict[str, Any] = {"decode": decode, "sparse_decode": sparse_decode}
 old = pytest.mark.skipif(not sparse_decode.COMPILES, reason="this Triton is older than 3.6, which sparse_decode needs")
-CASES = [pytest.param("decode", sample, id=f"decode-{sample.name}") for sample in DECODE]
-CASES += [pytest.param("sparse_decode", sample, id=f"sparse_decode-{sample.name}", marks=old) for sample in SPARSE]
+CASES = [
+    pytest.param(gpu, name, sample, id=f"{gpu}-{name}-{sample.name}", marks=[old] if name == "sparse_decode" else [])
+    for (gpu, name), samples in SAMPLES.items()
+    for sample in samples
+]
 
 
 def shared_of(name: str, sample: Sample, capability: int, chosen: Any) -> int:
@@ -66,9 +74,8 @@ def shared_of(name: str, sample: Sample, capability: int, chosen: Any) -> int:
     return shared_bytes(*launch, capability)
 
 
-@pytest.mark.parametrize("gpu", GPUS)
-@pytest.mark.parametrize(("name", "sample"), CASES)
-def test_the_chosen_tile_fits(name: str, sample: Sample, gpu: str) -> None:
+@pytest.mark.parametrize(("gpu", "name", "sample"), CASES)
+def test_the_chosen_tile_fits(gpu: str, name: str, sample: Sample) -> None:
     capability, record, limit = GPUS[gpu]
     assert shared_of(name, sample, capability, record) <= limit
 

@@ -1,0 +1,204 @@
+"""Decode on sm_90 with blocks of 64 query rows, its source executed on a CPU and compared with fp64.
+
+kernels_on_host.py says what such a run shows and what not. The definition rounds rotated keys to the type of an
+un-rotated cache, so an lse within 1e-5 needs the same bits of them. Sums of fp8 products have all bits of fp32 here.
+That folded splits and splits that combine folds have the same bits is shown on a GPU (tests/gpu/test_fold_on_gpu.py).
+"""
+
+from __future__ import annotations
+
+import pytest
+from kernels_on_host import HostKernel
+
+KERNEL = HostKernel("dense.cpp", "sm_90/decode")
+TYPES = {name: {"DTYPE": name} for name in ("bf16", "fp16", "fp8")}
+SOURCES = {name: {"KV_SOURCE": name} for name in ("tma", "cp_async", "fp8", "fp8_scores")}
+WIDTHS = {320: 256, 288: 256, 160: 128}  # narrow rows and their latents
+NARROW = {width: {"D_QK": width, "D_V": latent} for width, latent in WIDTHS.items()}
+KINDS = {"un-rotated": {"MASKED": 1, "UNROTATED": 1}, "scaled": {"SCALE_Q": 1}, "folded": {"FOLD": 1}, "scores": {}}
+INSTANCES = [
+    *(("un-rotated", dtype, source) for dtype in ("bf16", "fp16") for source in ("tma", "cp_async")),
+    *(
+        (width, *of)
+        for width in WIDTHS
+        for of in (("bf16", "tma"), ("bf16", "cp_async"), ("bf16", "fp8"), ("fp8", "fp8"))
+    ),
+    *(("scaled", "bf16", "fp8"), ("folded", "bf16", "tma"), ("folded", "fp16", "tma"), ("scores", "fp8", "fp8_scores")),
+]
+DEFAULT = (
+    *(("un-rotated", "bf16", "tma"), ("un-rotated", "fp16", "cp_async")),
+    *((288, "bf16", "tma"), (160, "bf16", "cp_async"), (160, "fp8", "fp8")),
+    *(("scaled", "bf16", "fp8"), ("folded", "bf16", "tma"), ("scores", "fp8", "fp8_scores")),
+)
+"""Each kind with each source of keys."""
+
+FIRST, RAGGED, PLANNED = "16 1 64 1 1 plain 128 300 1 0 33 64", "8 2 32 1 3 ragged 100 30 200", "planned 100 330 200"
+PROBLEMS = {
+    ("un-rotated", "tma"): [
+        *(FIRST, "64 1 32 3 2 sink 70 1 0 330", "8 2 96 3 4 sharp 500 100", RAGGED, f"16 1 64 3 2 {PLANNED}"),
+        *("100 1 64 2 1 all_keys 300 65", "16 1 64 2 1 descaled 200 33", "16 1 64 1 1 descaled_nan 100 33"),
+        *("16 1 64 2 1 window40 128 300 1 0 33 64", "8 2 32 3 2 ragged+planned+window31 100 330 200"),
+        "4 16 64 1 2 tree 300 65 17",
+    ],
+    ("un-rotated", "cp_async"): [
+        *("16 1 1 1 1 plain 128 300 1 0 33 64", "64 1 7 3 2 sink 70 1 0 330", "8 2 16 3 4 sharp 500 100"),
+        *("8 2 48 1 3 ragged 100 30 200", f"16 1 16 3 2 {PLANNED}", "16 1 16 2 1 descaled 200 33"),
+        *("2 40 7 2 2 window20 200 47", "2 32 16 1 2 ragged+tree 200 33"),
+    ],
+    "scaled": [
+        *(FIRST, "64 1 7 3 2 sink+large 70 1 0 330", "8 2 32 1 3 ragged+small 100 30 200", f"16 1 64 3 2 {PLANNED}"),
+        *("100 1 64 2 1 all_keys+large 300 65", "40 1 64 1 1 sharp 300"),
+    ],
+    "folded": [
+        *(
+            "16 1 64 1 1 fold64 128 300 1 0 33 64",
+            "64 1 32 3 2 sink+fold32 70 1 0 330",
+            "8 2 96 2 4 sharp+fold64 500 100",
+        ),
+        *("8 2 32 1 3 ragged+fold32 100 30 200", "16 1 64 3 2 planned+fold32 100 330 200"),
+        "100 1 64 1 1 all_keys+fold128 300 65",
+    ],
+    "scores": [
+        *(FIRST, "64 1 32 3 2 sink 70 1 0 330", RAGGED, f"48 1 64 3 2 {PLANNED}", "100 1 96 2 1 all_keys 300 65"),
+        "40 1 64 1 1 sharp 300",
+    ],
+    "narrow": [
+        *("16 1 64 1 1 plain 128 700 1 0 33 64", "64 1 32 3 2 sink 70 1 0 330", RAGGED, f"16 1 64 3 2 {PLANNED}"),
+        "100 1 64 2 1 all_keys 300 65",
+    ],
+}
+
+
+def constants(kind, dtype, source):
+    return {**TYPES[dtype], **SOURCES[source], **(KINDS | NARROW)[kind], "HOST_BLOCK_THREADS": 512}
+
+
+def problems(kind, source):
+    if kind not in WIDTHS:
+        return PROBLEMS.get((kind, source)) or PROBLEMS[kind]
+    return [text.replace(" 64 ", " 7 ", 1) if source == "cp_async" else text for text in PROBLEMS["narrow"]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "source"),
+    [point if point in DEFAULT else pytest.param(*point, marks=pytest.mark.full) for point in INSTANCES],
+)
+def test_results_are_those_of_fp64(tmp_path, kind, dtype, source):
+    KERNEL.check(tmp_path, constants(kind, dtype, source), problems(kind, source))
+
+
+BOXES, GATHERED = ("un-rotated", "bf16", "tma"), ("un-rotated", "bf16", "cp_async")
+PLAIN, WINDOW, TREE = (f"{what} 300 33 90" for what in ("16 1 64 1 1 plain", "4 4 64 1 1 window40", "4 4 64 1 1 tree"))
+UNROTATED_FAULTS = {
+    "turned the other way": (BOXES, "rotate_rope.hpp", "as_float(sin[2 * i + e]));", "-as_float(sin[2 * i + e]));"),
+    "keys taken twice": (BOXES, "rotate_rope.hpp", "+ lane / 8 % 2 * 4", "+ lane / 8 % 2 * 3"),
+    "rotated before they arrive": (
+        *(BOXES, "rotate_rope.hpp"),
+        *("    mbarrier_wait(barriers_.rope_full(kv_.stage), kv_.parity);\n", ""),
+    ),
+    "the table read past the tile": (BOXES, "producer.hpp", "min(end - first, BLOCK_N) * Traits", "BLOCK_N * Traits"),
+    "a stage overwritten": (BOXES, "producer.hpp", "    mbarrier_wait(stage.empty, stage.parity ^ 1);\n", ""),
+    "a stage published early": (BOXES, "traits.hpp", "? 1 + ROTATORS : 128", "? 1 : 128"),
+    "halves exchanged": (BOXES, "rotate_rope.hpp", "st_shared_v2(high, quad.high)", "st_shared_v2(high, quad.low)"),
+    "nobody says that keys arrived": (
+        *(GATHERED, "producer_cp_async.hpp"),
+        *("      cp_async_mbarrier_arrive(barriers_.rope_full(kv.stage));\n", ""),
+    ),
+    "NaN before the window": (
+        *(BOXES, "mainloop_qk.hpp"),
+        *("        clear_values(kv_.stage, 0, tile_.first_key - first);\n", ""),
+    ),
+    "siblings seen": (BOXES, "query_rows.hpp", "return tree_bits(", "return ~0u; tree_bits("),
+    "other positions": (GATHERED, "producer.hpp", "static_cast<int64_t>(first) * Traits", "0 * Traits"),
+}
+BF16, COPIED, FP8 = ((160, *of) for of in (("bf16", "tma"), ("bf16", "cp_async"), ("fp8", "fp8")))
+NARROW_FAULTS = {
+    "a block of the map twice": (
+        BF16,
+        "prologue_prefetch.hpp",
+        "WHOLE_BLOCKS ? 0 : block * 64",
+        "WHOLE_BLOCKS ? 0 : 0",
+    ),
+    "columns of the other warpgroup": (BF16, "mainloop_pv.hpp", ": group * COLUMNS)", ": group * 2 * COLUMNS)"),
+    "queries of half a row": (BF16, "q_operand.hpp", "HALF = 2 * Traits::Q_BOXES;", "HALF = Traits::Q_STEPS / 2;"),
+    "narrow values behind the last key stay": (
+        *(BF16, "mainloop_qk.hpp"),
+        *("      clear_values(stage_multiplied_last(), tile_.end_key - first, BLOCK_N);\n", "      ;\n"),
+    ),
+    "buffers in a stage": (BF16, "traits.hpp", "<= STAGE_BYTES ? 0 : 8 * OUT_BUFFER_BYTES;", "<= STAGE_BYTES ? 0 : 0;"),
+    "the next row copied": (COPIED, "producer_cp_async.hpp", "valid && in_row(c)", "valid"),
+    "the next query converted": (
+        *(FP8, "producer_fp8.hpp"),
+        *("half == 1 ? Traits::LAST_Q_BOXES", "half == 1 ? Traits::Q_BOXES"),
+    ),
+    "a raw stage too many": (FP8, "producer_fp8.hpp", "copied_ - converted_ < AHEAD", "copied_ - converted_ <= AHEAD"),
+}
+SCALED = "scaled", "bf16", "fp8"
+SCALED_FAULTS = {
+    "not scaled": (SCALED, "scaled_queries.hpp", "min(max(127 + 14 - exponent, -112), 112);", "0;"),
+    "the largest of half a row": (
+        *(SCALED, "scaled_queries.hpp"),
+        *("size = max(size, __shfl_xor_sync(~0u, size, 2));", ""),
+    ),
+    "the wrong row": (SCALED, "scaled_queries.hpp", "+ half * 512 +", "+ half * 256 +"),
+    "the other row's scale": (SCALED, "mainloop_qk.hpp", "? row_scale_[half] : scale_", "? row_scale_[0] : scale_"),
+    "not scaled back": (SCALED, "mainloop_qk.hpp", "(scale_ * inverse_power(power[half]))", "(scale_)"),
+}
+FOLDED = "folded", "bf16", "tma"
+FOLD_FAULTS = {
+    "the last split lost": (FOLDED, "mainloop_pv.hpp", "      if (!goes_on) break;", "      if (goes_on) break;"),
+    "never begun": (FOLDED, "mainloop_pv.hpp", "        sum.begin(o_, factors);", "        sum.add(o_, factors);"),
+    "a split not scaled": (FOLDED, "fold.hpp", "factors.of_split[i / 2]);", "1.0f);"),
+    "the sum so far not scaled": (FOLDED, "fold.hpp", "factors.before[i / 2], four[i]);", "1.0f, four[i]);"),
+    "one split's denominator for all": (FOLDED, "fold.hpp", "      inverse[half] = fold.scale();\n", ""),
+    "two warpgroups' sums in one place": (FOLDED, "fold.hpp", "(block(params) * 2 + group)", "(block(params) * 2)"),
+    "O not cleared": (
+        *(FOLDED, "mainloop_pv.hpp"),
+        "i < VALUES; ++i) o_[0][i] = o_[LAST_PRODUCT][i] = 0.0f;\n      command = next_command();\n",
+        "i < 1; ++i) o_[0][i] = o_[LAST_PRODUCT][i] = 0.0f;\n      command = next_command();\n",
+    ),
+}
+AS_STORED = "scores", "fp8", "fp8_scores"
+SCORE_FAULTS = {
+    "half of a row's queries twice": (
+        *(AS_STORED, "q_as_stored.hpp"),
+        *("&steps_[4 * (half * HALF_STEPS + k)]", "&steps_[4 * k]"),
+    ),
+    "pieces of one side": (AS_STORED, "q_as_stored.hpp", "row * PITCH + side * 16;", "row * PITCH;"),
+    "blocks of 16-bit keys": (
+        *(AS_STORED, "q_as_stored.hpp"),
+        *("k / 2 * Traits::RAW_BLOCK_BYTES", "k / 4 * Traits::RAW_BLOCK_BYTES"),
+    ),
+    "values in another order": (AS_STORED, "producer_fp8.hpp", "((part ^ key / 2 % 4) << 4)", "(part << 4)"),
+    "a stage copied while scores are made of it": (
+        *(AS_STORED, "kernel.hpp"),
+        *("Traits::SCORES_AS_STORED ? 256 : 128", "128"),
+    ),
+    "scores of the stage before": (
+        AS_STORED,
+        "mainloop_qk.hpp",
+        "SCORES_AS_STORED) raw_.next();",
+        "SCORES_AS_STORED) ;",
+    ),
+    "values behind the last key stay": (
+        *(AS_STORED, "producer_fp8.hpp"),
+        *("if (count < BLOCK_N) clear_absent(count, to);", ""),
+    ),
+}
+SHOWN_BY = {
+    "un-rotated": [PLAIN],
+    **{width: [PLAIN, "64 1 32 1 1 plain 700 700"] for width in WIDTHS},
+    "scaled": [f"64 1 64 1 1 {what} 300 90" for what in ("plain", "large", "small")],
+    "folded": ["16 1 64 1 1 fold64 300 33 200", "100 1 64 1 1 sharp+fold32 200"],
+    "scores": ["64 1 64 1 1 plain 300 90", "64 1 32 1 2 planned 700 40 330"],
+}
+MASKED = {"NaN before the window": [WINDOW], "siblings seen": [TREE]}
+FAULTS = UNROTATED_FAULTS | NARROW_FAULTS | SCALED_FAULTS | FOLD_FAULTS | SCORE_FAULTS
+PLANTED = ("rotated before they arrive", "not scaled", "a split not scaled", "half of a row's queries twice")
+
+
+@KERNEL.each_of({name: fault for name, (_, *fault) in FAULTS.items()}, *PLANTED)
+def test_a_fault_is_found(tmp_path, name):
+    instance, *fault = FAULTS[name]
+    shown_by = MASKED.get(name) or SHOWN_BY[instance[0]]
+    KERNEL.assert_found(tmp_path, constants(*instance), fault, shown_by)
