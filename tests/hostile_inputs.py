@@ -75,28 +75,31 @@ def filled(kind, pages, page, byte=0xAA, padded=True):
     return cache
 
 
-def hostile(args, window_left=-1):
-    """The same decode with every token that is not read turned to NaN and every unused table entry to an absurd id."""
+def hostile(args, window_left=-1, nan_byte=0xFF, wider=True):
+    """The same decode with every token that is not read turned to NaN and every unused table entry to an absurd id.
+
+    nan_byte  what is NaN in a cache of bytes
+    wider     the table gets as many entries more
+    """
+    args = list(args)
     q_lens = args[0].shape[1] if args[6] is None else args[6].diff()
     firsts = first_key(args[2], q_lens, window_left).tolist()
-    args = list(args)
-    cache, seq_lens, table, indptr, indices = args[1].clone(), args[2], args[3], args[4], args[5]
-    page, clean = cache.shape[1], args[1]
-    poison(cache)
-    for b, length in enumerate(seq_lens.tolist()):
-        own = table[b] if table is not None else indices[indptr[b] :]
-        for start in range(firsts[b] // page * page, length, page):
-            used = slice(max(firsts[b] - start, 0), min(page, length - start))
-            cache[own[start // page], used] = clean[own[start // page], used]
+    clean, cache, page = args[1], args[1].clone(), args[1].shape[1]
+    poison(cache) if cache.dtype != torch.uint8 else cache.fill_(nan_byte)
     args[1] = cache
-    absurd = itertools.cycle(NO_PAGE)
-    if table is not None:
-        table = args[3] = torch.cat((table, torch.zeros_like(table)), dim=1)
-        for b, length in enumerate(seq_lens.tolist()):
-            for column in (*range(firsts[b] // page), *range(-(-length // page), table.shape[1])):
-                table[b, column] = next(absurd)
+    if args[3] is not None:
+        args[3] = torch.cat((args[3], torch.zeros_like(args[3])), dim=1) if wider else args[3].clone()
+        tables = args[3]
     else:
-        args[5] = torch.cat((indices[: indptr[-1]], torch.tensor(NO_PAGE, dtype=torch.int32)))
+        args[5] = torch.cat((args[5][: args[4][-1]], torch.tensor(NO_PAGE, dtype=torch.int32)))
+        tables = [args[5][first:end] for first, end in itertools.pairwise(args[4].tolist())]
+    absurd = itertools.cycle(NO_PAGE)
+    for own, first, length in zip(tables, firsts, args[2].tolist(), strict=True):
+        for start in range(first // page * page, length, page):
+            used = slice(max(first - start, 0), min(page, length - start))
+            cache[own[start // page], used] = clean[own[start // page], used]
+        for column in (*range(first // page), *range(-(-length // page), len(own))):
+            own[column] = next(absurd)
     return tuple(args)
 
 

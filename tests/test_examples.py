@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import as_torchrun
 
 ROOT = Path(__file__).parent.parent
 LAST_LINE = {
@@ -20,28 +19,30 @@ LAST_LINE = {
     "speculative_step.py": "four drafts verified at once, equal to one by one; lengths now [44, 13]",
     "context_parallel.py": "four steps over 2 ranks, equal to one; pages left of 16: 7",
 }
-RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 def test_every_example_is_run():
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == set(LAST_LINE)
 
 
+def run(program):
+    sys.argv = [program]
+    runpy.run_path(program, run_name="__main__")
+    return 0
+
+
 @pytest.mark.parametrize("name", LAST_LINE)
 def test_an_example_runs(name, tmp_path, monkeypatch, capsys):
-    """In this process, where importing torch costs nothing, but for the one whose ranks are processes."""
+    """In this process, where importing torch costs nothing; ranks fork from one that has imported it."""
     if name == "huggingface.py":
         pytest.importorskip("transformers")
     program = str(ROOT / "examples" / name)
     if name == "context_parallel.py":
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-        command = [sys.executable, *RANKS, program]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        printed = done.stdout
+        (status, printed, errors), (other, *_) = as_torchrun(tmp_path, run, program)
+        assert (status, other) == (0, 0), errors
     else:
-        monkeypatch.setattr(sys, "argv", [program])
+        monkeypatch.setattr(sys, "argv", [])
         torch._dynamo.reset()
-        runpy.run_path(program, run_name="__main__")
+        run(program)
         printed = capsys.readouterr().out
     assert printed.splitlines()[-1].startswith(LAST_LINE[name])

@@ -61,12 +61,6 @@ def test_graphs_have_to_be_captured_on_a_gpu(tmp_path, capsys):
     assert "FLASHMLA: our decode did not run, without CUDA graphs" in capsys.readouterr().out
 
 
-def test_rows_are_saved_with_their_load():
-    saved = vllm_server.saved(row("CUSTOM", Load(8, 64, 16), 12.5, turn=2))
-    assert list(saved.values())[:6] == ["CUSTOM", 8, 64, 16, 2, 12.5]
-    assert list(saved)[:5] == ["backend", "concurrency", "input", "output", "round"]
-
-
 def test_no_prompt_is_longer_than_its_words_could_make_it(tmp_path):
     """vLLM refuses a prompt of more characters than as many of the longest words have."""
     from transformers import AutoTokenizer

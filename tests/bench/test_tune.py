@@ -299,21 +299,6 @@ def test_trouble_costs_no_other_shape_its_row(
     assert str(trouble) in printed.out
 
 
-def test_a_table_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    row = search.cells(searched({0: 40.0, 2: 30.0}), SPACE, ARCH, GPU)
-    path = tmp_path / "sm_90.csv"
-    store.write(FORM, "sm_90", path, [row])
-    before = path.read_bytes()
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(ValueError, match=r"^.*sm_90.csv cannot be written: No space left on device$"):
-        store.write(FORM, "sm_90", path, [row | {"batch": 9}])
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -354,9 +354,13 @@ def test_unknown_rules_of_a_budget_and_those_that_cannot_be_measured(csrc, tmp_p
 
 
 def test_cubins(sources, tmp_path):
+    """Of one size, as nvcc takes a second for each."""
     nvidia = compilers.find_nvidia()
     if nvidia is None:
         pytest.skip("nvcc is not installed")
+    elsewhere = make(tmp_path / "elsewhere" / "csrc")
+    for csrc in (sources, elsewhere):
+        edit(csrc / "sm_90" / "arch.toml", "64, 256", "256")
     made = build(["sm_90"], csrc=sources, out=tmp_path / "objects")
     entry = made.find("sm_90", "scale_threads-256")
     assert (entry.threads, entry.lds, entry.spills, entry.params_size) == (256, 1024, 0, 40)
@@ -366,7 +370,7 @@ def test_cubins(sources, tmp_path):
     assert entry.sources == ("common/device.hpp", "common/params/scale.hpp", "sm_90/scale.cu")
     (tmp_path / "objects/.build/sm_90/scale_threads-256.log").unlink()
     assert build(["sm_90"], csrc=sources, out=tmp_path / "objects").find("sm_90", "scale_threads-256") == entry
-    again = build(["sm_90"], csrc=make(tmp_path / "elsewhere" / "csrc"), out=tmp_path / "others", kernels=["scale"])
+    again = build(["sm_90"], csrc=elsewhere, out=tmp_path / "others", kernels=["scale"])
     assert [e.object_sha256 for e in again.kernels.values()] == [e.object_sha256 for e in made.kernels.values()]
     steps: list[tuple[int, int]] = []
     link = moved(nvidia.nvcc, 1, tmp_path / "cuda")  # the compiler's own headers lie there, too
@@ -382,7 +386,7 @@ def test_cubins(sources, tmp_path):
         build(["sm_90"], csrc=sources, out=tmp_path / "objects")
     edit(sources / "sm_90" / "scale.cu", "p.cuont;", "p.count;")
     edit(sources / "sm_90" / "scale.cu", r"MLA_KERNEL\(THREADS, 2\)", 'extern "C" __global__')
-    with pytest.raises(BuildError, match="sm_90 scale_threads-64: has no launch bound; declare the entry with"):
+    with pytest.raises(BuildError, match="sm_90 scale_threads-256: has no launch bound; declare the entry with"):
         build(["sm_90"], csrc=sources, out=tmp_path / "objects")
 
 

@@ -130,11 +130,6 @@ def test_a_function_beside_the_operators_refuses_other_kinds_in_a_sentence(refus
     assert str(error.value) == sentence
 
 
-def test_explain_of_a_plan_names_the_missing_heads():
-    with pytest.raises(TypeError, match="explain: plan: missing a required .*'num_heads'; give the arguments of"):
-        mla_suite.explain("plan", torch.ones(1, dtype=torch.int32))
-
-
 def test_a_negative_size_of_a_cache_is_refused():
     with pytest.raises(ValueError, match="empty: page_size is -1; it takes 0 or more"):
         empty("dsv4", 1, -1)

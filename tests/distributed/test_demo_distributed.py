@@ -8,74 +8,51 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import forking
+from ranks import as_torchrun
 
 from mla_suite.__main__ import main
 from mla_suite.cli import demo_model, demo_ranks
 from mla_suite.distributed import ContextParallelCache
 
 
-def sentences(command: Callable[[int], int], folder: Path) -> list[str]:
-    """Returns what two failing ranks say, in the order of the ranks; `command` is called with a rank's number.
-
-    The ranks are started without torchrun, which ends all others within 0.1 s of the first failure: a rank that it ends
-    before its own sentence is written says nothing. As under torchrun, the process that starts them holds their store.
-    """
-    store = dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True)  # which waits for nobody else
-    described = {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_RUN_ID": "test",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "TORCHDYNAMO_DISABLE": "1",  # what is said does not depend on what is compiled, which takes a minute
-    }
-    logs = [folder / "0", folder / "1"]
-    ranks = [
-        forking().Process(target=_rank, args=(command, rank, described, str(log))) for rank, log in enumerate(logs)
-    ]
-    try:
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join(300)
-        assert all(rank.exitcode not in (0, None) for rank in ranks), [log.read_text() for log in logs]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return [line for log in logs for line in log.read_text().splitlines() if line.startswith("demo:")]
+def sentences(command: Callable[[], int], folder: Path) -> list[str]:
+    """Returns what two failing ranks say, in the order of the ranks."""
+    ended = as_torchrun(folder, command)
+    assert all(status != 0 for status, *_ in ended), ended
+    return [line for *_, errors in ended for line in errors.splitlines() if line.startswith("demo:")]
 
 
-def _rank(command: Callable[[int], int], rank: int, described: dict[str, str], log: str) -> NoReturn:
-    os.environ.update(described, RANK=str(rank), LOCAL_RANK=str(rank))
-    torch.set_num_threads(1)
-    with open(log, "w") as said:
-        os.dup2(said.fileno(), 2)
-    sys.exit(command(rank))
+OPTIONS = ("demo", "--cp", "2", "--tokens", "2", "--layers", "1", "--kv-format", "fp32", "--json")
+
+
+def command() -> int:
+    return main(list(OPTIONS))
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_a_decoder_over_two_ranks_agrees_with_its_textbook_forward(compiled):
-    """Compiling takes two thirds of the time; test_parallel_layer.py compiles a layer that is spread."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    options = ["--cp", "2", "--tokens", "2", "--layers", "1", "--kv-format", "fp32", "--json"]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "TORCHDYNAMO_DISABLE": str(int(not compiled))}
-    command = [*torchrun, "-m", "mla_suite", "demo", *options]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+def test_a_decoder_over_two_ranks_agrees_with_its_textbook_forward(compiled: bool, tmp_path: Path) -> None:
+    """Compiling takes two thirds of the time; test_parallel_layer.py compiles a layer that is spread. The ranks that
+    compile are torchrun's own, and the others are described as it does."""
+    if compiled:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        words = [*torchrun, "-m", "mla_suite", *OPTIONS]
+        environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+        done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=300)
+        status, printed, errors = done.returncode, done.stdout, done.stderr
+    else:
+        (status, printed, errors), (other, silent, _) = as_torchrun(tmp_path, command)
+        assert (other, silent) == (0, ""), "the first rank speaks"
+    assert status == 0, errors
+    report = json.loads(printed)
     assert report["ranks"].startswith("1 tensor parallel x 2 context parallel, gloo on cpu")
     assert 0 < report["largest_logit_difference"] <= 1e-5
 
 
-def three_ways(rank: int) -> int:
+def three_ways() -> int:
     return main(["demo", "--tp", "3"])
 
 
@@ -89,12 +66,12 @@ def decoding(tokens: int) -> int:
     return int(demo_ranks.decode(1, 2, tokens, 1, "fp32", 0, quiet=False) is None)
 
 
-def one_dies(rank: int) -> int:
+def one_dies() -> int:
     append, steps = ContextParallelCache.append, []
 
     def dying(*arguments: Any, **options: Any) -> Any:
         steps.append(1)
-        return os._exit(3) if rank == 1 and len(steps) == 3 else append(*arguments, **options)
+        return os._exit(3) if os.environ["RANK"] == "1" and len(steps) == 3 else append(*arguments, **options)
 
     ContextParallelCache.append = dying
     return decoding(3)
@@ -107,8 +84,8 @@ def test_a_rank_that_dies_between_steps_is_one_sentence_of_the_other(tmp_path: P
     )
 
 
-def disagree(rank: int) -> int:
-    return decoding(3 + rank)
+def disagree() -> int:
+    return decoding(3 + int(os.environ["RANK"]))
 
 
 def test_ranks_that_disagree_say_so_in_one_sentence_each(tmp_path: Path) -> None:

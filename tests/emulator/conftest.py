@@ -12,7 +12,7 @@ from mla_suite.build import compilers
 from mla_suite.emulator import Emulator, Memory, Report, Schedule
 
 ARCHS = ("gfx942", "gfx950")
-CONSTANTS = {"gfx942": ["-DWIDTH=4", "-DK=16"], "gfx950": ["-DWIDTH=16", "-DK=32"]}
+CONSTANTS = {"gfx942": ["-DK=16"], "gfx950": ["-DK=32"]}
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,5 @@
-// Kernels that the emulator's tests run: each uses one part of the machine. WIDTH: bytes per lane of a direct-to-LDS
-// load; K: depth of the 16x16 bf16 matrix instruction.
+// Kernels that the emulator's tests run: each uses one part of the machine. K: depth of the 16x16 bf16 matrix instruction.
 #include "common/device.hpp"
-
-#define LDS_POINTER __attribute__((address_space(3)))
-#define GLOBAL_POINTER __attribute__((address_space(1)))
 
 typedef float f32x4 __attribute__((ext_vector_type(4)));
 typedef short bf16_bits __attribute__((ext_vector_type(K / 4)));
@@ -51,33 +47,6 @@ MLA_KERNEL(64, 1) void matmul(MatmulParams p) {
 #endif
   }
   for (int i = 0; i < 4; i++) p.out[(group * 4 + i) * 16 + row] = sum[i];
-}
-
-struct ReduceParams {
-  const float* in;  // [64]
-  float* out;       // [64], the sum in every element
-};
-MLA_KERNEL(64, 1) void reduce(ReduceParams p) {
-  int lane = mla::thread_id();
-  float x = p.in[lane];
-  for (int step = 32; step; step /= 2)
-    x += mla::bit_cast<float>(__builtin_amdgcn_ds_bpermute((lane ^ step) * 4, mla::bit_cast<int>(x)));
-  p.out[lane] = x;
-}
-
-struct DirectParams {
-  const char* in;  // [256 * WIDTH]
-  char* out;       // [256 * WIDTH]: the lanes' pieces in reverse order
-};
-MLA_KERNEL(256, 1) void direct(DirectParams p) {
-  MLA_SHARED char tile[256 * WIDTH];
-  int t = mla::thread_id(), wave = __builtin_amdgcn_readfirstlane(t / 64);
-  __builtin_amdgcn_global_load_lds((GLOBAL_POINTER void*)(const_cast<char*>(p.in) + t * WIDTH),
-                                   (LDS_POINTER void*)(tile + wave * 64 * WIDTH), WIDTH, 0, 0);
-  __builtin_amdgcn_s_waitcnt(0x0f70);  // vmcnt(0)
-  mla::block_sync();
-  using Piece = mla::Vec<char, WIDTH>;
-  reinterpret_cast<Piece*>(p.out)[t] = reinterpret_cast<Piece*>(tile)[255 - t];
 }
 
 struct LastParams {

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from bf16 import from_bf16, to_bf16
 
 from mla_suite.emulator import AssemblyError
 
@@ -19,42 +18,6 @@ def test_add(launch):
     assert report.loaded["a"] == report.loaded["b"] == 4000
     assert report.mix()["global_load_dword"] == 2 * 16
     assert report.mix()["v_add_f32"] == 16
-
-
-def test_transpose(launch):
-    x, y = rng.standard_normal((32, 32)).astype(np.float32), np.empty((32, 32), np.float32)
-    report = launch("transpose", 1, 256, {"in": (x, "r"), "out": (y, "w")})
-    assert report.findings == ()
-    np.testing.assert_array_equal(y, x.T)
-    # Rows of 33 words: a column touches every bank once, 32 lanes a clock.
-    reads = [pc for pc, name in enumerate(report.names) if name.startswith("ds_read")]
-    assert report.lds_clocks(reads) == 1024 / 32
-
-
-def test_matmul(launch):
-    a, b = (to_bf16(rng.standard_normal((16, 128))) for _ in range(2))
-    out = np.empty((16, 16), np.float32)
-    report = launch("matmul", 1, 64, {"a": (a, "r"), "b": (b, "r"), "out": (out, "w")}, 128)
-    assert report.findings == ()
-    exact = from_bf16(a).astype(np.float64) @ from_bf16(b).astype(np.float64).T
-    np.testing.assert_allclose(out, exact, rtol=0, atol=1e-5)
-    depth = 16 if report.arch == "gfx942" else 32
-    assert report.by_class()["matrix"] == 128 // depth
-    assert report.matrix_clocks() == 128 // depth * 16
-
-
-def test_reduce(launch):
-    x, y = rng.standard_normal(64).astype(np.float32), np.empty(64, np.float32)
-    assert launch("reduce", 1, 64, {"in": (x, "r"), "out": (y, "w")}).findings == ()
-    np.testing.assert_allclose(y, x.astype(np.float64).sum(), rtol=1e-6)
-    assert len(set(y.tolist())) == 1
-
-
-def test_direct_to_lds(launch, arch):
-    width = 4 if arch == "gfx942" else 16
-    x, y = rng.integers(0, 256, 256 * width).astype(np.uint8), np.empty(256 * width, np.uint8)
-    assert launch("direct", 1, 256, {"in": (x, "r"), "out": (y, "w")}).findings == ()
-    np.testing.assert_array_equal(y.reshape(256, width), x.reshape(256, width)[::-1])
 
 
 @pytest.mark.parametrize("threads", [1, 2])

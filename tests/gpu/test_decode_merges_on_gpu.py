@@ -75,17 +75,6 @@ def test_hard_scores_of_exchanged_probabilities(rules, kind):
     check_arguments(args, kwargs)
 
 
-@pytest.mark.parametrize("bits", [0x7FC0, 0x7F80])
-def test_values_past_the_end_do_no_harm_in_either_block(rules, bits):
-    """NaN and infinity where a page goes on behind the last key: both blocks read that page."""
-    args, kwargs = decode_sample((333,), heads=64, num_splits=2).make(torch.device("cuda"))
-    rules(cluster_mode="exchange_p")
-    right = decode(args, kwargs)
-    last_page, used = args[TABLE][0, 333 // 64], 333 % 64
-    args[CACHE][last_page, used:] = torch.tensor(bits, dtype=torch.int16, device="cuda").view(torch.bfloat16)
-    assert_same_bits([decode(args, kwargs)], [right])
-
-
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("shape", PAIRS)
 def test_cuts_merged_in_pairs_are_those_merged_by_combine(rules, shape, exchange):

@@ -166,17 +166,6 @@ def test_an_unrotated_cache_has_the_bits_of_a_rotated_one(types, page):
     assert_same_bits([decode([*args[:COS_SIN], None, *args[COS_SIN + 1 :]], kwargs)], [unrotated])
 
 
-def test_what_it_cannot_take_is_refused_in_a_sentence():
-    require_kernels("sm_90")
-    for options, sentence in (
-        (dict(rotate=True, kv_format="fp8"), "rope_cos_sin of 64 values with fp8 rows of 576; it rotates 64 of bf16"),
-        (dict(kv_format="fp16"), "kv_format fp16 with torch.bfloat16 queries; it takes bf16 or fp8"),
-        (dict(latent=256, **HALF), "float16 queries of 320 values; it takes bfloat16 or float8_e4m3fn"),
-    ):
-        args, kwargs = decode_sample((70,), heads=16, **options).make(torch.device("cuda"))
-        assert sentence in str(mla_suite.explain("decode", *args, **kwargs))
-
-
 @pytest.mark.parametrize("page", [64, 24])
 def test_same_bits_every_time(page):
     for options in (dict(), dict(num_splits=7), dict(planned=True)):

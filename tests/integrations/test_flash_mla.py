@@ -141,14 +141,6 @@ def test_refused_metadata():
         get_mla_metadata(torch.ones(2, dtype=torch.int32))
 
 
-def test_a_holder_keeps_its_shapes():
-    problem, (holder, _) = Dense([70, 3]), get_mla_metadata()
-    q = problem.queries(1, 4)
-    problem.call(q, holder)
-    with pytest.raises(ValueError, match="heads is 3 and was 4"):
-        problem.call(q[:, :, :3], holder)
-
-
 def test_a_call_that_is_refused_leaves_the_holder_empty():
     problem, (holder, _) = Dense([70, 3, 9]), get_mla_metadata()
     q = problem.queries(1, 4)

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 from flash_mla_calls import Dense, check, dense_expected
+from test_flash_mla_sparse import records
 
 import mla_suite
-from mla_suite import kv_formats
 from mla_suite.integrations.flash_mla import (
     FlashMLASchedMeta,
     flash_mla_sparse_fwd,
@@ -15,16 +15,9 @@ from mla_suite.integrations.flash_mla import (
     get_mla_decoding_metadata,
     get_mla_metadata,
 )
-from mla_suite.kv_formats import cache as caches
 from mla_suite.launch import has_kernel
 
 LENGTHS = [130, 0, 700]
-
-
-def records(kv_format, pages):
-    """Packed records in pages of 64 tokens, [pages, 64, 1, bytes]."""
-    kind = kv_formats.get_kv_format(kv_format)
-    return caches.pack(kind, torch.randn(pages, 64, kind.head_dim)).unsqueeze(2)
 
 
 def test_a_dense_call_with_metadata_made_before_it():
@@ -63,7 +56,7 @@ def test_a_descale_counts_in_every_call():
 
 @pytest.mark.parametrize(("kv_format", "named", "head_dim"), [("v32", "V32", 576), ("dsv4", "V4", 512)])
 def test_records_are_known_without_is_fp8_kvcache(kv_format, named, head_dim):
-    k_cache, q = records(kv_format, 4), torch.randn(2, 1, 16, head_dim).bfloat16()
+    k_cache, q = records(kv_format, 4, 64)[0].unsqueeze(2), torch.randn(2, 1, 16, head_dim).bfloat16()
     indices = torch.randint(-1, 256, (2, 1, 40), dtype=torch.int32)
 
     def attended(**options):
@@ -89,7 +82,7 @@ V41 += [("v41_fp4", "V41_FP4", True), ("v41_fp4_interleaved", "V41_FP4", False)]
 @pytest.mark.parametrize(("kv_format", "named", "use_legacy"), [*V41, ("v32_nope", "V32_NO_ROPE", True)])
 def test_records_of_one_width_are_told_apart(kv_format, named, use_legacy):
     """By their page order, which use_legacy says, or by their name; the third call is one that is known."""
-    k_cache, q = records(kv_format, 4), torch.randn(2, 1, 16, 512).bfloat16()
+    k_cache, q = records(kv_format, 4, 64)[0].unsqueeze(2), torch.randn(2, 1, 16, 512).bfloat16()
     indices, holder = torch.randint(-1, 256, (2, 1, 40), dtype=torch.int32), get_mla_metadata()[0]
     right, _ = mla_suite.sparse_decode(
         q, [k_cache.squeeze(2)], [indices], kv_formats=[kv_format], softmax_scale=512**-0.5
@@ -110,7 +103,7 @@ def test_records_of_one_width_are_told_apart(kv_format, named, use_legacy):
 def test_batch_invariant_sparse_calls():
     if not has_kernel("gfx942", "sparse_decode_kvformat-v32_rows-16"):
         pytest.skip("the kernels of gfx942 are not built; run `python -m mla_suite build --arch gfx942`")
-    k_cache, q = records("v32", 40), torch.randn(3, 1, 16, 576).bfloat16()
+    k_cache, q = records("v32", 40, 64)[0].unsqueeze(2), torch.randn(3, 1, 16, 576).bfloat16()
     indices = torch.randint(40 * 64, (3, 1, 1024), dtype=torch.int32)
 
     def attended(which, invariant):

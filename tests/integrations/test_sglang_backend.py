@@ -64,90 +64,59 @@ def sglang(monkeypatch):
 
 
 class Pool:
-    """Two layers' caches as SGLang keeps them: [slots, 1, 576]."""
+    """A layer's cache as SGLang keeps it: [slots, 1, 576]."""
 
     def __init__(self, slots, dtype):
-        self.layers = [torch.randn(slots, 1, WIDTH).to(dtype) for _ in range(2)]
+        self.rows = torch.randn(slots, 1, WIDTH).to(dtype)
 
     def get_key_buffer(self, layer_id):
-        return self.layers[layer_id]
+        return self.rows
 
     def set_kv_buffer(self, layer, loc, k, v):
-        self.layers[layer.layer_id][loc] = k.to(self.layers[0].dtype)
+        self.rows[loc] = k.to(self.rows.dtype)
 
     def set_mla_kv_buffer(self, layer, loc, k, k_rope):
         self.set_kv_buffer(layer, loc, torch.cat((k, k_rope), dim=-1), None)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(
-    ("page", "in_two", "dtype"),
-    [
-        (64, False, torch.bfloat16),
-        (64, True, torch.bfloat16),
-        (1, False, torch.bfloat16),
-        (16, False, torch.float8_e4m3fn),
-    ],
-)
-def test_sglang_steps(sglang, page, in_two, dtype, deterministic):
-    lengths, context = [300, 9, 64], 384
-    pool = Pool(1024 if page > 1 else 700, dtype)
-    req_to_token = torch.full((5, context), 0, dtype=torch.int32)
-    free = torch.randperm(len(pool.layers[0]) // page)
-    rows, first = [4, 0, 2], 0
+@pytest.mark.parametrize(("page", "dtype"), [(64, torch.bfloat16), (1, torch.bfloat16), (16, torch.float8_e4m3fn)])
+def test_sglang_steps(sglang, page, dtype, deterministic):
+    """Two tokens of three requests, a step's rows in two parts and in one, its tensors updated in place between them,
+    as a server's graph has it."""
+    lengths, rows, slots, scale = [300, 9, 64], [4, 0, 2], 1024, 0.5 if dtype.itemsize == 1 else 1.0
+    pool, req_to_token = Pool(slots, dtype), torch.zeros(5, 384, dtype=torch.int32)
+    free = iter(torch.randperm(slots // page).tolist())
     for row, length in zip(rows, lengths, strict=True):
-        count = -(-(length + 1) // page)
-        slots = (free[first : first + count, None] * page + torch.arange(page)).flatten()[:context]
-        req_to_token[row, : len(slots)] = slots.int()
-        first += count
-    runner = SimpleNamespace(
-        use_mla_backend=True,
-        page_size=page,
-        req_to_token_pool=SimpleNamespace(req_to_token=req_to_token),
-        token_to_kv_pool=pool,
-        deterministic=deterministic,
-    )
+        for first in range(0, length + 1, page):
+            req_to_token[row, first : first + page] = next(free) * page + torch.arange(page, dtype=torch.int32)
+    runner = SimpleNamespace(use_mla_backend=True, page_size=page, token_to_kv_pool=pool, deterministic=deterministic)
+    runner.req_to_token_pool = SimpleNamespace(req_to_token=req_to_token)
     backend = sglang.MLASuiteAttnBackend(runner)
-    for step in range(2):  # a second token, with the batch's tensors updated in place, as a server's graph does
+    mode = SimpleNamespace(is_target_verify=lambda: False, is_extend=lambda: False)
+    batch = SimpleNamespace(seq_lens=torch.tensor(lengths), seq_lens_cpu=torch.tensor(lengths), forward_mode=mode)
+    batch.req_pool_indices, batch.out_cache_loc = torch.tensor(rows), torch.zeros(3, dtype=torch.int64)
+    layer = SimpleNamespace(layer_id=0, tp_q_head_num=HEADS, head_dim=WIDTH, v_head_dim=LATENT, scaling=0.05)
+    layer.logit_cap, layer.k_scale = 0.0, torch.tensor(0.5) if dtype.itemsize == 1 else None
+    for step in range(2):
         now = [length + step for length in lengths]
+        for tensor in (batch.seq_lens, batch.seq_lens_cpu):
+            tensor.copy_(torch.tensor(now))
+        batch.out_cache_loc.copy_(req_to_token[rows, [length - 1 for length in now]])
+        q, k = torch.randn(3, HEADS, WIDTH).bfloat16(), torch.randn(3, 1, WIDTH).bfloat16()
         if step == 0:
-            batch = SimpleNamespace(
-                seq_lens=torch.tensor(now),
-                seq_lens_cpu=torch.tensor(now),
-                req_pool_indices=torch.tensor(rows),
-                out_cache_loc=torch.zeros(3, dtype=torch.int64),
-                forward_mode=SimpleNamespace(is_target_verify=lambda: False, is_extend=lambda: False),
+            parts = dict(q_rope=q[..., LATENT:], k_rope=k[..., LATENT:])
+            out = backend.forward_decode(
+                q[..., :LATENT].flatten(1), k[..., :LATENT], k[..., :LATENT], layer, batch, **parts
             )
-        batch.seq_lens.copy_(torch.tensor(now))
-        batch.seq_lens_cpu.copy_(torch.tensor(now))
-        ends = [req_to_token[row, length - 1] for row, length in zip(rows, now, strict=True)]
-        batch.out_cache_loc.copy_(torch.stack(ends))
-        for layer_id in range(2):
-            layer = SimpleNamespace(
-                layer_id=layer_id,
-                tp_q_head_num=HEADS,
-                head_dim=WIDTH,
-                v_head_dim=LATENT,
-                scaling=0.05,
-                logit_cap=0.0,
-                k_scale=torch.tensor(0.5) if dtype.itemsize == 1 else None,
-            )
-            q, k = torch.randn(3, HEADS, WIDTH).bfloat16(), torch.randn(3, 1, WIDTH).bfloat16()
-            if in_two:
-                out = backend.forward_decode(
-                    q[..., :LATENT].flatten(1), k[..., :LATENT], k[..., :LATENT], layer, batch,
-                    q_rope=q[..., LATENT:], k_rope=k[..., LATENT:],
-                )  # fmt: skip
-            else:
-                out = backend.forward_decode(q.flatten(1), k, k[..., :LATENT], layer, batch)
-            assert out.shape == (3, HEADS * LATENT)
-            for b, (row, length) in enumerate(zip(rows, now, strict=True)):
-                stored = pool.layers[layer_id]
-                own = stored.view(torch.uint8)[req_to_token[row, :length].long(), 0]  # torch 2.9 does not index float8
-                keys = own.view(stored.dtype).float()
-                keys *= 0.5 if dtype.itemsize == 1 else 1.0
-                want = torch.softmax(q[b].float() @ keys.T * 0.05, -1) @ keys[:, :LATENT]
-                torch.testing.assert_close(out[b].view(HEADS, LATENT).float(), want, rtol=2**-8, atol=2e-5)
+        else:
+            out = backend.forward_decode(q.flatten(1), k, k[..., :LATENT], layer, batch)
+        assert out.shape == (3, HEADS * LATENT)
+        for b, (row, length) in enumerate(zip(rows, now, strict=True)):
+            own = pool.rows.view(torch.uint8)[req_to_token[row, :length].long(), 0]  # torch 2.9 does not index float8
+            keys = own.view(dtype).float() * scale
+            want = torch.softmax(q[b].float() @ keys.T * 0.05, -1) @ keys[:, :LATENT]
+            torch.testing.assert_close(out[b].view(HEADS, LATENT).float(), want, rtol=2**-8, atol=2e-5)
     assert Plan.read(backend._plan).header[Word.SPLIT_SIZE] == backend._split_size
     assert (backend._split_size > 0) == deterministic
 

@@ -26,7 +26,7 @@ from latent_models import (
 )
 
 from mla_suite.core.dispatch import Supported
-from mla_suite.integrations.transformers import LatentCache, patch, unpatch
+from mla_suite.integrations.transformers import LatentCache, patch
 from mla_suite.integrations.transformers_store import latent_attentions
 from mla_suite.ops.decode import Problem, triton
 
@@ -158,18 +158,6 @@ def test_a_cache_of_ours_is_refused_by_a_model_that_is_not_patched():
     cache = LatentCache(model, 2, 16)
     with pytest.raises(TypeError, match=r"this model's attention is not ours; call patch\(model\)"):
         model(input_ids=left_padded()[0], past_key_values=cache)
-
-
-def test_unpatch_gives_every_layer_its_own_methods_back():
-    model = make("longcat_flash")
-    names = {name: id(parameter) for name, parameter in model.named_parameters()}
-    patch(model)
-    assert {name: id(parameter) for name, parameter in model.named_parameters()} == names
-    with pytest.raises(ValueError, match="patched already"):
-        patch(model.model)
-    unpatch(model)
-    assert not any("expand_kv" in vars(module) for module in model.modules())
-    assert not model.model._forward_pre_hooks
 
 
 of_the_page = pytest.mark.skipif(

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import hostile_inputs
 import pytest
 import torch
 
@@ -15,10 +16,8 @@ from mla_suite.core import dispatch
 from mla_suite.core.op import Sample
 from mla_suite.launch import scratch
 from mla_suite.ops.decode import DECODE
-from mla_suite.ops.plan.window import first_key
 from mla_suite.testing import Exact, exact_decode, poison, ulp
 
-ABSURD = 2**31 - 1
 CPU = torch.device("cpu")
 FP8_NAN = {"fnuz": 0x80, "ocp": 0x7F}
 
@@ -46,20 +45,8 @@ def hostile(sample: Sample, arch: str) -> tuple[tuple[Any, ...], dict[str, Any]]
 
 def made_hostile(args: Sequence[Any], kwargs: dict[str, Any], arch: str) -> tuple[Any, ...]:
     """The arguments with NaN in every row that no query token may see, and absurd page numbers for pages of such."""
-    q, cache, lens, table, indptr, indices = (args[i].clone() if args[i] is not None else None for i in range(6))
-    page = cache.shape[1]
-    owned = torch.zeros(cache.shape[:2], dtype=torch.bool)
-    q_lens = q.shape[1] if args[6] is None else args[6].diff()
-    firsts = first_key(lens, q_lens, kwargs.get("window_left", -1)).tolist()
-    for b, (first, length) in enumerate(zip(firsts, lens.tolist(), strict=True)):
-        used = -(-length // page)
-        pages = table[b] if table is not None else indices[indptr[b] : indptr[b] + used]
-        keys = torch.arange(first, length)
-        owned[pages.long()[keys // page], keys % page] = True
-        pages[: first // page] = ABSURD
-        pages[used:] = ABSURD
-    cache[~owned] = torch.nan if cache.dtype != torch.uint8 else FP8_NAN[archs.get(arch).fp8]
-    return (q, cache, lens, table, indptr, indices, *args[6:])
+    nan_byte = FP8_NAN[archs.get(arch).fp8]
+    return hostile_inputs.hostile(args, kwargs.get("window_left", -1), nan_byte, wider=False)
 
 
 def chosen(arch: str, args: Sequence[Any], kwargs: dict[str, Any], device: str = "cpu") -> dispatch.Choice:

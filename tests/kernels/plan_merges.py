@@ -13,6 +13,15 @@ from mla_suite.testing import assert_close, poison
 
 NAMES = ("partial_out", "partial_lse", "split_indptr", "cu_seqlens_q", "attn_sink", "out", "lse")
 POINTERS = dict.fromkeys(NAMES)
+CASES = {
+    "few rows": dict(lens=(9000, 100, 60, 7000, 80), heads=16, sink=True),
+    "long and short rows": dict(lens=(60_000, 3000, 100, 2500), heads=9, sink=True),
+    "many rows": dict(lens=(3000, 100, 2000, 80, 3100, 2500), heads=40),
+    "ragged tokens": dict(lens=(3000, 100, 2000, 3100), heads=11, q_len=3, cu_seqlens_q=(0, 3, 5, 6, 8)),
+    "no tokens": dict(lens=(3000, 2000, 900), heads=7, q_len=2, cu_seqlens_q=(0, 1, 1, 3), num_splits=2),
+    "every sequence": dict(lens=(300, 0, 70), heads=24, num_splits=3, sink=True),
+}
+"""Arguments of `PlanMerge` for every kernel that merges what a plan split."""
 
 
 class PlanMerge:

@@ -6,6 +6,7 @@ import struct
 import subprocess
 from pathlib import Path
 
+import plan_merges
 import pytest
 from plan_merges import POINTERS, PlanMerge
 
@@ -54,14 +55,8 @@ class Merge(PlanMerge):
         return report
 
 
-CASES = {
-    "few rows": dict(lens=(9000, 100, 60, 7000, 80), heads=16, sink=True),
+CASES = plan_merges.CASES | {
     "few rows of many splits": dict(lens=(100, 60_000), heads=5),
-    "long and short rows": dict(lens=(60_000, 3000, 100, 2500), heads=9, sink=True),
-    "many rows": dict(lens=(3000, 100, 2000, 80, 3100, 2500), heads=40),
-    "many rows, ragged tokens": dict(lens=(3000, 100, 2000, 3100), heads=11, q_len=3, cu_seqlens_q=(0, 3, 5, 6, 8)),
-    "no tokens": dict(lens=(3000, 2000, 900), heads=7, q_len=2, cu_seqlens_q=(0, 1, 1, 3), num_splits=2),
-    "every sequence": dict(lens=(300, 0, 70), heads=24, num_splits=3, sink=True),
     "one long among more than are looked at together": dict(lens=(*[50] * 280, 9000, *[50] * 30, 8000), heads=3),
     "the same, many rows": dict(lens=(*[50] * 280, 9000, *[50] * 30, 8000), heads=25),
 }

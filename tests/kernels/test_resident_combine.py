@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import kernels_on_host
+import plan_merges
 import pytest
 import torch
 from hostile_inputs import in_turn
@@ -87,14 +88,8 @@ def run_and_check(program, merge, blocks):
     merge.check()
 
 
-CASES = {
-    "few rows": dict(lens=(9000, 100, 60, 7000, 80), heads=16, sink=True),
+CASES = plan_merges.CASES | {
     "rows of more splits than lanes": dict(lens=(100, 60_000), heads=5, parts=100),
-    "long and short rows": dict(lens=(60_000, 3000, 100, 2500), heads=9, sink=True),
-    "many rows": dict(lens=(3000, 100, 2000, 80, 3100, 2500), heads=40),
-    "ragged tokens": dict(lens=(3000, 100, 2000, 3100), heads=11, q_len=3, cu_seqlens_q=(0, 3, 5, 6, 8)),
-    "no tokens": dict(lens=(3000, 2000, 900), heads=7, q_len=2, cu_seqlens_q=(0, 1, 1, 3), num_splits=2),
-    "every sequence": dict(lens=(300, 0, 70), heads=24, num_splits=3, sink=True),
     "more sequences than threads": dict(lens=(*[50] * 580, 9000, *[50] * 30, 8000), heads=3),
     "more sequences than are listed": dict(lens=(9000, *[50] * 2100, 7000, *[50] * 30, 8000), heads=2, parts=400),
 }

@@ -35,24 +35,6 @@ def test_rotation_is_complex_multiplication(interleaved):
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_two_styles_are_the_same_rotation_of_permuted_elements():
-    torch.manual_seed(0)
-    x, table = torch.randn(7, 64), cos_sin_table(PLAIN, 7)
-    halves = torch.cat((x[:, 0::2], x[:, 1::2]), -1)
-    interleaved = rotate(x, table, interleaved=True)
-    expected = torch.cat((interleaved[:, 0::2], interleaved[:, 1::2]), -1)
-    torch.testing.assert_close(rotate(halves, table, interleaved=False), expected, rtol=0, atol=0)
-
-
-def test_scores_depend_on_the_distance_alone():
-    torch.manual_seed(0)
-    q, k = torch.randn(64), torch.randn(64)
-    table = cos_sin_table(MLAConfig.tiny(), 500)
-    near = rotate(q, table[9], interleaved=True) @ rotate(k, table[2], interleaved=True)
-    far = rotate(q, table[407], interleaved=True) @ rotate(k, table[400], interleaved=True)
-    assert near.item() == pytest.approx(far.item(), rel=1e-4)
-
-
 def test_yarn_keeps_fast_pairs_and_stretches_slow_ones():
     plain = dataclasses.replace(MLAConfig.deepseek_r1(), yarn=None)
     kept, stretched = inverse_frequencies(plain), inverse_frequencies(MLAConfig.deepseek_r1())

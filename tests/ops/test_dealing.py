@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 
 import pytest
 import torch
@@ -83,26 +82,6 @@ def test_dealt_plans_are_what_scalar_integers_give(lens, num_sm_parts, rows):
         assert parts_of(read) == found[1]
     else:
         assert [tile[0] for tile in read.work_tiles] == sorted(tile[0] for tile in read.work_tiles)
-
-
-@pytest.mark.parametrize(
-    ("batch", "q_len", "kv", "heads", "num_sm_parts", "partials", "partials_in_order"),
-    [
-        (128, 1, 4096, 128, 66, 0, 126),  # two sequences to each SM part
-        (128, 1, 4096, 16, 132, 114, 229),
-        (32, 4, 3200, 32, 66, 69, 91),
-        (8, 1, 8192, 16, 132, 126, 125),  # one work tile to each SM part, where some had two
-    ],
-)
-def test_the_ragged_rows_of_bench_flashmla(
-    monkeypatch, batch, q_len, kv, heads, num_sm_parts, partials, partials_in_order
-):
-    lens = random.Random(kv).choices(range(q_len, 2 * kv), k=batch)
-    read = Plan.read(make(lens, rows=heads * q_len, num_sm_parts=num_sm_parts))
-    assert read.split_indptr[-1] == partials
-    monkeypatch.setattr(dealing, "candidates", lambda *sizes: 0)
-    read = Plan.read(make(lens, rows=heads * q_len, num_sm_parts=num_sm_parts))
-    assert read.split_indptr[-1] == partials_in_order
 
 
 @pytest.mark.parametrize("batch", [2, 8, 32, 64, 128, 256])

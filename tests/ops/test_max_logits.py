@@ -73,9 +73,8 @@ def test_descales_multiply_scores():
     assert torch.equal(found, plain)
 
 
-@pytest.mark.parametrize("shape", ["v32", "v4"])
-def test_opcheck(shape):
-    tensors, options = given(shape)
+def test_opcheck():
+    tensors, options = given("v4")
     torch.library.opcheck(CALL, tensors, options | dict(plus_inf_lse=True))
 
 

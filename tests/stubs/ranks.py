@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.context import BaseContext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -55,3 +56,50 @@ def _member(
         function(rank, *arguments)
     finally:
         dist.destroy_process_group()
+
+
+def as_torchrun(folder: Path, command: Callable[..., int], *arguments: Any) -> list[tuple[int, str, str]]:
+    """The status, output and errors of two ranks that call command(*arguments), each a process that torchrun describes.
+
+    torchrun itself ends all others within 0.1 s of the first failure: a rank that it ends before its own sentence is
+    written says nothing. As under torchrun, the process that starts them holds their store.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True)  # which waits for nobody else
+    described = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_RUN_ID": "test",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TORCHDYNAMO_DISABLE": "1",  # what is said does not depend on what is compiled, which takes a minute
+    }
+    logs = [(folder / f"out {rank}", folder / f"err {rank}") for rank in range(2)]
+    ranks = [
+        forking().Process(target=_described, args=(described, rank, own, command, arguments))
+        for rank, own in enumerate(logs)
+    ]
+    try:
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(300)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+    return [
+        (rank.exitcode, out.read_text(), errors.read_text()) for rank, (out, errors) in zip(ranks, logs, strict=True)
+    ]
+
+
+def _described(
+    described: dict[str, str], rank: int, logs: tuple[Path, Path], command: Callable[..., int], arguments: Any
+) -> NoReturn:
+    os.environ.update(described, RANK=str(rank), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    for number, log in enumerate(logs, start=1):
+        with log.open("w") as file:
+            os.dup2(file.fileno(), number)
+    sys.exit(command(*arguments))
