@@ -18,42 +18,31 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from mla_suite.build import BuildError
+from mla_suite.build.report import elf_sections
+
 # Instructions, then what instructions read (constants, module-level data), then what a launch sets up by: the kernel
 # descriptors of AMD lie in .rodata, registers and shared memory of a cubin in the sections' headers (see `sections`).
 COMPARED = (".text", ".nv.constant", ".nv.global", ".nv.shared", ".rodata", ".data", ".bss")
 LAUNCH_PARAMETERS = ".nv.constant0"  # holds zeros of the parameters' size, which is worth comparing, too
 SUFFIXES = (".cubin", ".hsaco")
-_NO_BITS = 8  # ELF's SHT_NOBITS: the section has a size and no bytes
-
-
-class NotAnObject(ValueError):
-    """A file that is not a 64-bit little-endian ELF."""
 
 
 def sections(data: bytes) -> dict[str, tuple[bytes, ...]]:
     """The compared sections of an ELF file by kind (a name up to the kernel's), each with its size and info word.
 
-    Sections of one kind are listed in sorted order, for a file may hold several. Raises NotAnObject for other files.
+    Sections of one kind are listed in sorted order, for a file may hold several. BuildError for other files.
     """
-    if data[:6] != b"\x7fELF\x02\x01":
-        raise NotAnObject("it is not a 64-bit little-endian ELF file")
-    (table,) = struct.unpack_from("<Q", data, 0x28)
-    entry_size, count, names_index = struct.unpack_from("<HHH", data, 0x3A)
-    headers = [struct.unpack_from("<IIQQQQIIQQ", data, table + i * entry_size) for i in range(count)]
-    names_at = headers[names_index][4]
     found: dict[str, list[bytes]] = {}
-    for name_offset, kind, flags, _, offset, size, _, info, _, _ in headers:
-        start = names_at + name_offset
-        name = data[start : data.index(b"\0", start)].decode()
-        prefix = next((prefix for prefix in COMPARED if name.startswith(prefix)), None)
+    for section in elf_sections(data):
+        prefix = next((prefix for prefix in COMPARED if section.name.startswith(prefix)), None)
         if prefix is None:
             continue
-        key = LAUNCH_PARAMETERS if name.startswith(LAUNCH_PARAMETERS) else prefix
-        body = b"" if kind == _NO_BITS else data[offset : offset + size]
+        key = LAUNCH_PARAMETERS if section.name.startswith(LAUNCH_PARAMETERS) else prefix
         # A cubin's text header holds the register count in the top byte of `info` (below it a symbol's number) and the
         # number of barriers in the flags.
-        head = struct.pack("<QQI", size, flags, info >> 24 if prefix == ".text" else 0)
-        found.setdefault(key, []).append(head + body)
+        head = struct.pack("<QQI", section.size, section.flags, section.info >> 24 if prefix == ".text" else 0)
+        found.setdefault(key, []).append(head + section.body)
     return {key: tuple(sorted(bodies)) for key, bodies in found.items()}
 
 
@@ -78,7 +67,7 @@ def differences(old: Mapping[str, Path], new: Mapping[str, Path], pairs: Sequenc
     for name in sorted(expected.keys() & new.keys()):
         before, after = (sections(path.read_bytes()) for path in (expected[name], new[name]))
         if not any(body for key, body in before.items() if key == ".text"):
-            raise NotAnObject(f"{expected[name]}: it holds no code")
+            raise BuildError(f"{expected[name]}: it holds no code")
         changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
         if changed:
             sizes = (sum(map(len, side.get(".text", ()))) for side in (before, after))

@@ -26,7 +26,7 @@ from mla_suite.archs.decode_table import FORMAT
 from mla_suite.archs.gfx942 import Gfx942Config
 from mla_suite.archs.gfx950 import Gfx950Config
 from mla_suite.cli import bar
-from mla_suite.core import dispatch, register
+from mla_suite.core import register
 from mla_suite.core.prepared import ceil_div, rounded_up
 from mla_suite.emulator import timing
 from mla_suite.ops.decode.samples import decode_sample
@@ -59,8 +59,8 @@ def workgroup(arch_name: str, kind: tuple[str, str], rows: int) -> Workgroup:
     options |= {"dtype": FP8_QUERIES[flavour]} if kind[0] == "fp8" else {}
     for keys in LENGTHS:
         args, kwargs = decode_sample((keys,), heads=rows, num_splits=1, **options).make(torch.device("cpu"))
-        with mla_suite.emulate(arch_name) as arch, emulator.configured(collect=True, time=True) as reports:
-            chosen = dispatch.choose("decode", op.backends, op.problem(*args, **kwargs), arch, "cpu").supported
+        with mla_suite.emulate(arch_name), emulator.configured(collect=True, time=True) as reports:
+            chosen = op.choose(op.Args(*args, **kwargs)).supported
             torch.ops.mla_suite.decode(*args, **kwargs)
         if reports[0].findings:
             raise SystemExit(f"{reports[0].findings[0]}; what breaks a rule of the machine is not counted")

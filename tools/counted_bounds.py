@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import extrapolation
-import torch
 from extrapolation import CPU, Counted
 
 from mla_suite import archs as arch_records
@@ -15,7 +14,7 @@ from mla_suite.bench import inputs
 from mla_suite.bench.inputs import Call
 from mla_suite.bench.runners import fp8_weights
 from mla_suite.bench.sets import Case
-from mla_suite.core import dispatch, register
+from mla_suite.core import register
 from mla_suite.core.dispatch import Choice
 from mla_suite.core.op import Op
 from mla_suite.emulator import ModelledTime, Report, SanitizerError, timing
@@ -69,13 +68,18 @@ def count(case: Case, arch: str) -> Bounds:
     record, op = arch_records.get(arch), register.get(case.op)
     with emulate(arch):
         call = inputs.make(case, CPU) if whole else extrapolation.one_pool(case)
-        choice = dispatch.choose(case.op, op.backends, op.problem(*call.args, **call.kwargs), record, "cpu")
+        choice = op.choose(op.Args(*call.args, **call.kwargs))
         if choice.backend.name != "native":
             found.failure = dict(choice.refused).get("native", f"{case.op} has no kernel of its own for {arch}")
             return found
         found.config = str(choice.supported.config)
         try:
-            counted = _whole(case, op, call, choice) if whole else _extrapolated(case, call, choice, arch)
+            if whole:
+                counted = _whole(case, op, call, choice)
+            elif case.op == "decode":
+                counted = extrapolation.planned_decode(case, call, choice)
+            else:
+                counted = extrapolation.sparse(case, choice)
         except LaunchError as error:
             found.failure, found.wrong = _sentence(error), isinstance(error, SanitizerError)
             return found
@@ -110,25 +114,10 @@ def limiter(counted: dict[str, float]) -> str:
 
 def _whole(case: Case, op: Op, call: Call, choice: Choice) -> Counted:
     right = inputs.expected(case, call)
-    reports, outputs = extrapolation.launches(op, _runner(op, choice), call, time=True)
+    reports, outputs = extrapolation.launches(op, choice, call, time=True)
     written = tuple(call.args[op.arguments.index(name)] for name in op.mutates)
     bound = right.fp8_weights if fp8_weights(choice.supported.config) else None
     return Counted(reports, inputs.error((*outputs, *written), right.outputs, fp8_weights=bound), right.source)
-
-
-def _extrapolated(case: Case, call: Call, choice: Choice, arch: str) -> Counted:
-    config, run = choice.supported.config, _runner(register.get(case.op), choice)
-    if case.op == "decode":
-        return extrapolation.planned_decode(case, call, run, (arch, str(config)), fp8_weights(config))
-    waves = config.threads // arch_records.get(arch).wavefront
-    return extrapolation.sparse(case, run, config.tiles(case.facts["heads"]), waves)
-
-
-def _runner(op: Op, choice: Choice) -> extrapolation.Run:
-    def run(outputs: tuple[torch.Tensor, ...], call: Call) -> None:
-        choice.backend.run(choice.supported.config, outputs, op.Args(*call.args, **call.kwargs))
-
-    return run
 
 
 def _sentence(error: LaunchError) -> str:

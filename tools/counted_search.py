@@ -29,9 +29,9 @@ from mla_suite.archs import combine as combine_config
 from mla_suite.archs.combine import CombineConfig
 from mla_suite.bench import environment, sets, store
 from mla_suite.bench.sets import Case
-from mla_suite.build import BuildError
-from mla_suite.cli import INTERRUPTED, compiling
-from mla_suite.core import dispatch, register
+from mla_suite.cli import INTERRUPTED
+from mla_suite.cli.tune import add_search_arguments, build_for_search
+from mla_suite.core import register
 from mla_suite.core.tuning import SearchSpace
 from mla_suite.launch import emulate
 from mla_suite.ops.combine import CombineArgs
@@ -134,11 +134,7 @@ def search(case: Case, arch: ArchSpec) -> CountedOutcome:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("archs", metavar="ARCH", help="archs between commas")
-    parser.add_argument("--set", action="append", metavar="NAME", help="a set of `bench --list`; may be repeated")
-    parser.add_argument("--shapes", nargs="+", metavar="PART", help="only shapes whose names contain one of these")
-    parser.add_argument("--write", action="store_true", help="store the rows")
-    parser.add_argument("--user", action="store_true", help="store in the user's directory")
-    parser.add_argument("--commit", help="commit named in the rows, where it cannot be found out")
+    add_search_arguments(parser)
     parser.add_argument("--date", metavar="YYYY-MM-DD", help="date named in the rows (default: today)")
     args = parser.parse_args(argv)
     facts = environment.describe(torch.device("cpu"))
@@ -157,10 +153,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for arch in searched:
         rows: list[dict[str, object]] = []
         try:
-            _build(space, arch)
+            build_for_search(space, arch)
             for case in cases:
-                row = _row(search(case, arch), space, arch)
-                rows.append(row | {"kind": "counted", "date": date, "commit": commit})
+                rows.append(_row(search(case, arch), space, arch) | {"kind": "counted", "date": date, "commit": commit})
         except KeyboardInterrupt:
             print(f"stopped before the end, on {arch.name}; what was found is above", file=sys.stderr)
             if not rows:
@@ -174,21 +169,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _build(space: SearchSpace, arch: ArchSpec) -> None:
-    try:
-        with compiling() as step:
-            print(f"{arch.name}: {space.build(arch, step)} kernels built for the search")
-    except BuildError as error:
-        print(f"only what is built is searched: {error}", file=sys.stderr)
-    dispatch.clear_caches()
-
-
 def _row(found: CountedOutcome, space: SearchSpace, arch: ArchSpec) -> dict[str, object]:
     print(
         f"{found.case.id} on {arch.name}: {found.best.instance} {found.clocks:.0f} clocks ({found.limiter}), the "
         f"lowest of {found.tried}; the rule's {found.rule.instance} {found.rule_clocks:.0f}"
     )
-    return {**space.facts(found.problem, arch), **space.cells(found.problem, arch, found.best)}
+    return {**space.key(found.problem, arch), **space.cells(found.problem, arch, found.best)}
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ index selects nothing, so its counts are those of the one sequence that is drawn
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
@@ -23,13 +23,15 @@ import torch
 
 from mla_suite.bench import inputs
 from mla_suite.bench.inputs import PLAN, Call
+from mla_suite.bench.runners import fp8_weights
 from mla_suite.bench.sets import Case
-from mla_suite.core import dispatch, register
-from mla_suite.core.dispatch import Supported
+from mla_suite.core import register
+from mla_suite.core.dispatch import Choice
 from mla_suite.core.op import Op
 from mla_suite.emulator import Report, SanitizerError, configured
 from mla_suite.launch import LaunchError
 from mla_suite.ops.combine.samples import sample as combine_sample
+from mla_suite.ops.decode import DecodeArgs
 from mla_suite.ops.plan.metadata import OPEN, Plan, Word, WorkTile
 
 PERIOD = 512
@@ -39,11 +41,8 @@ STEADY = 1024
 MAX_SIGNATURES = 16
 """With more kinds of sequences than this, all sequences are emulated, shortened, in one launch."""
 
-SEQ_LENS = 2  # decode's positional argument
+SEQ_LENS = DecodeArgs.__match_args__.index("seq_lens")
 CPU = torch.device("cpu")
-
-Run = Callable[[tuple[torch.Tensor, ...], Call], None]
-"""Fills the outputs of a call."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +91,11 @@ def total(parts: Sequence[tuple[int, Report]]) -> Report:
     return replace(first, modelled=None, groups=None, **counts)
 
 
-def launches(op: Op, run: Run, call: Call, *, time: bool = False) -> tuple[list[Report], tuple[torch.Tensor, ...]]:
+def launches(op: Op, choice: Choice, call: Call, time: bool = False) -> tuple[list[Report], tuple[torch.Tensor, ...]]:
     """The reports of one call in the emulator that is active, and its outputs. SanitizerError for any finding."""
     with configured(collect=True, time=time) as reports:
         outputs = inputs.outputs_for(op, call)
-        run(outputs, call)
+        choice.run(outputs, op.Args(*call.args, **call.kwargs))
     for report in reports:
         if report.findings:
             raise SanitizerError(report)
@@ -115,20 +114,19 @@ class Counted:
 _periods: dict[tuple[object, ...], Report] = {}
 
 
-def period(case: Case, run: Run, key: tuple[object, ...]) -> Report:
+def period(case: Case, choice: Choice) -> Report:
     """Counts that one more period of a work tile adds, for all row tiles of a sequence whose scores are all equal.
 
-    key  names the arch and the kernel, which `case` alone does not
     LaunchError when a second period adds something else than the first.
     """
-    key = (*key, case.facts["heads"], case.facts["q_len"], *sorted(case.options.items()))
+    key = (choice.supported.config, case.facts["heads"], case.facts["q_len"], *sorted(case.options.items()))
     if key not in _periods:
         op = register.get(case.op)
         found = []
         for keys in (STEADY, STEADY + PERIOD, STEADY + 2 * PERIOD):
             args, kwargs = case.at([keys]).make(CPU)
             args[0].zero_()
-            found.append(launches(op, run, Call(args, kwargs | {"num_splits": 1}))[0][0])
+            found.append(launches(op, choice, Call(args, kwargs | {"num_splits": 1}))[0][0])
         added = [total([(1, longer), (-1, shorter)]) for shorter, longer in pairwise(found)]
         if (added[0].times != added[1].times).any() or (added[0].lds_clocks_128 != added[1].lds_clocks_128).any():
             raise LaunchError(f"{found[0].kernel} has no steady state of {PERIOD} keys: count it whole")
@@ -136,13 +134,9 @@ def period(case: Case, run: Run, key: tuple[object, ...]) -> Report:
     return _periods[key]
 
 
-def planned_decode(case: Case, call: Call, run: Run, key: tuple[object, ...], fp8_weights: bool) -> Counted:
-    """Counts of decode with a plan, made by its backend `run` in the emulator that is active.
-
-    call, key    those of `one_pool` and of `period`
-    fp8_weights  whether the backend rounds softmax weights to fp8
-    """
-    op = register.get(case.op)
+def planned_decode(case: Case, call: Call, choice: Choice) -> Counted:
+    """Counts of decode with a plan in the emulator that is active; `call` is that of `one_pool`."""
+    op, rounds_weights = register.get(case.op), fp8_weights(choice.supported.config)
     plan = Plan.read(call.args[PLAN])
     sequences = _tiles(plan, case.lens)
     lens = [sum(tile.shortened for tile in tiles) for tiles in sequences]
@@ -152,12 +146,12 @@ def planned_decode(case: Case, call: Call, run: Run, key: tuple[object, ...], fp
         args = list(short.args)
         args[SEQ_LENS] = torch.tensor(kept, dtype=torch.int32)
         args[PLAN] = short.args[PLAN].clone()  # a launch may write its counters
-        return launches(op, run, Call(tuple(args), short.kwargs))
+        return launches(op, choice, Call(tuple(args), short.kwargs))
 
     kinds = Counter(sequences)
     if len(kinds) > min(MAX_SIGNATURES, len(lens) // 2):
         reports, outputs = at(lens)
-        error = _error(short, outputs, lens, 0, fp8_weights)
+        error = _error(short, outputs, lens, 0, rounds_weights)
     else:
         empty, _ = at([0] * len(lens))
         parts: list[list[tuple[int, Report]]] = [[(1, report)] for report in empty]
@@ -165,13 +159,13 @@ def planned_decode(case: Case, call: Call, run: Run, key: tuple[object, ...], fp
         for tiles, count in kinds.items():
             chosen = sequences.index(tiles)
             alone, outputs = at([keys if b == chosen else 0 for b, keys in enumerate(lens)])
-            error = max(error, _error(short, outputs, lens, chosen, fp8_weights))
+            error = max(error, _error(short, outputs, lens, chosen, rounds_weights))
             for sums, with_it, without in zip(parts, alone, empty, strict=True):
                 sums += [(count, with_it), (-count, without)]
         reports = [total(sums) for sums in parts]
     left_out = sum(tile.periods for tiles in sequences for tile in tiles)
     if left_out:
-        reports[0] = total([(1, reports[0]), (left_out, period(case, run, key))])
+        reports[0] = total([(1, reports[0]), (left_out, period(case, choice))])
     return Counted(reports, error, "fp64")
 
 
@@ -217,7 +211,7 @@ def _shortened(words: torch.Tensor, plan: Plan, sequences: Sequence[Sequence[Til
     return words
 
 
-def _error(call: Call, outputs: tuple[torch.Tensor, ...], lens: Sequence[int], b: int, fp8_weights: bool) -> float:
+def _error(call: Call, outputs: tuple[torch.Tensor, ...], lens: Sequence[int], b: int, rounds_weights: bool) -> float:
     """Relative error of one sequence's results against fp64; ValueError when they are not right."""
     q, cache, _, table, indptr, indices, *rest = call.args
     if table is None:
@@ -227,28 +221,27 @@ def _error(call: Call, outputs: tuple[torch.Tensor, ...], lens: Sequence[int], b
     length = torch.tensor([lens[b]], dtype=torch.int32)
     alone = Call((q[b : b + 1], cache, length, table, indptr, indices, *rest[:-1]), call.kwargs)
     right = inputs.exact(alone)
-    bound = right.fp8_weights if fp8_weights else None
+    bound = right.fp8_weights if rounds_weights else None
     return inputs.error([output[b : b + 1] for output in outputs], right.outputs, fp8_weights=bound)
 
 
-def sparse(case: Case, run: Run, row_tiles: int, waves: int) -> Counted:
+def sparse(case: Case, choice: Choice) -> Counted:
     """Counts of sparse_decode without a plan, of sequences that all select equally many keys.
 
-    row_tiles, waves  workgroups that share a query token's keys, and waves of one
     ValueError when sequences share workgroups.
     """
-    op = register.get(case.op)
+    op, config = register.get(case.op), choice.supported.config
     batch, tokens = case.facts["batch"], case.facts["batch"] * case.facts["q_len"]
     args, kwargs = case.at([0] * batch).make(CPU)
     nothing = [torch.zeros(batch, dtype=torch.int32) for _ in args[1]]
-    empty, _ = launches(op, run, Call((*args[:4], nothing, *args[5:]), kwargs))
-    workgroups = int(empty[0].times[0]) // waves
-    splits, rest = divmod(workgroups, tokens * row_tiles)
+    empty, _ = launches(op, choice, Call((*args[:4], nothing, *args[5:]), kwargs))
+    workgroups = int(empty[0].times[0]) * config.arch.wavefront // config.threads
+    splits, rest = divmod(workgroups, tokens * config.tiles(case.facts["heads"]))
     if rest or not splits:
         raise ValueError(f"{workgroups} workgroups do not divide among {tokens} query tokens: count it whole")
     args, kwargs = case.at([0]).make(CPU)
     call = Call(args, kwargs | {"num_splits": splits})
-    reports, outputs = launches(op, run, call)
+    reports, outputs = launches(op, choice, call)
     error = inputs.error(outputs, inputs.by_definition(op, call))
     counted = [total([(batch, reports[0])])]
     if len(empty) > 1:
@@ -260,12 +253,7 @@ def _merge(case: Case, tokens: int, splits: int) -> Report:
     """Counts of combine behind a sparse_decode in `splits` splits."""
     combine = register.get("combine")
     args, kwargs = combine_sample(tokens, case.facts["heads"], splits, sink=bool(case.options["sink"])).make(CPU)
-    native = next(backend for backend in combine.backends if backend.name == "native")
-    answer = native.supports(combine.problem(*args, **kwargs), dispatch.arch_of(args[0]))
-    if not isinstance(answer, Supported):
-        raise ValueError(f"the merge has no kernel: {answer.reason}")
-
-    def run(outputs: tuple[torch.Tensor, ...], call: Call) -> None:
-        native.run(answer.config, outputs, combine.Args(*call.args, **call.kwargs))
-
-    return launches(combine, run, Call(args, kwargs))[0][0]
+    choice = combine.choose(combine.Args(*args, **kwargs))
+    if choice.backend.name != "native":
+        raise ValueError(f"the merge has no kernel: {choice}")
+    return launches(combine, choice, Call(args, kwargs))[0][0]

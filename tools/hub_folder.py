@@ -17,6 +17,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from mla_suite import __version__
+from mla_suite.build import manifest
+
 ROOT = Path(__file__).parents[1]
 VARIANT = "torch-universal"
 SOURCES = ("*.py", "*.csv", "*.toml", "*.hip", "*.cu", "*.hpp", "*.cpp")
@@ -83,10 +86,6 @@ assert torch.equal(compiled(*call, softmax_scale=192**-0.5)[0], mla.decode(*call
 
 def assemble(folder: Path) -> Path:
     """Write the variant from the sources and from the objects that `python -m mla_suite build` left; returns it."""
-    sys.path.insert(0, str(ROOT))
-    from mla_suite import __version__
-    from mla_suite.build import manifest
-
     objects = ROOT / "mla_suite" / "objects"
     variant = folder / "build" / VARIANT
     shutil.rmtree(variant, ignore_errors=True)

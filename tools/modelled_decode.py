@@ -20,14 +20,15 @@ from mla_suite import archs
 from mla_suite.archs import ArchSpec
 from mla_suite.bench import inputs
 from mla_suite.bench.inputs import Call
-from mla_suite.core import dispatch, register
+from mla_suite.core import register
 from mla_suite.core.prepared import ceil_div
 from mla_suite.emulator import ModelledTime, Report, timing
 from mla_suite.launch import emulate
+from mla_suite.ops.decode import DecodeArgs
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan.scheduler import round_up
 
-TABLE = 3  # decode's positional argument
+TABLE = DecodeArgs.__match_args__.index("block_table")
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,11 @@ def modelled(arch_name: str, problem: Problem, num_splits: int = 0) -> ModelledT
     arch, op = archs.get(arch_name), register.get("decode")
     with emulate(arch_name):
         call = problem.call(arch, [problem.keys] * problem.batch)
-        choice = dispatch.choose("decode", op.backends, op.problem(*call.args, **call.kwargs), arch, "cpu")
+        args = op.Args(*call.args, **call.kwargs)
+        choice = op.choose(args)
         if choice.backend.name != "native":
             raise ValueError(f"{arch_name} has no decode kernel for {problem}: {dict(choice.refused).get('native')}")
-        config, args = choice.supported.config, op.Args(*call.args, **call.kwargs)
-        chosen = config.spec(inputs.outputs_for(op, call), args).launches[0].numbers["num_splits"]
+        chosen = choice.supported.config.spec(inputs.outputs_for(op, call), args).launches[0].numbers["num_splits"]
         splits = num_splits or int(chosen)
         left_out = max(0, (round_up(ceil_div(problem.keys, splits)) - STEADY) // PERIOD)
 
@@ -77,11 +78,9 @@ def modelled(arch_name: str, problem: Problem, num_splits: int = 0) -> ModelledT
             """Of the first sequence alone, with `periods` left out of each of its splits."""
             keys = problem.keys - periods * PERIOD * splits
             call = problem.call(arch, [keys] + [0] * (problem.batch - 1))
-
-            def run(outputs: tuple[torch.Tensor, ...], call: Call) -> None:
-                choice.backend.run(config, outputs, op.Args(*call.args, **call.kwargs))
-
-            return extrapolation.launches(op, run, Call(call.args, call.kwargs | {"num_splits": splits}), time=True)[0]
+            return extrapolation.launches(op, choice, Call(call.args, call.kwargs | {"num_splits": splits}), time=True)[
+                0
+            ]
 
         found = reports(left_out)
         times = _busiest(found[0], problem.batch)

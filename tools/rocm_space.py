@@ -10,11 +10,11 @@ the packages cannot be had.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import debian_space
@@ -22,7 +22,10 @@ import rocm_matrix
 from skip import skip
 from virtual_hip import user_space
 
+from mla_suite import archs
+from mla_suite.build import manifest
 from mla_suite.launch import hip
+from mla_suite.launch.driver import DriverError, TorchDevice
 
 HERE = Path(__file__).resolve().parent
 STUBS = HERE.parent / "tests" / "stubs"
@@ -74,22 +77,13 @@ def _compile_stub(folder: Path) -> Path | None:
 
 def inside(library: str, stub: str) -> int:
     """In a process of the user space: the library's words and errors."""
-    from contextlib import nullcontext
-
-    from mla_suite import archs
-    from mla_suite.build import manifest
-    from mla_suite.launch.driver import DriverError, TorchDevice
-    from mla_suite.launch.hip import HipDriver, open_library
-
-    real, ours = open_library(library), ctypes.CDLL(stub)
-    for opened in (real, ours):
-        opened.hipGetErrorName.restype = opened.hipGetErrorString.restype = ctypes.c_char_p
+    real, ours = hip.open_library(library), hip.open_library(stub)
     for code in CODES:
         said = [(opened.hipGetErrorName(code), opened.hipGetErrorString(code)) for opened in (real, ours)]
         if said[0] != said[1]:
             print(f"of error {code} the library says {said[0]}, our stub {said[1]}", file=sys.stderr)
             return 1
-    driver = HipDriver(archs.get("gfx942"), 0, real, TorchDevice(lambda: 0, lambda _: 0, lambda _: nullcontext()))
+    driver = hip.HipDriver(archs.get("gfx942"), 0, real, TorchDevice(lambda: 0, lambda _: 0, lambda _: nullcontext()))
     if driver.explain(4242) != "HIP error 4242, which this runtime has no words for":
         print(f"an unknown error is explained as {driver.explain(4242)}", file=sys.stderr)
         return 1

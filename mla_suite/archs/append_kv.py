@@ -89,27 +89,27 @@ class AppendConfig:
         return CallSpec((launch,))
 
 
-def is_one_run(kind: KVFormat) -> bool:
+def is_one_run(fmt: KVFormat) -> bool:
     """Whether a record's whole row is one run of values that are scaled alike."""
-    return kind.seamless and kind.scale_rule is not None
+    return fmt.seamless and fmt.scale_rule is not None
 
 
 def supports(problem: Problem, arch: ArchSpec, bulk_bytes: int, has_runs: bool = False) -> Supported | Unsupported:
     """`has_runs`: the arch has kernels of one run."""
-    kind = get_kv_format(problem.kv_format)
-    if "e2m1" in kind.encodings and problem.latent % 2:
+    fmt = get_kv_format(problem.kv_format)
+    if "e2m1" in fmt.encodings and problem.latent % 2:
         given = f"kv_format {problem.kv_format} holds two values to a byte"
         return Unsupported(f"{given}; {arch.name}'s kernels divide its rows between bytes, not behind {problem.latent}")
-    kind = kind.sized(problem.latent, problem.rope)
-    beyond = kind.scaled > kind.latent or "e2m1" in kind.encodings  # what kernels of any kv_format do not store
-    one_run = has_runs and is_one_run(kind) and beyond
+    fmt = fmt.sized(problem.latent, problem.rope)
+    beyond = fmt.scaled > fmt.latent or "e2m1" in fmt.encodings  # what kernels of any kv_format do not store
+    one_run = has_runs and is_one_run(fmt) and beyond
     if beyond and not one_run:
         given = f"kv_format {problem.kv_format} scales its rope values too or has values of 4 bits"
         return Unsupported(f"{given}; {arch.name}'s kernels of any kv_format store neither")
-    if kind.scale_rule is not None and kind.scale_rule.tile > MAX_SCALE_GROUP:
-        given = f"kv_format {problem.kv_format} shares a scale among {kind.scale_rule.tile}"
+    if fmt.scale_rule is not None and fmt.scale_rule.tile > MAX_SCALE_GROUP:
+        given = f"kv_format {problem.kv_format} shares a scale among {fmt.scale_rule.tile}"
         return Unsupported(f"{given}; it takes {MAX_SCALE_GROUP}")
-    needed = min(kind.alignment, 4)  # bytes of the widest single store
+    needed = min(fmt.alignment, 4)  # bytes of the widest single store
     if problem.alignment < needed:
         given = f"kv_cache is aligned to {problem.alignment} bytes"
         return Unsupported(f"{given}; kv_format {problem.kv_format} needs {needed}")
@@ -131,8 +131,8 @@ _POINTERS = inputs(AppendKvArgs)
 @lru_cache(maxsize=1024)
 def _of_kv_format(kv_format: str, latent: int, rope: int, page: int) -> dict[str, int | float]:
     """The parameters that follow from the kv_format and the page size."""
-    kind = get_kv_format(kv_format).sized(latent, rope)
-    rule = kind.scale_rule
+    fmt = get_kv_format(kv_format).sized(latent, rope)
+    rule = fmt.scale_rule
     found: dict[str, int | float] = dict(
         latent=latent,
         rope=rope,
@@ -142,10 +142,10 @@ def _of_kv_format(kv_format: str, latent: int, rope: int, page: int) -> dict[str
         divisor=1.0 if rule is None else rule.divisor,
         smallest=0.0 if rule is None else rule.smallest,
         power_of_two=int(rule is not None and rule.power_of_two),
-        pad=kind.by_name["pad"].bytes if "pad" in kind.by_name else 0,
+        pad=fmt.by_name["pad"].bytes if "pad" in fmt.by_name else 0,
     )
     for name in ("latent", "rope", "scale", "pad"):
-        field = kind.by_name.get(name)
+        field = fmt.by_name.get(name)
         found[f"{name}_offset"] = 0 if field is None else field.offset
         found[f"{name}_stride"] = 0 if field is None else field.stride
         found[f"{name}_per_block"] = 0 if field is None else field.per_block

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from mla_suite.archs import combine
-from mla_suite.archs.combine import OUTPUTS, AnyCombineConfig
+from mla_suite.archs.combine import OUTPUTS, CombineKernel
 from mla_suite.build.params import divisor
 from mla_suite.launch.spec import CallSpec, Copy, Input, LaunchSpec, Scratch, Slot, Temporary, inputs, present
 from mla_suite.ops.combine.reference import LseLayout
@@ -72,6 +72,11 @@ class Shape(NamedTuple):
     keys: int  # of a sequence at most, from its window's origin on; of sparse_decode in the mean
     plan_words: int  # 0 without a plan
 
+    def partials(self, slots: int) -> tuple[torch.dtype, int, int, int]:
+        """What decides how `slots` partials are combined: type of the result, rows, sequences, and splits of each in
+        the mean."""
+        return self.out.dtype, self.rows, self.batch, -(-slots // self.batch)
+
 
 class Splits(NamedTuple):
     """How the keys of sequences are split.
@@ -107,7 +112,7 @@ class Splits(NamedTuple):
 
 
 def combined(
-    config: AnyCombineConfig,
+    config: CombineKernel,
     args: DecodeArgs | SparseDecodeArgs,
     shape: Shape,
     out: Rows,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Protocol
 
 import torch
 
@@ -35,8 +34,33 @@ STATIC_LDS = {"amd": 65536, "nvidia": 49152}
 """Vendor -> bytes that a workgroup may declare; more needs dynamic shared memory on NVIDIA."""
 
 
+class CombineKernel:
+    """The configuration of any kernel that takes the parameters of combine.
+
+    vec    columns that a lane holds side by side
+    waves  of a workgroup
+    """
+
+    arch: ArchSpec
+    head_dim_v: int
+    vec: int
+    waves: int
+
+    @property
+    def instance(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def threads(self) -> int:
+        return self.waves * self.arch.wavefront
+
+    def grid(self, rows: int) -> int:
+        """Workgroups for `rows` rows over the whole batch."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class CombineConfig:
+class CombineConfig(CombineKernel):
     """One instance of csrc/common/combine.hpp. Construction raises ValueError, in one sentence, for an illegal point.
 
     rows          rows of a workgroup ("batch")
@@ -53,16 +77,11 @@ class CombineConfig:
     waves: int
     slices: int
     fixed_splits: int = 0
-    instance: str = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name, value, possible in (
-            ("head_dim_v", self.head_dim_v, HEAD_DIMS_V),
-            ("rows", self.rows, ROW_COUNTS),
-            ("vec", self.vec, VECS),
-            ("fixed_splits", self.fixed_splits, FIXED_SPLITS),
-        ):
-            if value not in possible:
+        listed = dict(head_dim_v=HEAD_DIMS_V, rows=ROW_COUNTS, vec=VECS, fixed_splits=FIXED_SPLITS)
+        for name, possible in listed.items():
+            if getattr(self, name) not in possible:
                 self._raise(f"{name} is one of {', '.join(map(str, possible))}")
         most = self.arch.max_threads // self.arch.wavefront
         if self.waves < 1 or self.waves > most:
@@ -84,7 +103,6 @@ class CombineConfig:
             self._raise("its kernels take any number of splits; fixed_splits is 0")
         if self.fixed_splits > self.team:
             self._raise(f"{self.fixed_splits} splits need a lane each of the {self.team} that hold a row")
-        object.__setattr__(self, "instance", instance_id("combine", self.constants))
 
     def __hash__(self) -> int:
         return hash(self.instance)  # at every launch: a str keeps its hash
@@ -94,16 +112,16 @@ class CombineConfig:
         point += f" fixed_splits={self.fixed_splits}" if self.fixed_splits else ""
         raise ValueError(f"combine: no kernel at {point} on {self.arch.name}: {why}")
 
+    @cached_property
+    def instance(self) -> str:
+        return instance_id("combine", self.constants)
+
     @property
     def constants(self) -> dict[str, int | str]:
         """The macros of the instance, in the order of its name."""
         point: dict[str, int | str] = dict(D_V=self.head_dim_v, ROWS=self.rows, VEC=self.vec)
         point |= dict(WAVES=self.waves, SLICES=self.slices)
         return point | ({"SPLITS": self.fixed_splits} if self.fixed_splits else {})
-
-    @property
-    def threads(self) -> int:
-        return self.waves * self.arch.wavefront
 
     @property
     def columns(self) -> int:
@@ -132,7 +150,6 @@ class CombineConfig:
         return (4 if few else 8) * self.arch.simds // self.waves
 
     def grid(self, rows: int) -> int:
-        """Workgroups for `rows` rows over the whole batch."""
         return -(-rows // self.rows) * self.slices
 
     def spec(self, outputs: tuple[torch.Tensor, ...], args: CombineArgs) -> CallSpec:
@@ -157,24 +174,8 @@ class CombineConfig:
         return CallSpec((launch,))
 
 
-class AnyCombineConfig(Protocol):
-    """The configuration of any kernel that takes the parameters of combine."""
-
-    @property
-    def arch(self) -> ArchSpec: ...
-    @property
-    def head_dim_v(self) -> int: ...
-    @property
-    def vec(self) -> int: ...
-    @property
-    def instance(self) -> str: ...
-    @property
-    def threads(self) -> int: ...
-    def grid(self, rows: int) -> int: ...
-
-
 def launch_of(
-    config: AnyCombineConfig,
+    config: CombineKernel,
     shape: tuple[int, int, int],
     strides: tuple[tuple[int, ...], ...],
     lse: tuple[LseLayout, bool],

@@ -61,7 +61,7 @@ def build_named(arch: ArchSpec, progress: Callable[[int, int], None] | None = No
     return build_points(arch, {point.instance: point for point in points}.values(), progress)
 
 
-def facts(problem: Any, arch: ArchSpec) -> Mapping[str, Value]:
+def key(problem: Any, arch: ArchSpec) -> Mapping[str, Value]:
     splits = problem.num_splits or -(-problem.splits // max(problem.batch, 1))
     out_dtype = OUT_TYPES[problem.out_dtype][1]
     return configs.table_key(arch, problem.head_dim_v, out_dtype, problem.rows, problem.batch, splits)
@@ -72,4 +72,4 @@ def cells(problem: Any, arch: ArchSpec, point: CombineConfig) -> Mapping[str, Va
     return found | {"fixed_splits": point.fixed_splits}
 
 
-SPACE = SearchSpace(candidates, configs.FORMAT, facts, cells, build)
+SPACE = SearchSpace(candidates, configs.FORMAT, key, cells, build)

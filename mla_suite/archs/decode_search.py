@@ -30,7 +30,7 @@ def candidates(problem: Any, arch: ArchSpec) -> Iterator[Any]:
             yield config
 
 
-def facts(problem: Any, arch: ArchSpec) -> Mapping[str, Value]:
+def key(problem: Any, arch: ArchSpec) -> Mapping[str, Value]:
     return dict(
         policy="default",
         shape=decode_table.ANY,
@@ -54,4 +54,4 @@ def leaves(backend: str) -> Mapping[str, Value] | None:
     return dict(use=decode_table.TRITON) if backend == decode_table.TRITON else None
 
 
-SPACE = SearchSpace(candidates, FORMAT, facts, cells, plans=False, leaves=leaves)
+SPACE = SearchSpace(candidates, FORMAT, key, cells, plans=False, leaves=leaves)

@@ -13,8 +13,9 @@ from mla_suite import testing
 from mla_suite.bench.sets import Case
 from mla_suite.core import allocation, register
 from mla_suite.core.op import Op
+from mla_suite.ops.decode import DecodeArgs
 
-PLAN = 11  # decode's positional argument
+PLAN = DecodeArgs.__match_args__.index("plan")
 EXACT_BYTES = 8 << 20
 """Cases up to this size are compared with an exact result in fp64 on the CPU, larger ones with the reference."""
 

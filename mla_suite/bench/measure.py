@@ -84,12 +84,7 @@ class Measured:
 
 
 def measure(
-    case: Case,
-    device: torch.device,
-    effort: Effort,
-    *,
-    backends: Sequence[str] = (),
-    floors: Floors | None = None,
+    case: Case, device: torch.device, effort: Effort, *, backends: Sequence[str] = (), floors: Floors | None = None
 ) -> Iterator[Measured]:
     """Yields a record for each backend that is asked for, as it is measured; what fails says why.
 

@@ -178,7 +178,7 @@ def cells(outcome: Outcome, space: SearchSpace, arch: ArchSpec, environment: Map
     named = ("cuda", "rocm", "torch", "triton")
     versions = " ".join(f"{name} {environment[name]}" for name in named if environment[name])
     return {
-        **space.facts(outcome.problem, arch),
+        **space.key(outcome.problem, arch),
         **(chosen or space.cells(outcome.problem, arch, outcome.best)),
         "kind": "measured",
         "microseconds": f"{us:.3f}",

@@ -114,9 +114,7 @@ class Replay:
         for event in events[1:]:
             self.graph.replay()
             event.record()
-        torch.cuda.synchronize()
-        times = [first.elapsed_time(second) for first, second in itertools.pairwise(events)]
-        return median(times) * 1e3 / self.calls
+        return self._us(events)
 
     def rounds(self, effort: Effort) -> list[float]:
         """As many rounds as the effort says."""
@@ -132,9 +130,12 @@ class Replay:
                 events[index - late].record()
             self.graph.replay()
         events[-1].record()
+        return self._us(events)
+
+    def _us(self, events: Sequence[torch.cuda.Event]) -> float:
+        """Time of a call, by the median of the replays between events."""
         torch.cuda.synchronize()
-        times = [first.elapsed_time(second) for first, second in itertools.pairwise(events)]
-        return median(times) * 1e3 / self.calls
+        return median([first.elapsed_time(second) for first, second in itertools.pairwise(events)]) * 1e3 / self.calls
 
 
 def device_rounds(call: Callable[[Any], object], turns: Sequence[Any], effort: Effort) -> list[float]:
@@ -142,27 +143,27 @@ def device_rounds(call: Callable[[Any], object], turns: Sequence[Any], effort: E
     return Replay(call, turns).rounds(effort)
 
 
-def host_rounds(call: Callable[[], object], effort: Effort, calls: int = 24) -> list[float]:
-    """Time until an eager call returns, per round; the device's queue holds more calls than a round makes."""
+def host_rounds(call: Callable[[], object], effort: Effort) -> list[float]:
+    """Time until an eager call returns, per round; the device's queue holds more than the 24 calls of a round."""
     synchronize: Callable[[], None] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     timer = timeit.Timer(call)
     timer.timeit(3)
     rounds = []
     for _ in range(effort.rounds):
         synchronize()
-        rounds.append(median(timer.repeat(calls, number=1)) * 1e6)
+        rounds.append(median(timer.repeat(24, number=1)) * 1e6)
     synchronize()
     return rounds
 
 
-def cpu_rounds(call: Callable[[], object], effort: Effort, least_s: float = 0.01) -> list[float]:
-    """Time of a call on the CPU: each round the median of five repeats that take at least `least_s` together.
+def cpu_rounds(call: Callable[[], object], effort: Effort) -> list[float]:
+    """Time of a call on the CPU: each round the median of five repeats that take at least 10 ms together.
 
     With `iters` of the effort each round is the median of that many calls.
     """
     timer = timeit.Timer(call)
     first = timer.timeit(1)
-    calls, repeats = max(1, int(least_s / 5 / max(first, 1e-7))), 5 if first < 0.5 else 1
+    calls, repeats = max(1, int(0.002 / max(first, 1e-7))), 5 if first < 0.5 else 1
     if effort.iters:
         calls, repeats = 1, effort.iters
     rounds = []

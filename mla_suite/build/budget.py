@@ -7,10 +7,7 @@ from collections.abc import Callable, Mapping
 from mla_suite.build.instances import Instance
 from mla_suite.build.report import Loop, Resources
 
-_KERNEL: dict[str, Callable[[Resources], float]] = {
-    "registers": lambda r: r.registers,
-    "sgprs": lambda r: r.sgprs,
-}
+_KERNEL: dict[str, Callable[[Resources], float]] = {"registers": lambda r: r.registers, "sgprs": lambda r: r.sgprs}
 _PER_TOKEN: dict[str, Callable[[Loop], float]] = {
     "matrix_per_token": lambda loop: loop.matrix,
     "lds_reads_per_token": lambda loop: loop.lds_reads,

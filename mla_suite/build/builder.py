@@ -13,16 +13,7 @@ from typing import NamedTuple
 
 from mla_suite import archs as arch_records
 from mla_suite.archs import CSRC
-from mla_suite.build import (
-    budget,
-    compilers,
-    emulator_library,
-    locations,
-    manifest,
-    ninja_plan,
-    params,
-    report,
-)
+from mla_suite.build import budget, compilers, emulator_library, locations, manifest, ninja_plan, params, report
 from mla_suite.build.instances import Instance, instances
 from mla_suite.build.locations import BuildError, ObjectError
 from mla_suite.build.manifest import KernelEntry, Library, Manifest

@@ -13,6 +13,7 @@ import struct
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mla_suite.build.locations import BuildError
 
@@ -147,20 +148,17 @@ def read_assembly(text: str, symbol: str) -> Resources:
     entry = next((part for part in entries if re.search(rf"^ +\.name: +{re.escape(symbol)}$", part, re.M)), None)
     if begin < 0 or end < 0 or entry is None:
         raise BuildError(f"the assembly defines no kernel {symbol}; name the entry MLA_SUITE_KERNEL")
-    comments = text[end:]
 
     def stated(name: str) -> int:
-        found = re.search(rf"^; {name}\s*[:=] (\d+)", comments, re.M)
-        if found is None:
-            raise BuildError(
-                f"the assembly of {symbol} does not state {name}; this compiler's output is not understood"
-            )
-        return int(found.group(1))
+        return number(rf"^; {name}\s*[:=] (\d+)", text[end:], f"assembly of {symbol} does not state {name}")
 
     def metadata(name: str) -> int:
-        found = re.search(rf"^[ -]*\.{name}: +(\d+)$", entry, re.M)
+        return number(rf"^[ -]*\.{name}: +(\d+)$", entry, f"metadata of {symbol} lacks .{name}")
+
+    def number(pattern: str, where: str, lacking: str) -> int:
+        found = re.search(pattern, where, re.M)
         if found is None:
-            raise BuildError(f"the metadata of {symbol} lacks .{name}; this compiler's output is not understood")
+            raise BuildError(f"the {lacking}; this compiler's output is not understood")
         return int(found.group(1))
 
     by_value = re.findall(r"\.offset: +(\d+)\n +\.size: +(\d+)\n +\.value_kind: +by_value", entry)
@@ -189,7 +187,7 @@ def read_cubin(data: bytes, log: str, symbol: str) -> Resources:
         r"(\d+) bytes spill loads\nptxas info\s+: Used (\d+) registers([^\n]*)",
         log,
     )
-    sections = _elf_sections(data)
+    sections = {section.name: section.body for section in elf_sections(data)}
     if about is None or f".text.{symbol}" not in sections:
         raise BuildError(f"the cubin or ptxas's report has no kernel {symbol}; name the entry MLA_SUITE_KERNEL")
     shared = re.search(r"(\d+) bytes smem", about.group(5))
@@ -226,14 +224,31 @@ def serialization(log: str, symbol: str) -> str:
     return why.group(1) if why else ""
 
 
-def _elf_sections(data: bytes) -> dict[str, bytes]:
-    """Section name -> contents of a 64-bit little-endian ELF file."""
+class Section(NamedTuple):
+    """A section of an ELF file; `link` and `info` are as its type has them, and some have a size and no bytes."""
+
+    name: str
+    type: int
+    flags: int
+    address: int
+    size: int
+    link: int
+    info: int
+    body: bytes
+
+
+def elf_sections(data: bytes) -> list[Section]:
+    """The sections of an object in their order. BuildError for another file than a 64-bit little-endian ELF."""
     if data[:6] != b"\x7fELF\x02\x01":
-        raise BuildError("the compiler's output is not a 64-bit little-endian ELF file")
+        raise BuildError("an object is not a 64-bit little-endian ELF file")
     (table,) = struct.unpack_from("<Q", data, 40)
     entry_size, count, names_at = struct.unpack_from("<3H", data, 58)
-    headers = [struct.unpack_from("<IIQQQQ", data, table + i * entry_size) for i in range(count)]
+    headers = [struct.unpack_from("<IIQQQQII", data, table + i * entry_size) for i in range(count)]
     names = data[headers[names_at][4] :]
-    return {
-        names[h[0] : names.index(b"\0", h[0])].decode(): data[h[4] : h[4] + h[5]] if h[1] != 8 else b"" for h in headers
-    }
+    found = []
+    for name, type_, flags, address, offset, size, link, info in headers:
+        body = data[offset : offset + size] if type_ != 8 else b""
+        found.append(
+            Section(names[name : names.index(b"\0", name)].decode(), type_, flags, address, size, link, info, body)
+        )
+    return found

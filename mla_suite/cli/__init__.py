@@ -2,7 +2,7 @@
 
 A command module has `add_arguments(parser)` and `run(args) -> int`, and its docstring is its `--help`. What it raises
 as a ValueError is a sentence about its arguments: it is printed, and the exit status is 2; after Ctrl-C it is 130.
-`torch_device`, `positive` and `sizes` are types of arguments that several commands take; each refuses in a sentence.
+`positive` and `sizes` are types of arguments that several commands take; each refuses in a sentence.
 `bar` and `compiling` are the progress bars of those that take long, on stderr; where that is no terminal, lines.
 A command is imported when it is asked for: `build` works without torch, and none waits for what others need.
 """
@@ -15,13 +15,9 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-if TYPE_CHECKING:
-    import torch
 
 INTERRUPTED = 130
 LINE_EVERY_S = 10.0  # of a build of hundreds of steps, whose output is no terminal
@@ -37,19 +33,6 @@ COMMANDS = {
     "tune": "search configurations on this GPU and store the best with their provenance",
     "explain": "say which backend would run a problem, and why",
 }
-
-
-def torch_device(text: str) -> torch.device:
-    import torch  # `build` and `kernels` work where it is not installed
-
-    try:
-        device = torch.device(text)
-    except RuntimeError as error:
-        raise ArgumentTypeError(f"{text!r} is not a torch device; examples are cpu, cuda and cuda:1") from error
-    there = torch.cuda.device_count()
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and (device.index or 0) >= there):
-        raise ArgumentTypeError(f"{text!r} is not here; this machine has cpu and {there} GPUs that torch can use")
-    return device
 
 
 def positive(text: str) -> int:

@@ -31,7 +31,8 @@ from mla_suite.bench.floors import Floors
 from mla_suite.bench.measure import Measured, measure
 from mla_suite.bench.sets import Case
 from mla_suite.bench.timer import Effort
-from mla_suite.cli import bar, positive, torch_device
+from mla_suite.cli import bar, positive
+from mla_suite.cli.problem import torch_device
 from mla_suite.errors import UsageError, usage
 
 HEADER = f"{'us':>8} {'+-%':>5} {'sustd':>8} {'host':>7} {'GB/s':>7} {'TFLOP/s':>8} {'floor':>8} {'x':>5} error"

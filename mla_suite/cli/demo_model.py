@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,11 +16,6 @@ from mla_suite.launch import current_arch
 from mla_suite.models import MLA, MLAConfig, PagedLatentCache, Step, cos_sin_table
 from mla_suite.models.config import LATENT, ROPE
 from mla_suite.models.qkv_down_proj import LatentNorm
-
-if TYPE_CHECKING:
-    from mla_suite.distributed import ContextParallelCache, Parallel
-
-    Cache = PagedLatentCache | ContextParallelCache
 
 PROMPTS = (37, 5, 64, 18)  # tokens per prompt: ragged, below, at and above a page
 PAGE_SIZE = 16
@@ -62,19 +56,7 @@ class Decoder(nn.Module):
         self.head = nn.Linear(config.hidden_size, VOCABULARY, bias=False, dtype=dtype)
         self.register_buffer("cos_sin", cos_sin_table(config), persistent=False)
 
-    def on_ranks(self, parallel: Parallel) -> Decoder:
-        """A copy whose attention is spread over the ranks; each rank has all the rest."""
-        from mla_suite.distributed import ParallelMLA  # a second of imports, which one device does without
-
-        spread = copy.deepcopy(self)
-        for block in spread.blocks:
-            whole = block.attention
-            dtype = whole.o_proj.weight.dtype
-            block.attention = ParallelMLA(whole.config, parallel, kv_format=whole.kv_format, dtype=dtype)
-            block.attention.load_full_weights(whole.state_dict())
-        return spread
-
-    def prefill(self, tokens: torch.Tensor, q_lens: list[int], cache: Cache, step: Step) -> torch.Tensor:
+    def prefill(self, tokens: torch.Tensor, q_lens: list[int], cache: Any, step: Step) -> torch.Tensor:
         """Packed prompts [tokens] of `q_lens` each -> logits fp32 [batch, vocabulary] of every prompt's last token."""
         x = self.embedding(tokens)
         for block, layer in zip(self.blocks, cache.layers, strict=True):
@@ -101,9 +83,22 @@ class Decoder(nn.Module):
 
 
 def decode(
-    tokens: int, layers: int, kv_format: str, seed: int, *, quiet: bool, parallel: Parallel | None = None
+    tokens: int,
+    layers: int,
+    kv_format: str,
+    seed: int,
+    *,
+    quiet: bool,
+    spread: Callable[[Decoder], Decoder] = lambda whole: whole,
+    make_cache: Callable[..., Any] = PagedLatentCache,
+    tp_size: int = 1,
 ) -> dict[str, Any]:
-    """Prefill, decode compiled, compare, on torch's default device or over ranks; -> the report that is printed."""
+    """Prefill, decode compiled, compare, on torch's default device; -> the report that is printed.
+
+    spread      the decoder -> this rank's part of it
+    make_cache  makes the cache, or this rank's part of it
+    tp_size     ranks that share the heads
+    """
     torch.manual_seed(seed)  # the same weights and prompts on every rank
     r1 = MLAConfig.deepseek_r1()
     config = MLAConfig(
@@ -116,9 +111,9 @@ def decode(
     )
     dtype = {"fp16": torch.float16, "fp32": torch.float32}.get(kv_format, torch.bfloat16)
     whole = Decoder(config, kv_format=kv_format, dtype=dtype).eval()
-    model = whole if parallel is None else whole.on_ranks(parallel)
+    model = spread(whole)
     pages = [-(-(n + tokens) // PAGE_SIZE) for n in PROMPTS]
-    cache = _cache(layers, sum(pages), kv_format, parallel)
+    cache = make_cache(layers, sum(pages), PAGE_SIZE, kv_format=kv_format, device=torch.get_default_device())
     sequences = [cache.allocate(n + tokens) for n in PROMPTS]
     prompts = [torch.randint(VOCABULARY, (n,)) for n in PROMPTS]
 
@@ -163,17 +158,8 @@ def decode(
         "largest_logit_difference": difference,
         "largest_logit": largest,
         "largest_difference_allowed": MAX_DIFFERENCE.get(kv_format, MAX_BF16_DIFFERENCE) * largest,
-        "backends": _backends(config.num_heads // (parallel.tp_size if parallel else 1), layer, step, kv_format, dtype),
+        "backends": _backends(config.num_heads // tp_size, layer, step, kv_format, dtype),
     }
-
-
-def _cache(layers: int, pages: int, kv_format: str, parallel: Parallel | None) -> Cache:
-    device = torch.get_default_device()
-    if parallel is None:
-        return PagedLatentCache(layers, pages, PAGE_SIZE, kv_format=kv_format, device=device)
-    from mla_suite.distributed import ContextParallelCache
-
-    return ContextParallelCache(layers, pages, PAGE_SIZE, shard=parallel.shard(), kv_format=kv_format, device=device)
 
 
 def _backends(heads: int, layer: torch.Tensor, step: Step, kv_format: str, dtype: torch.dtype) -> dict[str, str]:

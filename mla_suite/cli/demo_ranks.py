@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mla_suite.cli import demo_model
-from mla_suite.distributed import Parallel, check_agreement
+from mla_suite.cli.demo_model import Decoder
+from mla_suite.distributed import ContextParallelCache, Parallel, ParallelMLA, check_agreement
 from mla_suite.distributed.parallel import initialise
 
 TIMEOUT_S = 60.0  # of every collective
@@ -31,7 +34,9 @@ def decode(
         parallel = Parallel.create(tp_size=tp_size, cp_size=cp_size, device_type=device.type, timeout_s=TIMEOUT_S)
         check_agreement({"tokens": tokens, "seed": seed, "torch": torch.__version__})
         with torch.device(device):
-            report = demo_model.decode(tokens, layers, kv_format, seed, quiet=quiet, parallel=parallel)
+            own: dict[str, Any] = dict(spread=partial(_spread, parallel), tp_size=parallel.tp_size)
+            own |= dict(make_cache=partial(ContextParallelCache, shard=parallel.shard()))
+            report = demo_model.decode(tokens, layers, kv_format, seed, quiet=quiet, **own)
         differences: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(differences, report["largest_logit_difference"])
     except (ValueError, RuntimeError) as error:
@@ -45,6 +50,16 @@ def decode(
         return None
     dist.destroy_process_group()
     return {"device": used, "ranks": ranks} | report | {"largest_logit_difference": max(differences)}
+
+
+def _spread(parallel: Parallel, whole: Decoder) -> Decoder:
+    """A copy whose attention is spread over the ranks; each rank has all the rest."""
+    spread = copy.deepcopy(whole)
+    for block in spread.blocks:
+        layer, dtype = block.attention, block.attention.o_proj.weight.dtype
+        block.attention = ParallelMLA(layer.config, parallel, kv_format=layer.kv_format, dtype=dtype)
+        block.attention.load_full_weights(layer.state_dict())
+    return spread
 
 
 def _described(device: torch.device) -> str:

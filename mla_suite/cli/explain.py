@@ -14,21 +14,17 @@ For a call of your own use `print(mla_suite.explain("decode", q, kv_cache, ...))
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 import torch
 
 import mla_suite
 from mla_suite import archs, emulator
-from mla_suite.cli import problem, torch_device
+from mla_suite.archs import ArchSpec
+from mla_suite.cli import problem
 from mla_suite.core import register
-from mla_suite.core.explain import explain_on
+from mla_suite.core.explain import Explanation, explain_on
+from mla_suite.core.op import Op, Sample
 from mla_suite.errors import UsageError, usage
-
-if TYPE_CHECKING:
-    from mla_suite.archs import ArchSpec
-    from mla_suite.core.explain import Explanation
-    from mla_suite.core.op import Op, Sample
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,9 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "op", nargs="?", help="an operator: plan, decode, sparse_decode, combine, append_kv or convert_kv"
     )
     parser.add_argument("--on", metavar="ARCH", help="an arch: gfx942, gfx950 or sm_90")
-    parser.add_argument(
-        "--device", type=torch_device, help="torch device of the tensors (default: cuda where torch has one, else cpu)"
-    )
+    device = "torch device of the tensors (default: cuda where torch has one, else cpu)"
+    parser.add_argument("--device", type=problem.torch_device, help=device)
     parser.add_argument(
         "--launches",
         action="store_true",

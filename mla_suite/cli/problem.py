@@ -1,8 +1,9 @@
-"""A problem of decode or sparse_decode given by options, for the commands that take one."""
+"""A problem of decode or sparse_decode given by options, and a device, for the commands that take one."""
 
 from __future__ import annotations
 
 import argparse
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -35,6 +36,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "num_splits": dict(type=int, help="splits of a sequence (default 0: the kernel's own)"),
     "split_size": dict(type=int, help="keys of a split in batch-invariant mode (default 0: off)"),
 }
+
+
+def torch_device(text: str) -> torch.device:
+    """The type of an argument that names a device of this machine."""
+    try:
+        device = torch.device(text)
+    except RuntimeError as error:
+        raise ArgumentTypeError(f"{text!r} is not a torch device; examples are cpu, cuda and cuda:1") from error
+    there = torch.cuda.device_count()
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and (device.index or 0) >= there):
+        raise ArgumentTypeError(f"{text!r} is not here; this machine has cpu and {there} GPUs that torch can use")
+    return device
 
 
 def add_arguments(parser: argparse.ArgumentParser, about: str, names: Sequence[str]) -> None:

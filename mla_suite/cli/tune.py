@@ -32,28 +32,33 @@ import torch
 from rich.console import Console
 
 from mla_suite import archs
-from mla_suite.archs import combine_search
+from mla_suite.archs import ArchSpec, combine_search
 from mla_suite.bench import calibrate, environment, search, sets, store
 from mla_suite.bench.search import Outcome
 from mla_suite.bench.sets import Case
 from mla_suite.bench.timer import median
 from mla_suite.build import BuildError
 from mla_suite.cli import INTERRUPTED, bar, compiling
-from mla_suite.core import register, tuning
+from mla_suite.core import dispatch, register, tuning
 from mla_suite.core.tuning import SearchSpace
 from mla_suite.errors import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--op", help="the operator: combine or decode")
+    add_search_arguments(parser)
+    parser.add_argument("--build", action="store_true", help="compile the kernels that combine's tables name, and stop")
+    parser.add_argument("--calibrate", metavar="FILE", type=Path, help="of tools/measure_amd.py; nothing is stored")
+    parser.add_argument("--lint", action="store_true", help="check every table and stop")
+
+
+def add_search_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of any search: of which shapes, and where its rows go."""
     parser.add_argument("--set", action="append", metavar="NAME", help="a set of `bench --list`; may be repeated")
     parser.add_argument("--shapes", nargs="+", metavar="PART", help="only shapes whose names contain one of these")
     parser.add_argument("--write", action="store_true", help="store the rows that are worth it")
     parser.add_argument("--user", action="store_true", help="store in the user's directory")
     parser.add_argument("--commit", help="commit named in the rows, where it cannot be found out")
-    parser.add_argument("--build", action="store_true", help="compile the kernels that combine's tables name, and stop")
-    parser.add_argument("--calibrate", metavar="FILE", type=Path, help="of tools/measure_amd.py; nothing is stored")
-    parser.add_argument("--lint", action="store_true", help="check every table and stop")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,6 +84,17 @@ def build_named() -> int:
             failed = 1
             print(f"{name}: {error}", file=sys.stderr)
     return failed
+
+
+def build_for_search(space: SearchSpace, arch: ArchSpec) -> None:
+    """Compile what a search tries beyond what is built, where there is a compiler for it."""
+    try:
+        with compiling() as step:
+            built = space.build(arch, step)
+        print(f"{arch.name}: {built} kernels built for the search")
+    except BuildError as error:
+        print(f"only what is built is searched: {error}", file=sys.stderr)
+    dispatch.clear_caches()
 
 
 def lint() -> int:
@@ -122,12 +138,7 @@ def _tune(args: argparse.Namespace) -> int:
     if not space.plans:
         unplanned = (replace(case, planned=False) for case in cases)
         cases = list({case.id: case for case in unplanned}.values())
-    try:
-        with compiling() as step:
-            built = space.build(arch, step)
-        print(f"{built} kernels built for the search")
-    except BuildError as error:
-        print(f"only what is built is searched: {error}", file=sys.stderr)
+    build_for_search(space, arch)
     console = Console(width=None if sys.stdout.isatty() else 200)
     if not facts["commit"]:
         raise UsageError("the commit of this package is unknown (no git checkout); name it with --commit")

@@ -40,8 +40,7 @@ class Check:
 
 
 _checking: ContextVar[Check | None] = ContextVar(  # the default counts for all contexts
-    "mla_suite_checking",
-    default=Check(checks.CHECK_EVERY, "warn") if checks.CHECK_EVERY else None,
+    "mla_suite_checking", default=Check(checks.CHECK_EVERY, "warn") if checks.CHECK_EVERY else None
 )
 checking: Callable[[], Check | None] = _checking.get
 

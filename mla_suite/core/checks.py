@@ -26,7 +26,7 @@ HALF = (torch.bfloat16, torch.float16)
 LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 
 
-def asked(name: str, value: str, effect: str) -> bool:
+def env_flag(name: str, value: str, effect: str) -> bool:
     """Whether a variable of the environment has the value that has an effect. A warning says that another has none."""
     if value not in ("", "0", effect):
         logging.getLogger("mla_suite").warning("%s is %r, which has no effect; it takes %s", name, value, effect)
@@ -37,17 +37,17 @@ def every(name: str, value: str) -> int:
     """The whole number n that a variable of the environment has, 0 for none. A warning says that another value has no
     effect."""
     n = int(value) if value.isdecimal() else 0
-    asked(name, value, str(n) if n else "a whole number n, to check every n-th call")
+    env_flag(name, value, str(n) if n else "a whole number n, to check every n-th call")
     return n
 
 
 _Value = TypeVar("_Value")
-_debug = asked("MLA_SUITE_DEBUG", os.environ.get("MLA_SUITE_DEBUG", ""), "1")
+_debug = env_flag("MLA_SUITE_DEBUG", os.environ.get("MLA_SUITE_DEBUG", ""), "1")
 _debugging: ContextVar[bool] = ContextVar("mla_suite_debug", default=_debug)
 debugging: Callable[[], bool] = _debugging.get
 CHECK_EVERY = every("MLA_SUITE_CHECK", os.environ.get("MLA_SUITE_CHECK", ""))
 _dispatched: ContextVar[bool] = ContextVar("mla_suite_dispatched", default=_debug or CHECK_EVERY > 0)
-dispatched: Callable[[], bool] = _dispatched.get  # without a frame of Python's: every call of an operator asks
+dispatched: Callable[[], bool] = _dispatched.get  # a bound C method: no Python frame in every call
 """Whether a switch is set in this context that the eager fast path does not know, so that the dispatcher must serve."""
 
 _MISMATCH = re.compile(
@@ -130,18 +130,21 @@ def tensor(
     argument: str,
     value: torch.Tensor,
     *,
-    rank: int | Sequence[int],
+    rank: int | Sequence[int] = 0,
     dtypes: Sequence[torch.dtype],
+    sizes: Sequence[int | torch.SymInt] | None = None,
     like: torch.Tensor | None = None,
     taker: str = "it",
     names: str = "",
 ) -> None:
-    """Refuse a tensor of another rank, dtype or device than `like`, or whose last dimension is strided.
+    """Refuse a tensor of another rank, dtype or device than `like`, whose last dimension is strided, or of other sizes.
 
+    rank   one, or several of which it may have any; those of `sizes` where these are given
     taker  who takes these dtypes, in the message
-    names  the shape in words, for the message about a rank, as in `[batch, heads]`
+    names  the shape in words, for the messages about rank and sizes, as in `[batch, heads]`
     """
     is_tensor(op, argument, value)
+    rank = rank if sizes is None else len(sizes)
     ranks = (rank,) if isinstance(rank, int) else tuple(rank)
     if value.dim() not in ranks:
         possible = f"it takes {' or '.join(map(str, ranks))} dimension{'s' * (ranks[-1] > 1)}{names and ': '}{names}"
@@ -153,11 +156,19 @@ def tensor(
         fail(op, argument, f"is on {value.device}", f"the other tensors are on {like.device}: move it there")
     if strided(value):
         fail(op, argument, f"has strides {value.stride()}", "its last dimension must be contiguous: call .contiguous()")
+    if sizes is not None:
+        shape(op, argument, value, sizes, names)
+
+
+def field(op: str, args: Any, argument: str, dtypes: Sequence[torch.dtype], **how: Any) -> None:
+    """`tensor` of one of an operator's arguments; None passes, since the schema refuses it where it is none."""
+    value = getattr(args, argument)
+    if value is not None:
+        tensor(op, argument, value, dtypes=dtypes, **how)
 
 
 def strided(value: torch.Tensor) -> bool:
-    """Whether neighbours in the last dimension lie apart. A tensor without values has none, whatever its strides, which
-    torch's contiguous() leaves as they are."""
+    """Whether the last dimension is strided. An empty tensor's is not: torch's contiguous() keeps its strides."""
     return value.dim() > 0 and value.stride(-1) != 1 and value.shape[-1] > 1 and not certain(value.numel() == 0)
 
 

@@ -25,7 +25,7 @@ from mla_suite.archs import ArchSpec
 from mla_suite.core import checks
 
 logger = logging.getLogger("mla_suite.dispatch")
-if checks.asked("MLA_SUITE_LOG", os.environ.get("MLA_SUITE_LOG", ""), "dispatch"):
+if checks.env_flag("MLA_SUITE_LOG", os.environ.get("MLA_SUITE_LOG", ""), "dispatch"):
     logger.setLevel(logging.INFO)
     logger.addHandler(logging.StreamHandler())
 
@@ -155,6 +155,10 @@ class Choice:
     backend: Backend
     supported: Supported
     refused: tuple[tuple[str, str], ...]
+
+    def run(self, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
+        """Fill the outputs of one call."""
+        self.backend.run(self.supported.config, outputs, args)
 
     def __str__(self) -> str:
         lines = [f"{self.backend.name}: {self.supported.reason}"]

@@ -107,7 +107,7 @@ def _passes_unchanged(op: Op, tensors: tuple[Any, ...], options: tuple[Any, ...]
     )
 
 
-def recall(known: KnownCalls, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> PreparedCall | None:
+def lookup(known: KnownCalls, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> PreparedCall | None:
     """The prepared call of tensors and options like these, of a function of its own that calls an operator; None where
     somebody could observe the operator."""
     if is_dynamo_compiling() or observed():

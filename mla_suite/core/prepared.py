@@ -183,9 +183,7 @@ class KnownCalls:
             tuple([list(value) if value.__class__ is list else value for value in options]),  # the caller's may change
             itemgetter(slice(len(positions))) if leading else itemgetter(*positions),
             _Guards(
-                *given,
-                dynamic_dims_sizes=sizes,
-                dynamic_dims_strides=[list(tensor.stride()) for tensor in given],
+                *given, dynamic_dims_sizes=sizes, dynamic_dims_strides=[list(tensor.stride()) for tensor in given]
             ).check,
             _emulated(),
             given[0].is_cuda,

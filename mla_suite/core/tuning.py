@@ -132,31 +132,31 @@ class Row:
 
 @dataclass(frozen=True)
 class Match:
-    """The row that decides a problem. `moved` are the near columns in which it differs: name, asked, row's value."""
+    """The row that decides a problem. `differing` are near columns whose values differ: name, asked, row's value."""
 
     row: Row
-    moved: tuple[tuple[str, int, int], ...]
+    differing: tuple[tuple[str, int, int], ...]
 
     def within(self, factor: int) -> bool:
         """Whether each of them is at most `factor` times the problem's, or a part of it as large."""
-        return all(theirs <= factor * asked and asked <= factor * theirs for _, asked, theirs in self.moved)
+        return all(theirs <= factor * asked and asked <= factor * theirs for _, asked, theirs in self.differing)
 
     @property
     def reason(self) -> str:
         """For `explain`: file, line, kind, and how far away the row is."""
         kind = self.row.provenance["kind"]
-        if not self.moved:
+        if not self.differing:
             return f"{kind} row {self.row.position}"
-        differences = ", ".join(f"{name} {theirs} for {asked}" for name, asked, theirs in self.moved)
+        differences = ", ".join(f"{name} {theirs} for {asked}" for name, asked, theirs in self.differing)
         return f"nearest {kind} row {self.row.position} ({differences})"
 
 
-def find(form: Format, arch: str, facts: Mapping[str, Value]) -> Match | None:
+def find(form: Format, arch: str, key: Mapping[str, Value]) -> Match | None:
     """The row for a problem: exact first, else nearest by the sum of |log2| over the near columns, else None.
 
-    facts   a value for each key column; others are ignored. Among equally near rows a user's comes first.
+    key  a value for each key column; others are ignored. Among equally near rows a user's comes first.
     """
-    exact, asked = _place(form, facts)
+    exact, asked = _place(form, key)
     best, row = math.inf, None
     for logs, other in _groups(form, arch).get(exact, ()):
         distance = sum(map(abs, map(sub, logs, asked)))
@@ -164,7 +164,7 @@ def find(form: Format, arch: str, facts: Mapping[str, Value]) -> Match | None:
             best, row = distance, other
     if row is None:
         return None
-    near = [(column.name, int(facts[column.name]), int(row.values[column.name])) for column in form.near]
+    near = [(column.name, int(key[column.name]), int(row.values[column.name])) for column in form.near]
     return Match(row, tuple([entry for entry in near if entry[1] != entry[2]]))
 
 
@@ -315,7 +315,7 @@ class SearchSpace:
 
     candidates  (problem, arch) -> configurations that are legal there; each is given to the native backend's `run`
     form        schema of its tables, one for each arch
-    facts       (problem, arch) -> values of the table's key columns
+    key         (problem, arch) -> values of the table's key columns
     cells       (problem, arch, configuration) -> values of its configuration columns
     build       (arch, progress) -> number of kernels compiled for a search, beyond those that ship
     plans       whether its tables decide calls with a plan too
@@ -325,7 +325,7 @@ class SearchSpace:
 
     candidates: Callable[[Any, ArchSpec], Iterable[Any]]
     form: Format
-    facts: Callable[[Any, ArchSpec], Mapping[str, Value]]
+    key: Callable[[Any, ArchSpec], Mapping[str, Value]]
     cells: Callable[[Any, ArchSpec, Any], Mapping[str, Value]]
     build: Callable[[ArchSpec, Callable[[int, int], None]], int] = lambda arch, progress: 0
     plans: bool = True

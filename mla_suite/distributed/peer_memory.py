@@ -40,6 +40,7 @@ class PeerMemory:
     capacity  bytes that a rank may send to another in one call
     polls     looks at a flag until a rank that does not answer is an error: an assertion that ends the process
     programs  of every launch
+    kernels   the module `peer_triton`, which needs triton, as torch's GPU builds alone bring it
     held      what keeps the memory alive
     """
 
@@ -48,6 +49,7 @@ class PeerMemory:
     capacity: int
     polls: int
     programs: int
+    kernels: Any
     held: Any = None
 
     @property
@@ -79,40 +81,33 @@ class PeerMemory:
 
         -> merged [rows, own_heads, dim] in out's dtype, its lse [rows, own_heads]
         """
-        from mla_suite.distributed import peer_triton  # triton comes with torch's GPU builds alone
-
         rows, heads, dim = out.shape
         merged = out.new_empty((rows, own_heads, dim))
         merged_lse = lse.new_empty((rows, own_heads))
         items = rows * own_heads
         block = max(1, min(4096 // dim, _power_of_two(items, self.programs)))
         if items:
-            peer_triton.merge_kernel[(self.programs,)](
+            self.kernels.merge_kernel[(self.programs,)](
                 *(out, lse, attn_sink, merged, merged_lse, self.peers, self.rank, items, heads, own_heads),
                 *(0 if own_heads == heads else own_heads, self.capacity, self.polls),
                 WORLD=self.ranks,
                 DIM=dim,
                 BLOCK=block,
                 num_warps=max(2, min(8, block * dim // 512)),
-                **peer_triton.OPTIONS,
+                **self.kernels.OPTIONS,
             )
         return merged, merged_lse
 
     def _scattered_sum(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        from mla_suite.distributed import peer_triton
-
         share = int(share_bytes(x.numel() * x.element_size(), self.ranks)) // x.element_size()
-        peer_triton.scattered_sum_kernel[(self.programs,)](
-            *(x, out, self.peers, self.rank, x.numel(), share, self.capacity, self.polls),
-            **self._blocks_of(share),
+        self.kernels.scattered_sum_kernel[(self.programs,)](
+            *(x, out, self.peers, self.rank, x.numel(), share, self.capacity, self.polls), **self._blocks_of(share)
         )
 
     def _reduce(self, x: torch.Tensor, out: torch.Tensor, *, gather: bool) -> None:
-        from mla_suite.distributed import peer_triton
-
         values = x.numel()
         if values:
-            peer_triton.reduce_kernel[(self.programs,)](
+            self.kernels.reduce_kernel[(self.programs,)](
                 *(x, out, self.peers, self.rank, values, self.capacity, self.polls),
                 GATHER=gather,
                 **self._blocks_of(values),
@@ -120,10 +115,8 @@ class PeerMemory:
 
     def _blocks_of(self, values: int) -> dict[str, Any]:
         """Constants of a kernel whose programs share out `values` values in blocks."""
-        from mla_suite.distributed import peer_triton
-
-        block = max(512, min(peer_triton.MAX_BLOCK, _power_of_two(values, self.programs)))
-        return {"WORLD": self.ranks, "BLOCK": block, "num_warps": max(2, block // 1024), **peer_triton.OPTIONS}
+        block = max(512, min(self.kernels.MAX_BLOCK, _power_of_two(values, self.programs)))
+        return {"WORLD": self.ranks, "BLOCK": block, "num_warps": max(2, block // 1024), **self.kernels.OPTIONS}
 
 
 _memories: dict[str, PeerMemory] = {}  # by the group's name, as torch keeps its groups
@@ -139,7 +132,7 @@ def connect(group: Any, timeout_s: float) -> None:
     here = torch.cuda.current_device()
     one_host = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == dist.get_world_size()
     others = [device for device in range(dist.get_world_size()) if device != here]
-    from mla_suite.distributed import peer_triton
+    from mla_suite.distributed import peer_triton  # where there is triton
 
     if not 1 < len(ranks) <= peer_triton.MAX_RANKS or not one_host or str(group) in _memories:
         return
@@ -156,7 +149,7 @@ def connect(group: Any, timeout_s: float) -> None:
     dist.barrier(_resolve(group))  # nobody stores into a buffer before its flags are zero
     polls = min(int(timeout_s * POLLS_PER_SECOND), MAX_POLLS)
     _memories[str(group)] = PeerMemory(
-        peers, handle.rank, capacity, polls, peer_triton.MAX_PROGRAMS, (buffer, handle, views)
+        peers, handle.rank, capacity, polls, peer_triton.MAX_PROGRAMS, peer_triton, (buffer, handle, views)
     )
     _capacities[str(group)] = capacity
 

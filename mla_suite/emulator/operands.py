@@ -57,7 +57,7 @@ _SUFFIX = re.compile(r"_(e32|e64|dpp|sdwa)$")
 
 
 def _operand(token: str, symbols: dict[str, int]) -> Operand | None:
-    return _read_operand(token) if "@" not in token else _address(token, symbols)
+    return read_operand(token) if "@" not in token else _address(token, symbols)
 
 
 def _address(token: str, symbols: dict[str, int]) -> Operand | None:
@@ -71,7 +71,7 @@ def _address(token: str, symbols: dict[str, int]) -> Operand | None:
 
 # The tokens of kernels are registers and a few numbers, a hundred times each.
 @functools.lru_cache(maxsize=1 << 13)
-def _read_operand(token: str) -> Operand | None:
+def read_operand(token: str) -> Operand | None:
     flags = 0
     inner = token
     if inner.startswith("sext("):

@@ -9,10 +9,10 @@ import numpy as np
 
 from mla_suite.emulator import assembly, core
 from mla_suite.emulator.machine import INSTRUCTION_LIMIT, SPIN_LIMIT, Memory, run
+from mla_suite.emulator.operands import read_operand
 from mla_suite.emulator.program import Program
 from mla_suite.emulator.report import Finding, Report
 
-_SCALARS = {"vcc": 106, "vcc_lo": 106, "vcc_hi": 107, "m0": 124, "exec": 126, "exec_lo": 126, "exec_hi": 127}
 DENORMALS = 0xF0
 """MODE with f32, f16 and f64 denormals allowed; 0 flushes them all."""
 
@@ -38,11 +38,8 @@ class State:
 
 def register_index(name: int | str) -> int:
     """3, 'v3' -> 3; 'a3' -> 259; 's3' -> 3; 'vcc', 'exec', 'm0' -> their scalar index."""
-    if isinstance(name, int):
-        return name
-    if name in _SCALARS:
-        return _SCALARS[name]
-    return int(name[1:]) + (256 if name[0] == "a" else 0)
+    operand = None if isinstance(name, int) else read_operand(name)
+    return int(name) if operand is None else operand.first
 
 
 def _words(value: object, lanes: int) -> np.ndarray:
@@ -97,15 +94,9 @@ def run_snippet(
     scalars = np.zeros(core.SCALARS, np.uint32)
     scalars[126:128] = exec_mask & 0xFFFFFFFF, exec_mask >> 32
     for name, number in (sgpr or {}).items():
-        first, rest = register_index(name), int(number)
-        if rest < 0:
-            rest &= 0xFFFFFFFF
-        while True:
-            scalars[first] = rest & 0xFFFFFFFF
-            rest >>= 32
-            first += 1
-            if not rest:
-                break
+        first, rest = register_index(name), int(number) if number >= 0 else int(number) & 0xFFFFFFFF
+        for word in range(max(1, -(-rest.bit_length() // 32))):
+            scalars[first + word] = rest >> 32 * word & 0xFFFFFFFF
     written = np.zeros(0, np.uint8) if isinstance(lds, int) else np.ascontiguousarray(lds).view(np.uint8).ravel()
     lds_bytes = lds if isinstance(lds, int) else written.size
     out_v, out_s = np.zeros_like(vectors), np.zeros(core.SCALARS + 1, np.uint32)

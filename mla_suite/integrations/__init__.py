@@ -7,7 +7,8 @@ queries gain, one-sentence errors, and whether a call is captured.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -23,7 +24,9 @@ FP8 = {torch.float8_e4m3fn: "fp8", torch.float8_e4m3fnuz: "fp8_fnuz"}
 KV_FORMATS = {**WIDE, **FP8}
 
 
-PRECISION = "fp8" if checks.asked("MLA_SUITE_PRECISION", os.environ.get("MLA_SUITE_PRECISION", ""), "fp8") else "full"
+PRECISION = (
+    "fp8" if checks.env_flag("MLA_SUITE_PRECISION", os.environ.get("MLA_SUITE_PRECISION", ""), "fp8") else "full"
+)
 """decode's `precision` for other projects' calls, which have no argument for it."""
 
 
@@ -41,6 +44,15 @@ def fp8_query_rows(like: torch.Tensor, page_size: int) -> int | None:
 def capturing(tensor: torch.Tensor) -> bool:
     """Returns whether calls over this tensor are being captured, so that they must serve every later length."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def needs(project: str, module: str, instead: str) -> Iterator[None]:
+    """While the block runs, which imports another project: an ImportError says what `module` of ours needs of it."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(f"{module} needs {project} ({error}); install it, or call mla_suite.{instead}") from error
 
 
 def refuse(name: str, given: str, possible: str, error: type[Exception] = ValueError) -> NoReturn:

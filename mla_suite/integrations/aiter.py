@@ -142,7 +142,7 @@ def mla_decode_fwd(
         if topk != DENSE:
             _decode_selected(q, kv_buffer, o, lse, kv_indptr, kv_indices, topk, scale)
             return o, lse if return_lse else None
-        plan = metadata_convert.recall(work_info_set, batch)
+        plan = metadata_convert.lookup(work_info_set, batch)
         if plan is None:
             plan = metadata_convert.from_aiter(work_indptr, work_info_set, kv_indptr, page_size=page_size)
     seq_lens = lengths(name, kv_indptr, kv_last_page_lens, page_size)

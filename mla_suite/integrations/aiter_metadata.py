@@ -166,7 +166,7 @@ def get_mla_metadata_v1(
     sizes = dict(num_sm_parts=num_sm_parts, page_size=page_size, max_seqlen_q=q_len)
     if spans is None:
         made = metadata_convert.to_aiter(plan, queries, seqlens_kv_indptr, **sizes)
-        metadata_convert.remember(work_info_set, plan, batch)
+        metadata_convert.store(work_info_set, plan, batch)
     else:
         made = metadata_convert.aiter_lists(plan, queries, spans, **sizes)
     filled = (work_indptr, work_info_set, reduce_indptr, reduce_final_map, reduce_partial_map)

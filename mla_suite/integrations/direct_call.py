@@ -46,7 +46,7 @@ class DirectCall(NamedTuple):
         operator = getattr(torch.ops.mla_suite, self.op.name).out
         operator(*self.tensors_of(given), **named, **dict(zip(self.op.outputs, outputs, strict=True)))
 
-    def remember(
+    def store(
         self,
         known: KnownCalls,
         given: tuple[Any, ...],
@@ -54,7 +54,7 @@ class DirectCall(NamedTuple):
         outputs: tuple[torch.Tensor, ...],
         allocates_out: bool = True,
     ) -> None:
-        """Have `eager.recall(known, ...)` find calls like this one, which `run` has just made with these outputs.
+        """Have `eager.lookup(known, ...)` find calls like this one, which `run` has just made with these outputs.
 
         Where the caller gives out, the operator's own fast path is taken, since it sees whether out overlaps an input;
         the prepared call then allocates lse alone.

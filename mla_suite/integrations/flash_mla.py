@@ -114,7 +114,7 @@ def flash_mla_with_kvcache(
         )
         chosen = enable_batch_invariant, use_legacy, kv_format
         settings = head_dim_v, softmax_scale, causal, is_fp8_kvcache, *chosen, precision, holder.config
-        known = eager.recall(_KNOWN, given, settings)
+        known = eager.lookup(_KNOWN, given, settings)
     name, plan = "flash_mla_with_kvcache", None
     if known is not None:
         outputs = known.allocate() if out is None else (out, *known.allocate())
@@ -221,7 +221,7 @@ def flash_mla_with_kvcache(
         holder.tile_scheduler_metadata = plan
         chosen = enable_batch_invariant, use_legacy, kv_format
         settings = head_dim_v, softmax_scale, causal, is_fp8_kvcache, *chosen, precision, config
-        call.remember(_KNOWN, given, settings, (attended, lse), allocates_out=out is None)
+        call.store(_KNOWN, given, settings, (attended, lse), allocates_out=out is None)
     return attended, lse.transpose(1, 2)
 
 

@@ -110,7 +110,7 @@ def _older(
     made = metadata_convert.to_flash_mla(
         in_order, lengths, num_sm_parts=num_sm_parts, columns=metadata_convert.OlderFlashMlaColumn
     )
-    metadata_convert.remember(made.tile_scheduler_metadata, plan, lengths.shape[0])
+    metadata_convert.store(made.tile_scheduler_metadata, plan, lengths.shape[0])
     return made.tile_scheduler_metadata, made.num_splits
 
 
@@ -168,7 +168,7 @@ def plan_of(
         _refuse(name, f"num_splits has shape {tuple(num_splits.shape)}", f"it takes [batch + 1] = ({batch + 1},)")
     if batch == 0:
         return None
-    plan = metadata_convert.recall(metadata, batch)
+    plan = metadata_convert.lookup(metadata, batch)
     return (
         metadata_convert.from_flash_mla(metadata, batch, columns=metadata_convert.OlderFlashMlaColumn)
         if plan is None

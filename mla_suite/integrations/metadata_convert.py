@@ -285,23 +285,23 @@ def _assembled(splits: Splits, batch: int, num_sm_parts: int) -> torch.Tensor:
 _remembered: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def remember(key: torch.Tensor, plan: torch.Tensor, batch: int) -> None:
+def store(key: torch.Tensor, plan: torch.Tensor, batch: int) -> None:
     """Keep the plan that another library's tensor `key` was written from, as long as that tensor lives.
 
     A second plan of the same size is copied over the first, so a captured graph that reads it sees the new one.
-    Traced code has no tensors to remember, and reads the lists back.
+    Traced code has no tensors to store a plan for, and reads the lists back.
     """
     if torch.compiler.is_dynamo_compiling():
         return
-    known = recall(key, batch)
+    known = lookup(key, batch)
     if known is not None and known.shape == plan.shape:
         known.copy_(plan)
     else:
         _remembered[key] = (batch, plan)
 
 
-def recall(key: torch.Tensor, batch: int) -> torch.Tensor | None:
-    """The plan that `remember` kept for this very tensor and batch, if any; none in traced code."""
+def lookup(key: torch.Tensor, batch: int) -> torch.Tensor | None:
+    """The plan that `store` kept for this very tensor and batch, if any; none in traced code."""
     if torch.compiler.is_dynamo_compiling():
         return None
     kept: tuple[int, torch.Tensor] | None = _remembered.get(key)

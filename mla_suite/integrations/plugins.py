@@ -68,72 +68,70 @@ def sglang() -> None:
     MLA model where the second does not name the backend. A process may call this twice.
     """
     from sglang.srt import server_args
-    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.layers.attention import attention_registry
 
     if SGLANG_NAME not in server_args.ATTENTION_BACKEND_CHOICES:
         server_args.add_attention_backend_choices([SGLANG_NAME])
         server_args.add_deterministic_attention_backend_choices([SGLANG_NAME])
         server_args.add_radix_supported_deterministic_attention_backend_choices([SGLANG_NAME])
-    register_attention_backend(SGLANG_NAME)(_sglang_backend)
+    attention_registry.register_attention_backend(SGLANG_NAME)(_sglang_backend)
     _keep_drafts_on_triton()
     _offer_v41_records()
-    _add_choice(server_args.ServerArgs, "dsa_decode_backend", DSA_NAMES, _dsa_backend)
-    _add_choice(server_args.ServerArgs, "dsv4_attn_backend", V4_NAMES, _dsv4_backend)
+    _add_choice(server_args.ServerArgs, attention_registry, "dsa_decode_backend", DSA_NAMES, _take_sparse_class)
+    _add_choice(server_args.ServerArgs, attention_registry, "dsv4_attn_backend", V4_NAMES, _take_v4_kernels)
 
 
-def _add_choice(ServerArgs: Any, name: str, backends: Collection[str], make: Any) -> None:
-    """Add our name to the choices of an option, and see to it that SGLang's backends that read it obey it.
+def _add_choice(ServerArgs: Any, registry: Any, name: str, backends: Collection[str], prepare: Any) -> None:
+    """Add our name to the choices of an option; where it is given, `prepare` runs before SGLang makes its backend.
 
     SGLang has functions that add to the choices of other options, and none for these; its parser reads the list.
     """
     option = get_type_hints(ServerArgs, include_extras=True).get(name)
     if option is None:
         return  # versions without the option, or with another name for it
-    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
-
     (argument,) = option.__metadata__
     if SGLANG_NAME not in argument.choices:
         argument.choices.append(SGLANG_NAME)
-        for backend in ATTENTION_BACKENDS.keys() & backends:
-            register_attention_backend(backend)(partial(make, ATTENTION_BACKENDS[backend]))
+        for backend in registry.ATTENTION_BACKENDS.keys() & backends:
+            made = partial(_prepared, registry.ATTENTION_BACKENDS[backend], name, prepare)
+            registry.register_attention_backend(backend)(made)
 
 
-def _dsv4_backend(theirs: Any, model_runner: Any) -> Any:
-    """SGLang's backend for DeepSeek V4, whose kernels are ours where that is asked for."""
+def _prepared(theirs: Any, option: str, prepare: Any, model_runner: Any) -> Any:
     from sglang.srt.runtime_context import get_exec
 
-    if get_exec().kernel.dsv4_attn_backend == SGLANG_NAME:
-        from mla_suite.integrations import sglang_v4
-
-        sglang_v4.take_kernels(model_runner)
+    if getattr(get_exec().kernel, option) == SGLANG_NAME:
+        prepare(model_runner)
     return theirs(model_runner)
 
 
-def _dsa_backend(theirs: Any, model_runner: Any) -> Any:
-    """SGLang's backend for models with an indexer, made of our class where our decode is asked for.
+def _take_v4_kernels(model_runner: Any) -> None:
+    from mla_suite.integrations import sglang_v4
 
-    The class goes by SGLang's name in SGLang's module, since the backends of draft layers are made by that name.
-    """
-    from sglang.srt.runtime_context import get_exec
+    sglang_v4.take_kernels(model_runner)
 
-    if get_exec().kernel.dsa_decode_backend == SGLANG_NAME:
-        from sglang.srt.layers.attention import dsa_backend
 
-        from mla_suite.integrations.sglang_sparse import MLASuiteSparseAttnBackend
+def _take_sparse_class(model_runner: Any) -> None:
+    """Our class goes by SGLang's name in SGLang's module, since the backends of draft layers are made by that name."""
+    from mla_suite.integrations import sglang_sparse
 
-        dsa_backend.DeepseekSparseAttnBackend = MLASuiteSparseAttnBackend
-    return theirs(model_runner)
+    sglang_sparse.dsa_backend.DeepseekSparseAttnBackend = sglang_sparse.MLASuiteSparseAttnBackend
 
 
 def _keep_drafts_on_triton() -> None:
     """Draft models take SGLang's Triton backend, since SGLang has a closed list of backends for their several steps."""
     try:
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+        _put_around(DRAFT_BACKENDS, _with_triton_drafts)
     except ImportError:
         return  # versions without hooks need --speculative-draft-attention-backend triton
-    HookRegistry.register(DRAFT_BACKENDS, _with_triton_drafts, HookType.AROUND)
     for function, backend in TREE_BACKENDS.items():
-        HookRegistry.register(f"{DRAFT_CHECKS}.{function}", partial(_with_trees, backend), HookType.AROUND)
+        _put_around(f"{DRAFT_CHECKS}.{function}", partial(_with_trees, backend))
+
+
+def _put_around(theirs: str, ours: Any) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(theirs, ours, HookType.AROUND)
 
 
 def _offer_v41_records() -> None:
@@ -142,9 +140,7 @@ def _offer_v41_records() -> None:
 
     layout = getattr(envs, "SGLANG_DSV4_KV_LAYOUT", None)  # not in versions before V4.1
     if layout is not None and layout.get().lower().startswith("v41"):
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-        HookRegistry.register(V41_CHOICE, _with_v41_records, HookType.AROUND)
+        _put_around(V41_CHOICE, _with_v41_records)
 
 
 def _with_v41_records(original: Any) -> Any:

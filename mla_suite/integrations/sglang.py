@@ -18,19 +18,14 @@ from typing import Any
 import torch
 
 import mla_suite
-from mla_suite.integrations import FP8, KV_FORMATS, PRECISION, capturing, fp8_query_rows, refuse, sglang_trees
+from mla_suite.integrations import FP8, KV_FORMATS, PRECISION, capturing, fp8_query_rows, needs, refuse, sglang_trees
 from mla_suite.integrations.interface import Interface
 
-try:
+with needs("SGLang with its Triton attention backend of 2026", __name__, "decode from a backend of your own"):
     from sglang import __version__
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-except ImportError as error:
-    raise ImportError(
-        f"mla_suite.integrations.sglang needs SGLang with its Triton attention backend of 2026 ({error}); install "
-        "sglang, or call mla_suite.decode from a backend of your own"
-    ) from error
 try:
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 except ImportError:  # versions before it give the pool the bare slots
@@ -42,6 +37,7 @@ except ImportError:  # versions that keep it elsewhere: queries stay in 16 bits
 
 NAME = "MLASuiteAttnBackend"
 TESTED = ("0.5.20", "0.5.23")
+OTHERWISE = "choose another attention backend"
 CALL = ("q", "k", "v", "layer", "forward_batch", "save_kv_cache")
 BATCH = {
     *("forward_mode", "seq_lens", "seq_lens_cpu", "req_pool_indices", "out_cache_loc", "extend_seq_lens"),
@@ -90,21 +86,15 @@ class MLASuiteAttnBackend(TritonAttnBackend):
     def __init__(self, model_runner: Any, *args: Any, **kwargs: Any) -> None:
         interface = _check_interface()
         if not model_runner.use_mla_backend:
-            refuse(NAME, "the model has no latent attention", "choose another attention backend")
+            refuse(NAME, "the model has no latent attention", OTHERWISE)
         super().__init__(model_runner, *args, **kwargs)
         interface.has("TritonAttnBackend", self, READ)
         if getattr(self, "dcp_size", 1) > 1:
-            refuse(
-                NAME,
-                f"decode context parallelism over {self.dcp_size} ranks is not supported",
-                "serve with --dcp-size 1, or choose another attention backend",
-            )
+            given = f"decode context parallelism over {self.dcp_size} ranks is not supported"
+            refuse(NAME, given, f"serve with --dcp-size 1, or {OTHERWISE}")
         if getattr(getattr(self, "kv_index_translator", None), "reads_are_translated", False):
-            refuse(
-                NAME,
-                "the pool stores virtual page ids, and page tables are read from the token table as physical ones",
-                "serve without the unified pool, or choose another attention backend",
-            )
+            given = "the pool stores virtual page ids, and page tables are read from the token table as physical ones"
+            refuse(NAME, given, f"serve without the unified pool, or {OTHERWISE}")
         self.page_size = int(model_runner.page_size)
         # Host lengths bound the width of the page table. Without them it is as wide as the longest context, which costs
         # a few microseconds with wide pages. It costs memory with small ones, and in deterministic mode, where every
@@ -141,7 +131,7 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         """Arguments as in `_Call`; -> [tokens, heads x 512]."""
         call = _Call(*args, **kwargs)
         for name in call.options:
-            refuse(NAME, f"{name} is given", "scores are plain softmax: choose another attention backend")
+            refuse(NAME, f"{name} is given", f"scores are plain softmax: {OTHERWISE}")
         _check_layer(call.layer)
         return self._attend(call)
 
@@ -154,7 +144,7 @@ class MLASuiteAttnBackend(TritonAttnBackend):
             return self._attend(call)
         if self._trees and call.forward_batch.forward_mode.is_target_verify():
             given = f"verification of a tree of drafts with {', '.join(call.options) or 'keys of each head'}"
-            refuse(NAME, given, "scores are plain softmax over latents: choose another attention backend")
+            refuse(NAME, given, f"scores are plain softmax over latents: {OTHERWISE}")
         stated = {name: value for name, value in kwargs.items() if value is not None}
         return super().forward_extend(*args, **stated)
 
@@ -262,7 +252,7 @@ class MLASuiteAttnBackend(TritonAttnBackend):
 
 def _check_interface() -> Interface:
     """The installed SGLang; TypeError where it is not one that the class above was made for. Cheap."""
-    interface = Interface(NAME, "SGLang", __version__, TESTED, "choose another attention backend")
+    interface = Interface(NAME, "SGLang", __version__, TESTED, OTHERWISE)
     base = TritonAttnBackend
     interface.has("TritonAttnBackend", base, ("forward_decode", "forward_extend", "shared_read_ends"))
     interface.takes("TritonAttnBackend", base.__init__, ("model_runner",))
@@ -292,13 +282,13 @@ def _absorbed(layer: Any, pool: Any) -> bool:
 
 def _check_layer(layer: Any) -> None:
     if layer.logit_cap:
-        refuse(NAME, f"logit_cap is {layer.logit_cap}", "scores are not capped: choose another attention backend")
+        refuse(NAME, f"logit_cap is {layer.logit_cap}", f"scores are not capped: {OTHERWISE}")
     window = getattr(layer, "sliding_window_size", None)
     if window is not None and window > -1:
-        refuse(NAME, f"sliding_window_size is {window}", "all keys are attended to: choose another attention backend")
+        refuse(NAME, f"sliding_window_size is {window}", f"all keys are attended to: {OTHERWISE}")
     if getattr(layer, "xai_temperature_len", -1) > 0:
         given = f"xai_temperature_len is {layer.xai_temperature_len}"
-        refuse(NAME, given, "queries are not rescaled by position: choose another attention backend")
+        refuse(NAME, given, f"queries are not rescaled by position: {OTHERWISE}")
 
 
 def _write(pool: Any, call: _Call) -> None:

@@ -18,19 +18,14 @@ from typing import Any
 import torch
 
 import mla_suite
-from mla_suite.integrations import KV_FORMATS, refuse
+from mla_suite.integrations import KV_FORMATS, needs, refuse
 from mla_suite.integrations.interface import Interface
 from mla_suite.integrations.sglang import CALL, TESTED, is_chain
 
-try:
+with needs("SGLang 0.5.20 or newer", __name__, "sparse_decode from a backend of your own"):
     from sglang import __version__
     from sglang.srt.layers.attention import dsa_backend
     from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
-except ImportError as error:
-    raise ImportError(
-        f"mla_suite.integrations.sglang_sparse needs SGLang 0.5.20 or newer ({error}); install it, or call "
-        "mla_suite.sparse_decode from a backend of your own"
-    ) from error
 
 NAME = "MLASuiteSparseAttnBackend"
 READ = ("device", "token_to_kv_pool", "kv_lora_rank", "qk_rope_head_dim", "dsa_kv_cache_store_fp8", "dsa_decode_impl")

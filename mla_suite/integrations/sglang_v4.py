@@ -14,21 +14,16 @@ from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
-from mla_suite.integrations import refuse
+from mla_suite.integrations import needs, refuse
 from mla_suite.integrations.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache
 from mla_suite.integrations.interface import Interface
 from mla_suite.integrations.sglang import TESTED
 from mla_suite.integrations.sglang_v41 import LAYOUTS as V41_LAYOUTS
 
-try:
+with needs("SGLang 0.5.23", __name__, "sparse_decode from a backend of your own"):
     from sglang import __version__
     from sglang.srt.layers.attention import deepseek_v4_backend
     from sglang.srt.models import deepseek_v4
-except ImportError as error:
-    raise ImportError(
-        f"mla_suite.integrations.sglang_v4 needs SGLang 0.5.23 ({error}); install it, or call "
-        "mla_suite.sparse_decode from a backend of your own"
-    ) from error
 
 NAME = "--dsv4-attn-backend mla_suite"
 OTHERWISE = "choose another --dsv4-attn-backend"

@@ -16,19 +16,15 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
+from mla_suite.integrations import needs
 from mla_suite.integrations.interface import Interface
 from mla_suite.integrations.sglang import TESTED
 
-try:
+with needs("SGLang 0.5.23", __name__, "sparse_decode from a backend of your own"):
     import torch
     from sglang import __version__
     from sglang.srt.environ import envs
     from sglang.srt.runtime_context import get_exec
-except ImportError as error:
-    raise ImportError(
-        f"mla_suite.integrations.sglang_v41 needs SGLang 0.5.23 ({error}); install it, or call "
-        "mla_suite.sparse_decode from a backend of your own"
-    ) from error
 
 LAYOUTS = ("v41", "v41_new")
 """SGLang's names of the layouts with V4.1's records of 528 bytes in the window, in two page orders."""

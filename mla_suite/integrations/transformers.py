@@ -22,21 +22,15 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicCache
 
 from mla_suite.integrations import refuse
 from mla_suite.integrations.transformers_attention import POSSIBLE, attend, check, check_indexers, keep_latents
 from mla_suite.integrations.transformers_cache import LatentCache, find_store, store_of
-from mla_suite.integrations.transformers_interface import check_interface, check_projections
+from mla_suite.integrations.transformers_interface import check_interface, check_projections, innermost
 from mla_suite.integrations.transformers_layer import LatentAttention, config_of, replaceable
-from mla_suite.integrations.transformers_store import (
-    ATTENTION_NAME,
-    Call,
-    at_columns,
-    kv_format_of,
-    latent_attentions,
-)
+from mla_suite.integrations.transformers_store import ATTENTION_NAME, Call, at_columns, kv_format_of, latent_attentions
 from mla_suite.integrations.transformers_v4 import V4Patch
 from mla_suite.integrations.transformers_v4 import layers as v4_layers
 from mla_suite.models import prefill
@@ -203,10 +197,7 @@ def _decoder(model: nn.Module, attentions: list[nn.Module]) -> Any:
             refuse("patch", "this model is patched already", "call unpatch(model) first")
         check(attention)
         kv_format_of(cast(Any, attention).kv_b_proj.weight.dtype)
-    holders = [m for m in model.modules() if isinstance(m, PreTrainedModel) and attentions[0] in m.modules()]
-    if not holders:
-        refuse("patch", f"{type(model).__name__} holds no transformers model", "give the whole model", TypeError)
-    return holders[-1]
+    return innermost(model, attentions[0])
 
 
 def _layer_types(config: Any, attentions: list[nn.Module]) -> list[str] | None:

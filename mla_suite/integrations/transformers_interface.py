@@ -10,6 +10,7 @@ from typing import Any
 
 import transformers
 from torch import nn
+from transformers import PreTrainedModel
 
 from mla_suite.integrations import refuse
 from mla_suite.integrations.interface import Interface
@@ -36,6 +37,16 @@ def check_interface(base: nn.Module, replaced: list[nn.Module]) -> str:
     interface.implemented("CacheLayerMixin", LatentLayer)
     interface.warn_if_newer(stacklevel=4)
     return name
+
+
+def innermost(model: nn.Module, layer: nn.Module) -> Any:
+    """The innermost transformers model that holds a layer; TypeError where a bare layer is given."""
+    holders = [
+        module for module in model.modules() if isinstance(module, PreTrainedModel) and layer in module.modules()
+    ]
+    if not holders:
+        refuse("patch", f"{type(model).__name__} holds no transformers model", "give the whole model", TypeError)
+    return holders[-1]
 
 
 def check_projections(layers: list[Any]) -> None:

@@ -14,14 +14,14 @@ import torch
 import transformers
 from torch import nn
 from torch.nn import functional
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 import mla_suite
 from mla_suite.integrations import WIDE, refuse
 from mla_suite.integrations.interface import Interface
 from mla_suite.integrations.transformers_attention import POSSIBLE, unknown_tensors
-from mla_suite.integrations.transformers_interface import TESTED
+from mla_suite.integrations.transformers_interface import TESTED, innermost
 
 NAME = "mla_suite_v4"
 LAYER = "DeepseekV4Attention"
@@ -38,10 +38,7 @@ class V4Patch:
 
     def __init__(self, model: nn.Module) -> None:
         found = layers(model)
-        bases = [m for m in model.modules() if isinstance(m, PreTrainedModel) and found[0] in m.modules()]
-        if not bases:
-            refuse("patch", f"{type(model).__name__} holds no transformers model", "give the whole model", TypeError)
-        self._base: Any = bases[-1]
+        self._base = innermost(model, found[0])
         interface = Interface("patch", "transformers", transformers.__version__, TESTED, POSSIBLE)
         interface.takes(LAYER, found[0].forward, CALL)
         interface.warn_if_newer(stacklevel=4)

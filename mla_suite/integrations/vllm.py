@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 import torch
 
 import mla_suite
-from mla_suite.integrations import FP8, KV_FORMATS, PRECISION, capturing, fp8_query_rows, refuse
+from mla_suite.integrations import FP8, KV_FORMATS, PRECISION, capturing, fp8_query_rows, needs, refuse
 
-try:
+with needs("vLLM with its V1 MLA backend interface of 2026", __name__, "decode from a backend of your own"):
     from vllm import envs
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.attention.mla_attention import (
@@ -35,11 +35,6 @@ try:
     from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MLAAttentionImpl, MultipleOf
 
     from mla_suite.integrations import vllm_interface
-except ImportError as error:
-    raise ImportError(
-        f"mla_suite.integrations.vllm needs vLLM with its V1 MLA backend interface of 2026 ({error}); install vllm, or "
-        "call mla_suite.decode from a backend of your own"
-    ) from error
 
 PAGE_SIZE = 64  # native kernels read whole pages of 64 keys by TMA; smaller pages are gathered row by row
 
@@ -207,46 +202,17 @@ class MLASuiteLayer(MLAAttentionImpl):
     supports_mtp_with_cp_non_trivial_interleave_size: bool = True  # keys dealt in runs, and drafts
     supports_pcp: bool = False
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        *rest: Any,
-        **mla_args: Any,
-    ) -> None:
-        options = {
-            "alibi_slopes": alibi_slopes,
-            "sliding_window": sliding_window,
-            "logits_soft_cap": logits_soft_cap,
-            "sinks": mla_args.get("sinks") is not None,
-        }
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = dict(zip(vllm_interface.LAYER, args, strict=False), **kwargs)
         name, possible = type(self).__name__, "choose another attention backend"
-        for option, value in options.items():
-            if value:
+        for option in ("alibi_slopes", "sliding_window", "logits_soft_cap", "sinks"):
+            value = given.get(option)
+            if value is not None and (option == "sinks" or value):
                 refuse(name, f"{option} is set", possible, NotImplementedError)
-        if attn_type != AttentionType.DECODER:
-            given = f"attn_type is {attn_type!r}, and it serves decoder self-attention only"
-            refuse(name, given, possible, NotImplementedError)
-        super().__init__(
-            num_heads,
-            head_size,
-            scale,
-            num_kv_heads,
-            alibi_slopes,
-            sliding_window,
-            kv_cache_dtype,
-            logits_soft_cap,
-            attn_type,
-            *rest,
-            **mla_args,
-        )
+        if given["attn_type"] != AttentionType.DECODER:
+            why = f"attn_type is {given['attn_type']!r}, and it serves decoder self-attention only"
+            refuse(name, why, possible, NotImplementedError)
+        super().__init__(*args, **kwargs)
         vllm_interface.installed(name).has("MLAAttentionImpl", self, vllm_interface.READ)
         self.supports_quant_query_input = False
 

@@ -76,7 +76,7 @@ def rocm_sparse_attn_decode(
         given = "neither output nor output_mxfp8 is given" if output is None else "both are given"
         refuse(NAME, given, "pass output, or output_mxfp8 with None for output")
     if output_mxfp8 is not None and (inv_rope_positions is None or inv_rope_cos_sin_cache is None):
-        possible = "results are turned before they are quantised: pass inv_rope_positions and inv_rope_cos_sin_cache"
+        possible = "results are rotated before they are quantised: pass inv_rope_positions and inv_rope_cos_sin_cache"
         refuse(NAME, "output_mxfp8 is given without what turns the results", possible)
     if (head_dim, nope_head_dim, rope_head_dim) != (HEAD_DIM, NOPE, ROPE):
         given = f"head_dim {head_dim} of nope {nope_head_dim} and rope {rope_head_dim}"

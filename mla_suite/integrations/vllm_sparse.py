@@ -20,11 +20,11 @@ from typing import Any, ClassVar
 import torch
 
 import mla_suite
-from mla_suite.integrations import FP8, refuse
+from mla_suite.integrations import FP8, needs, refuse
 from mla_suite.integrations.vllm import MLASuiteAnswers, MLASuiteLayer
 from mla_suite.kv_formats import get_kv_format
 
-try:
+with needs("vLLM 0.32 or newer", __name__, "sparse_decode from a backend of your own"):
     from vllm import envs
     from vllm.model_executor.layers.attention.sparse_mla_attention import (
         SparseMLACommonImpl,
@@ -34,11 +34,6 @@ try:
     from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
 
     from mla_suite.integrations import vllm_interface
-except ImportError as error:
-    raise ImportError(
-        f"mla_suite.integrations.vllm_sparse needs vLLM 0.32 or newer ({error}); install it, or call "
-        "mla_suite.sparse_decode from a backend of your own"
-    ) from error
 
 RECORDS = "fp8_ds_mla"  # vLLM's name of records, which are our kv_formats v32 and, without rope values, v32_nope
 NOPE = get_kv_format("v32_nope")

@@ -20,20 +20,15 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from mla_suite.integrations import refuse, vllm_rocm, vllm_v41
+from mla_suite.integrations import needs, refuse, vllm_rocm, vllm_v41
 from mla_suite.integrations.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache
 from mla_suite.integrations.plugins import V4_MODELS, V4_NAME
 
-try:
+with needs("vLLM 0.32 or newer", __name__, "sparse_decode from a layer of your own"):
     from vllm import envs
     from vllm.platforms import current_platform
 
     from mla_suite.integrations import vllm_interface
-except ImportError as error:
-    raise ImportError(
-        f"mla_suite.integrations.vllm_v4 needs vLLM 0.32 or newer ({error}); install it, or call "
-        "mla_suite.sparse_decode from a layer of your own"
-    ) from error
 
 HEADS = 8, 16, 32, 64, 128
 """Head counts for which vLLM's fused writer of queries and keys has an instance."""

@@ -37,7 +37,7 @@ INSERT = ("latent", "positions", "cos_sin_cache", "kv_cache", "slot_mapping", "c
 
 def asked(vllm_config: Any) -> bool:
     """Whether the environment or vLLM's own option asks for V4.1's records."""
-    by_environment = checks.asked(RECORDS, os.environ.get("MLA_SUITE_V41_RECORDS", ""), "1")
+    by_environment = checks.env_flag(RECORDS, os.environ.get("MLA_SUITE_V41_RECORDS", ""), "1")
     return by_environment or vllm_config.cache_config.cache_dtype == NVFP4
 
 

@@ -44,14 +44,23 @@ def empty(
     return blocks.as_strided((num_pages, page_size, fmt.width), (stride, fmt.width, 1))
 
 
+def as_bytes(cache: torch.Tensor) -> torch.Tensor:
+    """The cache with fp8 values as bytes: opcheck compares no fp8, and Triton has no e4m3fnuz on every GPU."""
+    return cache.view(torch.uint8) if cache.element_size() == 1 else cache
+
+
+def unknown(name: str, encodings: frozenset[str]) -> str:
+    """Says, where a kv_format holds others than these encodings, which; else an empty string."""
+    others = get_kv_format(name).encodings - encodings
+    return (
+        ""
+        if not others
+        else f"kv_format {name} holds {', '.join(sorted(others))}; it takes {', '.join(sorted(encodings))}"
+    )
+
+
 def check(
-    kv_format: KVFormat,
-    cache: torch.Tensor,
-    head_dim: int,
-    *,
-    op: str,
-    argument: str,
-    like: torch.Tensor | None = None,
+    kv_format: KVFormat, cache: torch.Tensor, head_dim: int, *, op: str, argument: str, like: torch.Tensor | None = None
 ) -> None:
     """Refuse a cache that cannot be in `kv_format` with rows of `head_dim` values. Reads metadata only.
 
@@ -210,7 +219,7 @@ def same_records(written: KVFormat, read: KVFormat) -> bool:
         return written.encodings == read.encodings
     if written.scale_rule is None or read.scale_rule is None:
         return False
-    alike = [{field.name: (field.encoding, field.count) for field in kind.fields} for kind in (written, read)]
+    alike = [{field.name: (field.encoding, field.count) for field in fmt.fields} for fmt in (written, read)]
     promised = read.scale_rule.power_of_two or not written.scale_rule.power_of_two
     return alike[0] == alike[1] and written.scale_rule.tile == read.scale_rule.tile and promised
 

@@ -34,9 +34,10 @@ _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _FIRST_DRIVERS = {12: 525, 13: 580}
 
 
-def module_version(said: Path = Path("/proc/driver/nvidia/version")) -> str:
+def module_version() -> str:
     """The version of the kernel module that is loaded, e.g. 580.159.04; an empty string without one."""
-    found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", said.read_text()) if said.is_file() else None
+    stated = Path("/proc/driver/nvidia/version")
+    found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", stated.read_text()) if stated.is_file() else None
     return found[0] if found else ""
 
 

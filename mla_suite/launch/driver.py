@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import torch
 
 from mla_suite.archs import ArchSpec
 from mla_suite.build.manifest import KernelEntry
-
-if TYPE_CHECKING:
-    import torch
 
 Grid = tuple[int, int, int]
 
@@ -107,8 +106,6 @@ class TorchDevice(NamedTuple):
     @classmethod
     def from_torch(cls) -> TorchDevice:
         """torch's own functions. Its public stream objects cost 1 us per launch; Inductor uses the same raw calls."""
-        import torch
-
         torch.cuda.init()
         return cls(torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream, torch.cuda.device)
 

@@ -27,9 +27,10 @@ _NO_GPU = (
 )
 
 
-def module_version(said: Path = Path("/sys/module/amdgpu/version")) -> str:
+def module_version() -> str:
     """The version of the kernel module that is loaded; an empty string where it says none."""
-    return said.read_text().strip() if said.is_file() else ""
+    stated = Path("/sys/module/amdgpu/version")
+    return stated.read_text().strip() if stated.is_file() else ""
 
 
 def mapped_copies(maps: Path = Path("/proc/self/maps")) -> list[str]:
@@ -74,9 +75,11 @@ def find_library(
 def open_library(path: str) -> ctypes.CDLL:
     """The HIP runtime at `path`. DriverError when it cannot be opened."""
     try:
-        return ctypes.CDLL(path)
+        library = ctypes.CDLL(path)
     except OSError as error:
         raise DriverError(f"the HIP runtime cannot be opened ({error}); install ROCm") from error
+    library.hipGetErrorName.restype = library.hipGetErrorString.restype = c_char_p
+    return library
 
 
 class HipDriver(GpuDriver):
@@ -92,8 +95,6 @@ class HipDriver(GpuDriver):
         self, arch: ArchSpec, ordinal: int, library: ctypes.CDLL | None = None, torch_device: TorchDevice | None = None
     ) -> None:
         super().__init__(arch, ordinal, library or open_library(find_library()), torch_device)
-        self._library.hipGetErrorString.restype = c_char_p
-        self._library.hipGetErrorName.restype = c_char_p
 
     def _load(self, entry: KernelEntry) -> Kernel:
         image = entry.read_object()

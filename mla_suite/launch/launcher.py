@@ -17,7 +17,9 @@ from mla_suite.archs import ArchSpec
 from mla_suite.build import instances, manifest
 from mla_suite.build.locations import ObjectError
 from mla_suite.core import checks, dispatch
+from mla_suite.launch.cuda import CudaDriver
 from mla_suite.launch.driver import Driver, DriverError, Kernel, LaunchError
+from mla_suite.launch.hip import HipDriver
 
 EMULATED_BY_ENVIRONMENT = os.environ.get("MLA_SUITE_EMULATE") or None
 """ArchSpec named by MLA_SUITE_EMULATE when this module was imported; a wrong name is reported at its first use."""
@@ -180,13 +182,7 @@ def _make_driver(index: int | str) -> Driver:
     if record is None:
         known = ", ".join(archs.registered())
         raise DriverError(f"no native kernels for {_gpu_name(index)}; they exist for {known}")
-    if torch.version.hip:
-        from mla_suite.launch.hip import HipDriver
-
-        return HipDriver(record, index)
-    from mla_suite.launch.cuda import CudaDriver
-
-    return CudaDriver(record, index)
+    return HipDriver(record, index) if torch.version.hip else CudaDriver(record, index)
 
 
 def install(driver: Driver) -> None:

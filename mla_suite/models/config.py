@@ -156,15 +156,8 @@ class MLAConfig:
 
         Its rope table is `cos_sin_table(config, dtype=torch.bfloat16)`.
         """
-        return cls(
-            hidden_size=7168,
-            num_heads=128,
-            q_lora_rank=1536,
-            max_position=8192,
-            rope_interleaved=False,
-            cache_rotated=False,
-            latent_norms=False,
-        )
+        r1 = dataclasses.replace(cls.deepseek_r1(), num_layers=1, max_position=8192, yarn=None, latent_norms=False)
+        return dataclasses.replace(r1, rope_interleaved=False, cache_rotated=False)
 
     @classmethod
     def tiny(cls) -> MLAConfig:

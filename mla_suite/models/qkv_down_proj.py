@@ -62,12 +62,7 @@ def latents(
 
 
 def _latents(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    q_weight: torch.Tensor,
-    kv_weight: torch.Tensor,
-    q_eps: float,
-    kv_eps: float,
+    x: torch.Tensor, weight: torch.Tensor, q_weight: torch.Tensor, kv_weight: torch.Tensor, q_eps: float, kv_eps: float
 ) -> Three:
     made = _empty_latents(x, weight, q_weight, kv_weight)
     rows = x.reshape(-1, x.shape[-1])

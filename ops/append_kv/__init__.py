@@ -82,34 +82,32 @@ def append_kv(
 
 
 def check(args: AppendKvArgs) -> tuple[Output, ...]:
-    kind = get_kv_format(args.kv_format)
+    fmt = get_kv_format(args.kv_format)
     checks.tensor("append_kv", "kv_c", args.kv_c, rank=2, dtypes=INPUT_DTYPES, names="[tokens, latent]")
     types = (args.kv_c.dtype,)
     checks.tensor("append_kv", "k_pe", args.k_pe, rank=2, dtypes=types, like=args.kv_c, names="[tokens, rope]")
     tokens, latent = args.kv_c.shape
     rope = args.k_pe.shape[1]
     checks.shape("append_kv", "k_pe", args.k_pe, (tokens, rope), "[tokens, rope]")
-    if not kind.dense:
+    if not fmt.dense:
         # A seamless record takes its row divided anywhere, so a latent whose end is rotated already as well.
-        divided = latent if kind.seamless and 0 < latent <= kind.head_dim else kind.latent
-        for name, values, width in (("kv_c", args.kv_c, divided), ("k_pe", args.k_pe, kind.head_dim - divided)):
+        divided = latent if fmt.seamless and 0 < latent <= fmt.head_dim else fmt.latent
+        for name, values, width in (("kv_c", args.kv_c, divided), ("k_pe", args.k_pe, fmt.head_dim - divided)):
             part = "latent" if name == "kv_c" else "rope"
-            checks.shape("append_kv", name, values, (tokens, width), f"[tokens, {part}] of kv_format {kind.name!r}")
-    caches.check(kind, args.kv_cache, latent + rope, op="append_kv", argument="kv_cache", like=args.kv_c)
+            checks.shape("append_kv", name, values, (tokens, width), f"[tokens, {part}] of kv_format {fmt.name!r}")
+    caches.check(fmt, args.kv_cache, latent + rope, op="append_kv", argument="kv_cache", like=args.kv_c)
     checks.written_whole("append_kv", "kv_cache", args.kv_cache)
-    caches.check_descale(kind, args.kv_descale, args.kv_c, op="append_kv", argument="kv_descale")
-    checks.tensor("append_kv", "slot_mapping", args.slot_mapping, rank=1, dtypes=SLOT_DTYPES, like=args.kv_c)
-    checks.shape("append_kv", "slot_mapping", args.slot_mapping, (tokens,), "[tokens]")
+    caches.check_descale(fmt, args.kv_descale, args.kv_c, op="append_kv", argument="kv_descale")
+    checks.field("append_kv", args, "slot_mapping", SLOT_DTYPES, sizes=(tokens,), names="[tokens]", like=args.kv_c)
     if (args.cos_sin is None) != (args.positions is None):
         missing, given = ("cos_sin", "positions") if args.cos_sin is None else ("positions", "cos_sin")
         checks.fail("append_kv", missing, f"is missing although {given} is given", "pass both or neither")
     if args.cos_sin is not None and args.positions is not None:
-        checks.tensor("append_kv", "cos_sin", args.cos_sin, rank=2, dtypes=INPUT_DTYPES, like=args.kv_c)
-        checks.shape("append_kv", "cos_sin", args.cos_sin, (args.cos_sin.shape[0], rope), "[max_len, rope]")
+        sizes = args.cos_sin.shape[0], rope
+        checks.field("append_kv", args, "cos_sin", INPUT_DTYPES, sizes=sizes, names="[max_len, rope]", like=args.kv_c)
         if rope % 2 != 0:
             checks.fail("append_kv", "k_pe", f"has {rope} values", "only an even number can be rotated in pairs")
-        checks.tensor("append_kv", "positions", args.positions, rank=1, dtypes=SLOT_DTYPES, like=args.kv_c)
-        checks.shape("append_kv", "positions", args.positions, (tokens,), "[tokens]")
+        checks.field("append_kv", args, "positions", SLOT_DTYPES, sizes=(tokens,), names="[tokens]", like=args.kv_c)
     return ()
 
 

@@ -16,7 +16,7 @@ from mla_suite.ops.append_kv import reference
 
 def compare(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> Sequence[Compared]:
     """The values of written rows are equal. They do not depend on what the cache held, which is gone after the call."""
-    kind, (_, page, width) = get_kv_format(args.kv_format), args.kv_cache.shape
+    fmt, (_, page, width) = get_kv_format(args.kv_format), args.kv_cache.shape
     tokens = reference.written(args.slot_mapping).sort().values
     # The reference writes them side by side into a cache of its own.
     side_by_side = torch.arange(len(tokens), device=tokens.device)
@@ -25,12 +25,12 @@ def compare(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> Sequen
         value = getattr(args, name)
         alone[name] = value if value is None else value[tokens]
     reference.run(None, (), replace(args, **alone))
-    got = caches.gather(kind, args.kv_cache, args.slot_mapping[tokens].long())
+    got = caches.gather(fmt, args.kv_cache, args.slot_mapping[tokens].long())
     return (
         Compared(
             "the rows written, in the order of their tokens,",
             got,
-            caches.gather(kind, alone["kv_cache"], side_by_side),
+            caches.gather(fmt, alone["kv_cache"], side_by_side),
             0.0,
         ),
     )

@@ -11,16 +11,16 @@ from mla_suite.kv_formats import get_kv_format
 
 
 def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
-    kind, tokens = get_kv_format(args.kv_format), written(args.slot_mapping)
+    fmt, tokens = get_kv_format(args.kv_format), written(args.slot_mapping)
     latent, rope = args.kv_c[tokens].float(), args.k_pe[tokens].float()
     if args.cos_sin is not None and args.positions is not None:
         angles = args.cos_sin[args.positions[tokens].long()].float()
-        rounds = kind.sized(latent.shape[1], rope.shape[1]).rounds_rotated
+        rounds = fmt.sized(latent.shape[1], rope.shape[1]).rounds_rotated
         rope = rotated(rope, angles, args.interleaved, fused=rounds)
         if rounds:
             rope = rope.to(args.k_pe.dtype).float()
     rows = torch.cat([latent, rope], dim=-1)
-    caches.scatter(kind, args.kv_cache, args.slot_mapping[tokens].long(), rows, descale=args.kv_descale)
+    caches.scatter(fmt, args.kv_cache, args.slot_mapping[tokens].long(), rows, descale=args.kv_descale)
 
 
 def written(slot_mapping: torch.Tensor) -> torch.Tensor:

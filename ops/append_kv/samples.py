@@ -8,8 +8,14 @@ from typing import Any
 import torch
 
 from mla_suite.core.op import Sample
+from mla_suite.kv_formats import KVFormat, get_kv_format
 from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import get_kv_format
+
+
+def stored(fmt: KVFormat, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A cache of these rows and its descale."""
+    descale = torch.tensor([0.05], device=rows.device) if fmt.per_tensor_descale else None
+    return caches.as_bytes(caches.pack(fmt, rows, descale=descale)), descale
 
 
 def sample(
@@ -27,22 +33,19 @@ def sample(
     `widths` are the values of a dense row's latent and rope part; None: 512 and 64.
     """
     declared = get_kv_format(kv_format)
-    kind = declared if widths is None else declared.sized(*widths)
+    fmt = declared if widths is None else declared.sized(*widths)
     pages = -(-tokens // page) + 1
 
     def make(device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
         generator = torch.Generator().manual_seed(0)
-        kv_c = torch.randn(tokens, kind.latent, generator=generator).bfloat16().to(device)
-        k_pe = torch.randn(tokens, kind.rope, generator=generator).bfloat16().to(device)
-        empty = torch.zeros(pages, page, kind.head_dim, device=device)
-        descale = torch.tensor([0.05], device=device) if kind.per_tensor_descale else None
-        cache = caches.pack(kind, empty, descale=descale)
-        if kind.per_tensor_descale:
-            cache = cache.view(torch.uint8)  # opcheck compares what was written, and torch cannot compare fp8 tensors
+        kv_c = torch.randn(tokens, fmt.latent, generator=generator).bfloat16().to(device)
+        k_pe = torch.randn(tokens, fmt.rope, generator=generator).bfloat16().to(device)
+        empty = torch.zeros(pages, page, fmt.head_dim, device=device)
+        cache, descale = stored(fmt, empty)
         slots = torch.randperm(pages * page, generator=generator)[:tokens]
         if skip:
             slots[::3] = -1
-        cos_sin = torch.rand(256, kind.rope, generator=generator).to(device) if rope else None
+        cos_sin = torch.rand(256, fmt.rope, generator=generator).to(device) if rope else None
         positions = torch.arange(tokens, device=device) % 256 if rope else None
         args = (kv_c, k_pe, cache, slots.to(device), descale, cos_sin, positions)
         return args, {"kv_format": kv_format, "interleaved": interleaved}
@@ -50,9 +53,9 @@ def sample(
     pairing = ("-interleaved" if interleaved else "-half") if rope else ""
     width = "" if widths is None else f"-{widths[0]}+{widths[1]}"
     name = f"{kv_format}-t{tokens}-p{page}{width}{pairing}" + ("-skip" if skip else "")
-    table = kind.rope * 4 + 8 if rope else 0
-    bytes_moved = tokens * (kind.head_dim * 2 + 8 + table + kind.token_bytes)
-    return Sample(name, make, bytes_moved, tokens * kind.head_dim * 4)
+    table = fmt.rope * 4 + 8 if rope else 0
+    bytes_moved = tokens * (fmt.head_dim * 2 + 8 + table + fmt.token_bytes)
+    return Sample(name, make, bytes_moved, tokens * fmt.head_dim * 4)
 
 
 def samples() -> Sequence[Sample]:

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from mla_suite.archs import ArchSpec
 from mla_suite.core.dispatch import Supported, Unsupported
+from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
 from mla_suite.ops.append_kv.triton_rows import ENCODINGS, chunks, encode_bf16, store_columns, store_pad
 from mla_suite.ops.sparse_decode.triton_rows import Record, record
@@ -103,7 +104,7 @@ def new_columns(
 def rotated(
     source, angle, column, wanted, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, ROUNDS: tl.constexpr
 ):  # fmt: skip
-    """fp32 elements `column` of the rope parts at `source` [tokens], each pair turned by its angle.
+    """fp32 elements `column` of the rope parts at `source` [tokens], each pair rotated by its angle.
 
     With ROUNDS the pair's first value is multiplied and added in one rounding, and the sum rounded to its type. fp64
     holds such a product, in Triton's interpreter as well.
@@ -122,55 +123,42 @@ def rotated(
     if ROUNDS:
         first = tl.where(second[None, :], partner, mine).to(tl.float64)
         kept = tl.where(second[None, :], mine * cos, partner * sin).to(tl.float64)
-        turned = first * tl.where(second[None, :], sin, cos).to(tl.float64)
-        exact = tl.where(second[None, :], turned + kept, turned - kept).to(tl.float32)
+        rotated = first * tl.where(second[None, :], sin, cos).to(tl.float64)
+        exact = tl.where(second[None, :], rotated + kept, rotated - kept).to(tl.float32)
         if source.dtype.element_ty == tl.bfloat16:  # by bits, since Triton's interpreter cuts
             return ((encode_bf16(exact).to(tl.int32) & 0xFFFF) << 16).to(tl.float32, bitcast=True)
         return exact.to(source.dtype.element_ty).to(tl.float32)
-    turned, others = mine * cos, partner * sin
+    rotated, others = mine * cos, partner * sin
     # Not by -partner: Triton negates as 0 - x, which is +0 where x is.
-    return tl.where(second[None, :], turned + others, turned - others)
+    return tl.where(second[None, :], rotated + others, rotated - others)
 
 
 @functools.lru_cache(maxsize=256)
 def constants(kv_format: str, latent: int, rope: int, page: int) -> dict[str, Any]:
     """The constants that follow from the format and the widths."""
-    kind = get_kv_format(kv_format)
-    found = chunks(latent + rope, kind)
+    fmt = get_kv_format(kv_format)
+    found = chunks(latent + rope, fmt)
     place = Place(tl.constexpr(page), record(kv_format, latent + rope))
-    rounds = kind.sized(latent, rope).rounds_rotated
+    rounds = fmt.sized(latent, rope).rounds_rotated
     return dict(place=place, CHUNKS=found, CHUNK_NUMBERS=len(found), LATENT=latent, ROPE=rope, ROUNDS=rounds)
 
 
 def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
-    unknown = get_kv_format(problem.kv_format).encodings - ENCODINGS
-    if unknown:
-        given = f"kv_format {problem.kv_format} holds {', '.join(sorted(unknown))}"
-        return Unsupported(f"{given}; it takes {', '.join(sorted(ENCODINGS))}")
+    if unknown := caches.unknown(problem.kv_format, ENCODINGS):
+        return Unsupported(unknown)
     return Supported(None, f"Triton, one program for {1 if problem.tokens <= SINGLE_TOKENS else GROUP} tokens")
 
 
 def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
-    kv_cache = args.kv_cache
+    kv_cache = caches.as_bytes(args.kv_cache)
     tokens, latent = args.kv_c.shape
     pages, page, _ = kv_cache.shape
     if tokens == 0 or pages * page == 0:
         return
-    if kv_cache.element_size() == 1:  # Triton has no e4m3fnuz on every GPU, and the kernel writes bytes
-        kv_cache = kv_cache.view(torch.uint8)
     group = 1 if tokens <= SINGLE_TOKENS else GROUP
     append_kv_kernel[(triton.cdiv(tokens, group),)](
-        args.kv_c,
-        args.k_pe,
-        kv_cache,
-        args.slot_mapping,
-        args.kv_descale,
-        args.cos_sin,
-        args.positions,
-        tokens,
-        pages * page,
-        args.kv_c.stride(0),
-        args.k_pe.stride(0),
+        *(args.kv_c, args.k_pe, kv_cache, args.slot_mapping, args.kv_descale, args.cos_sin, args.positions),
+        *(tokens, pages * page, args.kv_c.stride(0), args.k_pe.stride(0)),
         args.cos_sin.stride(0) if args.cos_sin is not None else 0,
         kv_cache.stride(0) * kv_cache.element_size(),
         INTERLEAVED=args.interleaved,

@@ -34,8 +34,4 @@ def sample(
 
 
 def samples() -> Sequence[Sample]:
-    return (
-        sample(3, 16, 4),
-        sample(5, 24, 7, ragged=True, sink=True),
-        sample(2, 8, 3, head_dim_v=128),
-    )
+    return (sample(3, 16, 4), sample(5, 24, 7, ragged=True, sink=True), sample(2, 8, 3, head_dim_v=128))

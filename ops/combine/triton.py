@@ -150,31 +150,29 @@ def merge(
     if batch == 0 or rows == 0:
         return
     combine_kernel[(batch * rows,)](
-        partial_out,
-        partial_lse,
-        split_indptr,
-        cu_seqlens_q,
-        attn_sink,
-        out,
-        lse,
-        num_splits,
-        rows // heads,
-        rows,
-        heads,
-        attn_sink.shape[0] if attn_sink is not None else 1,
-        partial_out.stride(0),
-        partial_out.stride(1),
-        partial_lse.stride(0),
-        partial_lse.stride(1),
-        out.stride(0),
-        out.stride(1),
-        *lse_numbers(lse, plus_inf_lse),
-        D_V=out.shape[2],
-        BLOCK=BLOCK_SPLITS,
-        SKIP_NONE=skip_none,
-        SKIP_SINGLE=skip_single,
-        num_warps=4,
+        *(partial_out, partial_lse, split_indptr, cu_seqlens_q, attn_sink, out, lse),
+        *(num_splits, rows // heads, rows, heads, attn_sink.shape[0] if attn_sink is not None else 1),
+        *(*partial_out.stride()[:2], *partial_lse.stride()[:2], *out.stride()[:2], *lse_numbers(lse, plus_inf_lse)),
+        **dict(D_V=out.shape[2], BLOCK=BLOCK_SPLITS, SKIP_NONE=skip_none, SKIP_SINGLE=skip_single, num_warps=4),
     )
+
+
+def finish(
+    args: Any,
+    outputs: tuple[torch.Tensor, ...],
+    flat_out: torch.Tensor,
+    partials: tuple[torch.Tensor, torch.Tensor] | None,
+    split_indptr: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    **sizes: Any,
+) -> None:
+    """The end of a call of attention that wrote `flat_out`, which is out as [tokens, heads, D_v]: merge what it left in
+    partials, and copy a caller's output whose leading strides do not merge. `sizes` go to `merge`, too."""
+    (out, lse), plus_inf = outputs, args.plus_inf_lse
+    if partials is not None:
+        merge(*partials, split_indptr, cu_seqlens_q, args.attn_sink, flat_out, lse, plus_inf_lse=plus_inf, **sizes)
+    if flat_out.data_ptr() != out.data_ptr():
+        out.copy_(flat_out.view(out.shape))
 
 
 def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:

@@ -78,9 +78,9 @@ def convert_kv(
     eager.call(CONVERT_KV, tensors, (source_format, destination_format))
 
 
-def row(kind: KVFormat, cache: torch.Tensor) -> int:
+def row(fmt: KVFormat, cache: torch.Tensor) -> int:
     """Values of a row of the cache."""
-    return cache.shape[-1] if kind.dense else kind.head_dim
+    return cache.shape[-1] if fmt.dense else fmt.head_dim
 
 
 def check(args: ConvertKvArgs) -> tuple[Output, ...]:
@@ -127,9 +127,9 @@ def _countable(cache: torch.Tensor) -> bool:
 
 def validate(args: ConvertKvArgs) -> None:
     read, written = get_kv_format(args.source_format), get_kv_format(args.destination_format)
-    for kind, argument in ((read, "source"), (written, "destination")):
+    for fmt, argument in ((read, "source"), (written, "destination")):
         cache, slots, descale = (getattr(args, argument + part) for part in ("", "_slots", "_descale"))
-        caches.check_base(kind, cache, op="convert_kv", argument=argument)
+        caches.check_base(fmt, cache, op="convert_kv", argument=argument)
         caches.check_descale_value(descale, op="convert_kv", argument=f"{argument}_descale")
         held = cache.shape[0] * cache.shape[1]
         if slots.numel() and int(slots.max()) >= held:

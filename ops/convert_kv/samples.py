@@ -8,27 +8,23 @@ from typing import Any
 import torch
 
 from mla_suite.core.op import Sample
-from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
+from mla_suite.ops.append_kv.samples import stored
 
 
 def sample(
     tokens: int, source: str, destination: str, pages: tuple[int, int] = (64, 64), *, skip: bool = False
 ) -> Sample:
     """`tokens` tokens at random slots of both caches, in pages of these sizes; `skip` leaves every third one out."""
-    kinds = [get_kv_format(name) for name in (source, destination)]
-    head_dim = next((kind.head_dim for kind in kinds if not kind.dense), kinds[0].head_dim)
+    formats = [get_kv_format(name) for name in (source, destination)]
+    head_dim = next((fmt.head_dim for fmt in formats if not fmt.dense), formats[0].head_dim)
 
     def make(device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
         generator = torch.Generator().manual_seed(0)
         made: list[list[Any]] = []
-        for kind, page, fill in zip(kinds, pages, (1.0, 0.0), strict=True):
+        for fmt, page, fill in zip(formats, pages, (1.0, 0.0), strict=True):
             count = -(-tokens // page) + 1
-            rows = torch.randn(count, page, head_dim, generator=generator).to(device) * fill
-            descale = torch.tensor([0.05], device=device) if kind.per_tensor_descale else None
-            cache = caches.pack(kind, rows, descale=descale)
-            if kind.per_tensor_descale:
-                cache = cache.view(torch.uint8)  # opcheck compares what was written, and torch compares no fp8
+            cache, descale = stored(fmt, torch.randn(count, page, head_dim, generator=generator).to(device) * fill)
             slots = torch.randperm(count * page, generator=generator)[:tokens]
             made.append([cache, slots.to(device), descale])
         if skip:
@@ -39,7 +35,7 @@ def sample(
         }
 
     name = f"{source}.p{pages[0]}-{destination}.p{pages[1]}-t{tokens}" + ("-skip" if skip else "")
-    sizes = [head_dim * kind.element_bytes if kind.dense else kind.token_bytes for kind in kinds]
+    sizes = [head_dim * fmt.element_bytes if fmt.dense else fmt.token_bytes for fmt in formats]
     return Sample(name, make, tokens * (sum(sizes) + 16), tokens * head_dim * 2)
 
 

@@ -95,7 +95,7 @@ def convert_columns(
 def byte_pieces(written: KVFormat, read: KVFormat, width: int) -> tuple[int, ...]:
     """Runs of bytes that lie together in both records, in powers of two: the places, as of a `Field`, and the count."""
     found: list[int] = []
-    read, written = (kind.sized(width, 0) if kind.seamless else kind for kind in (read, written))
+    read, written = (fmt.sized(width, 0) if fmt.seamless else fmt for fmt in (read, written))
     for old in read.fields:
         new, done = written.by_name[old.name], 0
         while done < old.bytes:
@@ -125,10 +125,8 @@ def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
     if not COMPILES:
         return Unsupported(f"triton {triton.__version__} cannot compile it; it takes 3.6 or newer")
     for name, known in ((problem.source_format, loads.ENCODINGS), (problem.destination_format, stores.ENCODINGS)):
-        unknown = get_kv_format(name).encodings - known
-        if unknown:
-            given = f"kv_format {name} holds {', '.join(sorted(unknown))}"
-            return Unsupported(f"{given}; it takes {', '.join(sorted(known))}")
+        if unknown := caches.unknown(name, known):
+            return Unsupported(unknown)
     # Where an MMA has 64 rows, Triton's conversions of e4m3 round and saturate as these records are defined.
     fast = arch is not None and arch.matrix_min_rows >= 64
     return Supported(fast, f"Triton, one program for {GROUP} tokens")
@@ -140,20 +138,13 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     counts = [cache.shape[0] * cache.shape[1] for cache in (old, new)]
     if tokens == 0 or 0 in counts:
         return
-    kind = get_kv_format(args.source_format)
-    width = old.shape[-1] if kind.dense else kind.head_dim
+    fmt = get_kv_format(args.source_format)
+    width = old.shape[-1] if fmt.dense else fmt.head_dim
     descaled = args.source_descale is not None or args.destination_descale is not None
     alignment = min(caches.alignment(old), caches.alignment(new))
-    # Triton has no e4m3fnuz on every GPU, and the kernel moves bytes whatever the caches call them.
-    caches_of_bytes = [cache.view(torch.uint8) if cache.element_size() == 1 else cache for cache in (old, new)]
     convert_kv_kernel[(triton.cdiv(tokens, GROUP),)](
-        *caches_of_bytes,
-        args.source_slots,
-        args.destination_slots,
-        args.source_descale,
-        args.destination_descale,
-        tokens,
-        *counts,
+        *map(caches.as_bytes, (old, new)),
+        *(args.source_slots, args.destination_slots, args.source_descale, args.destination_descale, tokens, *counts),
         *(cache.stride(0) * cache.element_size() for cache in (old, new)),
         **constants(
             args.source_format, args.destination_format, width, (old.shape[1], new.shape[1]), descaled, alignment

@@ -189,12 +189,12 @@ def decode(
 
 
 def check(args: DecodeArgs) -> tuple[Output, ...]:
-    kind = get_kv_format(args.kv_format)
+    fmt = get_kv_format(args.kv_format)
     ragged = args.cu_seqlens_q is not None
     names = "[tokens, heads, head_dim] with cu_seqlens_q" if ragged else "[batch, q_len, heads, head_dim]"
     checks.tensor("decode", "q", args.q, rank=3 if ragged else 4, dtypes=Q_DTYPES, names=names)
     heads, head_dim = args.q.shape[-2:]
-    caches.check(kind, args.kv_cache, head_dim, op="decode", argument="kv_cache", like=args.q)
+    caches.check(fmt, args.kv_cache, head_dim, op="decode", argument="kv_cache", like=args.q)
     checks.tensor("decode", "seq_lens", args.seq_lens, rank=1, dtypes=checks.INDEX, like=args.q)
     batch = args.seq_lens.shape[0]
     if args.cu_seqlens_q is None:
@@ -205,24 +205,21 @@ def check(args: DecodeArgs) -> tuple[Output, ...]:
             possible = f"q has {args.q.shape[1]} query tokens per sequence"
             checks.fail("decode", "max_seqlen_q", f"is {args.max_seqlen_q}", possible)
     else:
-        checks.tensor("decode", "cu_seqlens_q", args.cu_seqlens_q, rank=1, dtypes=checks.INDEX, like=args.q)
-        checks.shape("decode", "cu_seqlens_q", args.cu_seqlens_q, (batch + 1,), "[batch + 1]")
+        checks.field("decode", args, "cu_seqlens_q", checks.INDEX, sizes=(batch + 1,), names="[batch + 1]", like=args.q)
         if args.max_seqlen_q < 1:
             checks.fail("decode", "max_seqlen_q", f"is {args.max_seqlen_q}", "pass the most query tokens of a sequence")
     _check_pages(args, batch)
     if args.head_dim_v < 1 or args.head_dim_v > head_dim:
         checks.fail("decode", "head_dim_v", f"is {args.head_dim_v}", f"it takes 1..{head_dim}, the head_dim of q")
     caches.check_single(args.q_descale, args.q, op="decode", argument="q_descale")
-    caches.check_descale(kind, args.kv_descale, args.q, op="decode", argument="kv_descale")
-    if args.attn_sink is not None:
-        checks.tensor("decode", "attn_sink", args.attn_sink, rank=1, dtypes=checks.FLOAT32, like=args.q)
-        checks.shape("decode", "attn_sink", args.attn_sink, (heads,), "[heads]")
+    caches.check_descale(fmt, args.kv_descale, args.q, op="decode", argument="kv_descale")
+    checks.field("decode", args, "attn_sink", checks.FLOAT32, sizes=(heads,), names="[heads]", like=args.q)
     if args.rope_cos_sin is not None:
         checks.tensor("decode", "rope_cos_sin", args.rope_cos_sin, rank=2, dtypes=checks.FLOAT32, like=args.q)
         rope = args.rope_cos_sin.shape[1]
-        if rope % 2 != 0 or rope > head_dim or (kind.sized(kind.latent, kind.rope).rope != rope and not kind.dense):
+        if rope % 2 != 0 or rope > head_dim or (fmt.sized(fmt.latent, fmt.rope).rope != rope and not fmt.dense):
             given = f"has shape {tuple(args.rope_cos_sin.shape)}"
-            checks.fail("decode", "rope_cos_sin", given, f"it takes [max_len, {kind.rope}]: cosines, then sines")
+            checks.fail("decode", "rope_cos_sin", given, f"it takes [max_len, {fmt.rope}]: cosines, then sines")
         if args.rope_cos_sin.shape[0] > 1 and args.rope_cos_sin.stride(0) != rope:
             given = f"has strides {args.rope_cos_sin.stride()}"
             checks.fail("decode", "rope_cos_sin", given, "its rows must lie side by side: call .contiguous()")
@@ -252,9 +249,7 @@ def _check_ranks(args: DecodeArgs, batch: int) -> None:
     if interleave < 1 or interleave * world > MAX_CP_PERIOD:
         possible = f"it takes 1 or more keys, with all {world} ranks at most {MAX_CP_PERIOD}"
         checks.fail("decode", "cp_interleave", f"is {interleave}", possible)
-    if args.cp_tot_seq_lens is not None:
-        checks.tensor("decode", "cp_tot_seq_lens", args.cp_tot_seq_lens, rank=1, dtypes=checks.INDEX, like=args.q)
-        checks.shape("decode", "cp_tot_seq_lens", args.cp_tot_seq_lens, (batch,), "[batch]")
+    checks.field("decode", args, "cp_tot_seq_lens", checks.INDEX, sizes=(batch,), names="[batch]", like=args.q)
     if world == 1:
         return
     several = args.q.shape[1] if args.cu_seqlens_q is None else args.max_seqlen_q
@@ -275,10 +270,7 @@ def _check_ranks(args: DecodeArgs, batch: int) -> None:
 def _check_tree(args: DecodeArgs, tree_mask: torch.Tensor, batch: int) -> None:
     ragged = args.cu_seqlens_q is not None
     shape, words = ((args.q.shape[0],), "[tokens]") if ragged else ((batch, args.q.shape[1]), "[batch, q_len]")
-    checks.tensor(
-        "decode", "tree_mask", tree_mask, rank=len(shape), dtypes=(torch.int64,), like=args.q, names=f"{words} words"
-    )
-    checks.shape("decode", "tree_mask", tree_mask, shape, words)
+    checks.tensor("decode", "tree_mask", tree_mask, sizes=shape, dtypes=(torch.int64,), like=args.q, names=words)
     drafts = args.max_seqlen_q if ragged else args.q.shape[1]
     if checks.certain(drafts > MAX_TREE):
         given = f"is given for {drafts} query tokens of a sequence"
@@ -304,10 +296,8 @@ def _check_pages(args: DecodeArgs, batch: int) -> None:
         if args.block_table.shape[0] != batch:
             given = f"has shape {tuple(args.block_table.shape)}"
             checks.fail("decode", "block_table", given, f"seq_lens has {batch} sequences: it takes [{batch}, width]")
-    if args.kv_indptr is not None and args.kv_indices is not None:
-        checks.tensor("decode", "kv_indptr", args.kv_indptr, rank=1, dtypes=checks.INDEX, like=args.q)
-        checks.shape("decode", "kv_indptr", args.kv_indptr, (batch + 1,), "[batch + 1]")
-        checks.tensor("decode", "kv_indices", args.kv_indices, rank=1, dtypes=checks.INDEX, like=args.q)
+    checks.field("decode", args, "kv_indptr", checks.INDEX, sizes=(batch + 1,), names="[batch + 1]", like=args.q)
+    checks.field("decode", args, "kv_indices", checks.INDEX, rank=1, like=args.q)
 
 
 def describe(args: DecodeArgs) -> Problem:

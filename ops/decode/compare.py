@@ -65,10 +65,10 @@ def _keys(args: Any) -> Iterator[torch.Tensor]:
 
     Those of a last page that belong to no sequence may hold anything: what is not finite there becomes 0.
     """
-    kind, page = get_kv_format(args.kv_format), torch.arange(args.kv_cache.shape[1], device=args.q.device)
+    fmt, page = get_kv_format(args.kv_format), torch.arange(args.kv_cache.shape[1], device=args.q.device)
     for ids in pages(args)["kv_cache"][0].split(max(1, reference.BLOCK // len(page))):
         slots = (ids[:, None] * len(page) + page).flatten()
-        yield caches.gather(kind, args.kv_cache, slots, descale=args.kv_descale).double().nan_to_num(0.0, 0.0, 0.0)
+        yield caches.gather(fmt, args.kv_cache, slots, descale=args.kv_descale).double().nan_to_num(0.0, 0.0, 0.0)
 
 
 def pages(args: Any) -> dict[str, Sequence[torch.Tensor]]:

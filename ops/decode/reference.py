@@ -179,8 +179,8 @@ def rotated(rows: torch.Tensor, cos_sin: torch.Tensor, stored: torch.dtype) -> t
     cos, sin = cos_sin.float().chunk(2, dim=-1)
     latent, rope = rows.split((rows.shape[1] - cos_sin.shape[1], cos_sin.shape[1]), dim=1)
     low, high = rope.chunk(2, dim=1)
-    turned = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=1)
-    return torch.cat((latent, turned.to(stored).float() if stored.itemsize == 2 else turned), dim=1)
+    rotated = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=1)
+    return torch.cat((latent, rotated.to(stored).float() if stored.itemsize == 2 else rotated), dim=1)
 
 
 def _splits(seq_lens: torch.Tensor, num_splits: int, split_size: int) -> Sequence[Sequence[tuple[int, int]]]:

@@ -60,9 +60,7 @@ def decode_sample(
         shape = (sum(q_lens), heads, head_dim) if varlen else (batch, q_len, heads, head_dim)
         q = torch.randn(shape, **draw).to(dtype)
         descale = torch.tensor(0.02, device=device) if fmt.per_tensor_descale else None
-        kv_cache = caches.pack(fmt, torch.randn(pages, page, head_dim, **draw), descale=descale)
-        if fmt.per_tensor_descale:
-            kv_cache = kv_cache.view(torch.uint8)  # as serving engines hold it; opcheck cannot compare float8 tensors
+        kv_cache = caches.as_bytes(caches.pack(fmt, torch.randn(pages, page, head_dim, **draw), descale=descale))
         order = torch.randperm(pages, **draw).to(torch.int32).cpu()
         indptr = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
         block_table = torch.zeros(batch, max(*counts, 1), dtype=torch.int32)

@@ -20,7 +20,7 @@ from mla_suite.archs import ArchSpec
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.launch.launcher import compute_units
 from mla_suite.launch.scratch import partials
-from mla_suite.ops.combine.triton import lse_numbers, lse_offset, merge
+from mla_suite.ops.combine.triton import finish, lse_numbers, lse_offset
 from mla_suite.ops.decode.triton_blocks import Tile, natural_lse, rope_queries, rope_scores, softmax_step
 from mla_suite.ops.plan.metadata import HEADER_WORDS, WORK_TILE_WORDS, Word, most_work_tiles, splits_of
 from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT
@@ -235,9 +235,7 @@ def attend_work_tile(
         factor = tl.where(l_i == 0.0, 0.0, value_scale / l_i)
         at = partial_row * q_len * heads + row
         tl.store(
-            partial_out + at[:, None] * LATENT + column[None, :],
-            accumulator * factor[:, None],
-            mask=live[:, None],
+            partial_out + at[:, None] * LATENT + column[None, :], accumulator * factor[:, None], mask=live[:, None]
         )
         tl.store(partial_lse + at, result_lse, mask=live)
 
@@ -311,74 +309,26 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         invariant = int(splits_of(bound, args.split_size, args.attn_sink is not None)) if args.split_size else 0
         splits = args.num_splits or invariant or _splits(batch * tiles, bound, compute_units(args.q.device))
         capacity = batch * splits if splits > 1 else 0
-    partial_out, partial_lse = partials(args.q.device, capacity, rows, args.head_dim_v) if capacity else (None, None)
+    left = partials(args.q.device, capacity, rows, args.head_dim_v) if capacity else None
     blocks = min(capacity, compute_units(args.q.device)) if args.plan is not None else min(batch * splits, MAX_BLOCKS)
     decode_kernel[(tiles, blocks)](
-        tokens,
-        kv_cache,
-        args.seq_lens,
-        args.block_table,
-        args.kv_indptr,
-        args.kv_indices,
-        args.cu_seqlens_q,
-        args.q_descale,
-        args.kv_descale,
-        args.attn_sink,
-        args.rope_cos_sin,
-        args.plan,
-        args.cp_tot_seq_lens,
+        *(tokens, kv_cache, args.seq_lens, args.block_table, args.kv_indptr, args.kv_indices, args.cu_seqlens_q),
+        *(args.q_descale, args.kv_descale, args.attn_sink, args.rope_cos_sin, args.plan, args.cp_tot_seq_lens),
         None if args.tree_mask is None else args.tree_mask.contiguous(),
-        flat_out,
-        lse,
-        partial_out,
-        partial_lse,
-        args.softmax_scale,
-        batch,
-        heads,
-        q_len,
-        splits,
-        args.split_size,
-        tokens.stride(0),
-        tokens.stride(1),
-        kv_cache.stride(0),
-        kv_cache.stride(1),
+        *(flat_out, lse, *(left or (None, None)), args.softmax_scale, batch, heads, q_len, splits, args.split_size),
+        *(*tokens.stride()[:2], *kv_cache.stride()[:2]),
         args.block_table.stride(0) if args.block_table is not None else 0,
-        flat_out.stride(0),
-        flat_out.stride(1),
-        *lse_numbers(lse, args.plus_inf_lse),
-        args.cp_interleave,
-        args.cp_interleave * args.cp_world_size,
-        args.cp_interleave * args.cp_rank,
+        *(*flat_out.stride()[:2], *lse_numbers(lse, args.plus_inf_lse)),
+        *(args.cp_interleave * n for n in (1, args.cp_world_size, args.cp_rank)),
         args.window_left,
-        PAGE=page,
-        LATENT=args.head_dim_v,
-        ROPE=args.q.shape[-1] - args.head_dim_v,
-        BLOCK_M=config.rows,
-        BLOCK_N=config.keys,
-        CAUSAL=args.causal,
-        WINDOWED=args.window_left >= 0,
-        DOT=DOT_TYPES.get(args.q.dtype, tl.bfloat16),
-        num_warps=config.warps,
-        num_stages=config.stages,
+        **dict(PAGE=page, LATENT=args.head_dim_v, ROPE=args.q.shape[-1] - args.head_dim_v),
+        **dict(BLOCK_M=config.rows, BLOCK_N=config.keys, CAUSAL=args.causal, WINDOWED=args.window_left >= 0),
+        **dict(DOT=DOT_TYPES.get(args.q.dtype, tl.bfloat16), num_warps=config.warps, num_stages=config.stages),
     )
-    if partial_out is not None and partial_lse is not None:
-        split_indptr = args.plan[HEADER_WORDS : HEADER_WORDS + batch + 1] if args.plan is not None else None
-        merge(
-            partial_out,
-            partial_lse,
-            split_indptr,
-            args.cu_seqlens_q,
-            args.attn_sink,
-            flat_out,
-            lse,
-            batch=batch,
-            num_splits=splits,
-            plus_inf_lse=args.plus_inf_lse,
-            skip_none=args.plan is not None,
-        )
-    # flatten copies a caller's output whose leading strides do not merge.
-    if flat_out.data_ptr() != out.data_ptr():
-        out.copy_(flat_out.view(out.shape))
+    planned = args.plan is not None
+    split_indptr = args.plan[HEADER_WORDS : HEADER_WORDS + batch + 1] if planned else None
+    sizes = dict(batch=batch, num_splits=splits, skip_none=planned)
+    finish(args, outputs, flat_out, left, split_indptr, args.cu_seqlens_q, **sizes)
 
 
 def _splits(blocks: int, bound: int, units: int) -> int:

@@ -152,9 +152,9 @@ def _device_units(arch: ArchSpec | None, device: torch.device) -> tuple[int, int
 def check(args: PlanArgs) -> tuple[Output, ...]:
     checks.tensor("plan", "seq_lens", args.seq_lens, rank=1, dtypes=checks.INDEX)
     batch = args.seq_lens.shape[0]
-    if args.cu_seqlens_q is not None:
-        checks.tensor("plan", "cu_seqlens_q", args.cu_seqlens_q, rank=1, dtypes=checks.INDEX, like=args.seq_lens)
-        checks.shape("plan", "cu_seqlens_q", args.cu_seqlens_q, (batch + 1,), "[batch + 1]")
+    checks.field(
+        "plan", args, "cu_seqlens_q", checks.INDEX, sizes=(batch + 1,), names="[batch + 1]", like=args.seq_lens
+    )
     if args.num_heads < 1:
         checks.fail("plan", "num_heads", f"is {args.num_heads}", "it takes 1 or more")
     if args.max_seqlen_q < 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from itertools import starmap
 from typing import NamedTuple, TypeAlias
 
@@ -140,13 +141,11 @@ def check(args: SparseDecodeArgs) -> tuple[Output, ...]:
             possible = f"it takes one for each of the {len(args.kv_caches)} kv_caches"
             checks.fail("sparse_decode", argument, f"has {len(given)} entries", possible)
     for i, (cache, name) in enumerate(zip(args.kv_caches, args.kv_formats, strict=True)):
-        kind = get_kv_format(name)
+        fmt = get_kv_format(name)
         argument = f"kv_caches[{i}]"
-        caches.check(kind, cache, head_dim, op="sparse_decode", argument=argument, like=args.q)
+        caches.check(fmt, cache, head_dim, op="sparse_decode", argument=argument, like=args.q)
         _check_selection(args.q, i, args.indices[i], indptrs[i], topk_lengths[i])
-    if args.attn_sink is not None:
-        checks.tensor("sparse_decode", "attn_sink", args.attn_sink, rank=1, dtypes=checks.FLOAT32, like=args.q)
-        checks.shape("sparse_decode", "attn_sink", args.attn_sink, (heads,), "[heads]")
+    checks.field("sparse_decode", args, "attn_sink", checks.FLOAT32, sizes=(heads,), names="[heads]", like=args.q)
     if args.plan is not None:
         check_words("sparse_decode", args.plan, _tokens(args.q), args.q)
     _check_descales(args)
@@ -177,10 +176,10 @@ def _check_selection(
     """One pool's indices: ragged with an indptr per query token, or dense with optional lengths."""
     argument = f"indices[{i}]"
     tokens = q.shape[:-2]
+    index_like_q = partial(checks.tensor, "sparse_decode", dtypes=checks.INDEX, like=q)
     if indptr is not None:
-        checks.tensor("sparse_decode", argument, index, rank=1, dtypes=checks.INDEX, like=q)
-        checks.tensor("sparse_decode", f"indptrs[{i}]", indptr, rank=1, dtypes=checks.INDEX, like=q)
-        checks.shape("sparse_decode", f"indptrs[{i}]", indptr, (_tokens(q) + 1,), "[query tokens + 1]")
+        index_like_q(argument, index, rank=1)
+        index_like_q(f"indptrs[{i}]", indptr, sizes=(_tokens(q) + 1,), names="[query tokens + 1]")
         if lengths is not None:
             possible = "indptr says how many keys a token has: pass None"
             checks.fail("sparse_decode", f"topk_lengths[{i}]", f"is given with indptrs[{i}]", possible)
@@ -189,11 +188,10 @@ def _check_selection(
         possible = "ragged indices need their indptr, dense ones have a dimension per query dimension and topk"
         checks.fail("sparse_decode", argument, f"has shape {tuple(index.shape)} and indptrs[{i}] is None", possible)
     names = "[batch, q_len, topk]" if q.dim() == 4 else "[tokens, topk]"
-    checks.tensor("sparse_decode", argument, index, rank=q.dim() - 1, dtypes=checks.INDEX, like=q, names=names)
-    checks.shape("sparse_decode", argument, index, (*tokens, index.shape[-1]), names)
+    index_like_q(argument, index, sizes=(*tokens, index.shape[-1]), names=names)
     if lengths is not None:
         argument = f"topk_lengths[{i}]"
-        checks.tensor("sparse_decode", argument, lengths, rank=(1, q.dim() - 2), dtypes=checks.INDEX, like=q)
+        index_like_q(argument, lengths, rank=(1, q.dim() - 2))
         names = "[batch] or [batch, q_len]" if q.dim() == 4 else "[tokens]"
         checks.shape("sparse_decode", argument, lengths, tokens[: lengths.dim()], names)
 

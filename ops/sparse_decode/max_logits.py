@@ -50,7 +50,7 @@ def largest_scores(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -
     q, largest = args.q.flatten(0, -3), outputs[0].fill_(-torch.inf).flatten(0, -2)
     pools = zip(args.kv_formats, args.kv_caches, args.indices, args.topk_lengths, strict=True)
     for name, cache, index, lengths in pools:
-        kind, index = get_kv_format(name), index.flatten(0, -2)
+        fmt, index = get_kv_format(name), index.flatten(0, -2)
         if not index.numel() or not cache.numel():
             continue
         counts = (index >= 0) & (index < cache.shape[0] * cache.shape[1])
@@ -59,8 +59,8 @@ def largest_scores(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -
         tokens = max(1, CHUNK_BYTES // (4 * index.shape[1] * q.shape[-1]))
         for chosen, rows, present, found in zip(*(t.split(tokens) for t in (index, q, counts, largest)), strict=True):
             slots = torch.where(present, chosen, 0).long()
-            keys = caches.gather(kind, cache, slots.flatten(), descale=args.kv_descale)
-            keys = caches.as_keys(kind, keys).unflatten(0, slots.shape)
+            keys = caches.gather(fmt, cache, slots.flatten(), descale=args.kv_descale)
+            keys = caches.as_keys(fmt, keys).unflatten(0, slots.shape)
             scores = rows.float() @ keys.transpose(1, 2) * args.softmax_scale  # [tokens, heads, keys]
             if args.q_descale is not None:
                 scores *= args.q_descale

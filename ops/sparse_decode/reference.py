@@ -62,5 +62,5 @@ def rows(kv_format: str, cache: torch.Tensor, index: torch.Tensor, kv_descale: t
     """fp32 keys `[keys, head_dim]` that `index` selects; negative and out-of-range entries select none."""
     slots = cache.shape[0] * cache.shape[1]
     valid = index[(index >= 0) & (index < slots)].long()
-    kind = get_kv_format(kv_format)
-    return caches.as_keys(kind, caches.gather(kind, cache, valid, descale=kv_descale))
+    fmt = get_kv_format(kv_format)
+    return caches.as_keys(fmt, caches.gather(fmt, cache, valid, descale=kv_descale))

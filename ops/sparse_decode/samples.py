@@ -36,9 +36,9 @@ def sample(
 
     widths  latent and rope values of dense rows; None: 512 + 64
     """
-    kind = get_kv_format(pools[0].kv_format)
-    kind = kind if widths is None else kind.sized(*widths)
-    head_dim, head_dim_v, tokens = kind.head_dim, 512 if widths is None else widths[0], batch * q_len
+    fmt = get_kv_format(pools[0].kv_format)
+    fmt = fmt if widths is None else fmt.sized(*widths)
+    head_dim, head_dim_v, tokens = fmt.head_dim, 512 if widths is None else widths[0], batch * q_len
 
     def make(device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
         draw: dict[str, Any] = dict(generator=torch.Generator(device).manual_seed(0), device=device)
@@ -48,9 +48,7 @@ def sample(
         kv_caches, indices, indptrs, topk_lengths = [], [], [], []
         for pool in pools:
             rows = torch.randn(pool.pages, pool.page, head_dim, **draw)
-            packed = caches.pack(pool.kv_format, rows, descale=kv_descale)
-            # As serving engines hold it; opcheck cannot compare float8 tensors.
-            kv_caches.append(packed.view(torch.uint8) if packed.element_size() == 1 else packed)
+            kv_caches.append(caches.as_bytes(caches.pack(pool.kv_format, rows, descale=kv_descale)))
             index = torch.randint(-1, pool.pages * pool.page, (batch, q_len, pool.topk), **draw).int()
             keep = [max(pool.topk - t % 3, 0) for t in range(tokens)]
             if pool.ragged:
@@ -67,7 +65,7 @@ def sample(
     name = f"b{batch}-q{q_len}-h{heads}-" + "-".join(
         f"{pool.kv_format}.p{pool.page}.{'r' if pool.ragged else 'k'}{pool.topk}" for pool in pools
     )
-    sizes = [kind.token_bytes if widths is not None else get_kv_format(pool.kv_format).token_bytes for pool in pools]
+    sizes = [fmt.token_bytes if widths is not None else get_kv_format(pool.kv_format).token_bytes for pool in pools]
     read = sum(tokens * pool.topk * (size + 4) for pool, size in zip(pools, sizes, strict=True))
     bytes_moved = read + tokens * heads * ((head_dim + head_dim_v) * 2 + 4)
     flops = sum(2 * tokens * pool.topk * heads * (head_dim + head_dim_v) for pool in pools)

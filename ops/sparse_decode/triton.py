@@ -15,10 +15,11 @@ import triton.language as tl
 
 from mla_suite.archs import ArchSpec
 from mla_suite.core.dispatch import Supported, Unsupported
+from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
 from mla_suite.launch.launcher import compute_units
 from mla_suite.launch.scratch import partials
-from mla_suite.ops.combine.triton import lse_numbers, lse_offset, merge
+from mla_suite.ops.combine.triton import finish, lse_numbers, lse_offset
 from mla_suite.ops.decode.triton_blocks import Tile, natural_lse, softmax_step
 from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT
 from mla_suite.ops.sparse_decode import splits_by_size
@@ -197,13 +198,11 @@ def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
     if values & (values - 1) or rest & (rest - 1) or values < 16 or 0 < rest < 16:
         return Unsupported(f"head_dim_v {values} and {rest} further values; both must be powers of two, at least 16")
     for pool in problem.pools:
-        kind = get_kv_format(pool.kv_format)
-        unknown = kind.encodings - ENCODINGS
-        if unknown:
-            given = f"kv_format {pool.kv_format} holds {', '.join(sorted(unknown))}"
-            return Unsupported(f"{given}; it takes {', '.join(sorted(ENCODINGS))}")
-        if kind.scale_rule is not None and values != kind.head_dim_v:
-            return Unsupported(f"head_dim_v {values} of kv_format {pool.kv_format}; it takes {kind.head_dim_v}")
+        fmt = get_kv_format(pool.kv_format)
+        if unknown := caches.unknown(pool.kv_format, ENCODINGS):
+            return Unsupported(unknown)
+        if fmt.scale_rule is not None and values != fmt.head_dim_v:
+            return Unsupported(f"head_dim_v {values} of kv_format {pool.kv_format}; it takes {fmt.head_dim_v}")
     tile = tile_for(problem.heads, problem.dtype, [pool.kv_format for pool in problem.pools], arch)
     return Supported(
         tile, f"Triton with tiles of {tile.rows} heads x {tile.keys} keys; a plan is not needed and not read"
@@ -224,8 +223,8 @@ def tile_for(heads: int, dtype: torch.dtype, kv_formats: Sequence[str], arch: Ar
         return Tile(16, 32, 4, 2) if heads <= 16 else Tile(32, 32, 4, 2)
     if heads <= 16:
         # where V lies in two fields both are read at its full width, and a second stage does not fit
-        kinds = map(get_kv_format, kv_formats)
-        two_fields = any(kind.latent < kind.head_dim_v and not kind.seamless for kind in kinds)
+        formats = map(get_kv_format, kv_formats)
+        two_fields = any(fmt.latent < fmt.head_dim_v and not fmt.seamless for fmt in formats)
         return Tile(16, 64, 8, 1 if two_fields else 2)
     # 64 rows fill a warpgroup's matrix instruction; more would not fit the registers beside 512 columns
     return Tile(64, 64, 8, 1)
@@ -238,59 +237,21 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     tokens = queries.shape[0]
     if tokens == 0 or heads == 0:
         return
-    # Triton has no e4m3fnuz on every GPU, and the kernel reads bytes whatever the cache calls them.
-    kv_caches = [cache.view(torch.uint8) if cache.element_size() == 1 else cache for cache in args.kv_caches]
-    lists = zip(kv_caches, args.indices, args.indptrs, args.topk_lengths, args.kv_formats, strict=True)
+    selections = args.indices, args.indptrs, args.topk_lengths
+    lists = zip(map(caches.as_bytes, args.kv_caches), *selections, args.kv_formats, strict=True)
     pools = tuple(_pool(args.q, *members) for members in lists)
     tiles = triton.cdiv(heads, config.rows)
     splits = args.num_splits or (splits_by_size(args) if args.split_size else _splits(tokens, tiles, args.indices))
-    partial_out, partial_lse = (
-        partials(args.q.device, tokens * splits, heads, args.head_dim_v) if splits > 1 else (None, None)
-    )
+    left = partials(args.q.device, tokens * splits, heads, args.head_dim_v) if splits > 1 else None
     sparse_decode_kernel[(tiles * tokens * splits,)](
-        queries,
-        pools,
-        args.q_descale,
-        args.kv_descale,
-        args.attn_sink,
-        flat_out,
-        lse,
-        partial_out,
-        partial_lse,
-        args.softmax_scale,
-        heads,
-        splits,
-        args.split_size if splits > 1 else 0,
-        queries.stride(0),
-        queries.stride(1),
-        flat_out.stride(0),
-        flat_out.stride(1),
-        *lse_numbers(lse, args.plus_inf_lse),
-        POOLS=len(pools),
-        VALUES=args.head_dim_v,
-        REST=head_dim - args.head_dim_v,
-        BLOCK_M=config.rows,
-        BLOCK_N=config.keys,
-        DOT=DOT_TYPES.get(args.q.dtype, tl.bfloat16),
-        num_warps=config.warps,
-        num_stages=config.stages,
+        *(queries, pools, args.q_descale, args.kv_descale, args.attn_sink, flat_out, lse, *(left or (None, None))),
+        *(args.softmax_scale, heads, splits, args.split_size if splits > 1 else 0),
+        *(*queries.stride()[:2], *flat_out.stride()[:2], *lse_numbers(lse, args.plus_inf_lse)),
+        **dict(POOLS=len(pools), VALUES=args.head_dim_v, REST=head_dim - args.head_dim_v),
+        **dict(BLOCK_M=config.rows, BLOCK_N=config.keys, DOT=DOT_TYPES.get(args.q.dtype, tl.bfloat16)),
+        **dict(num_warps=config.warps, num_stages=config.stages),
     )
-    if partial_out is not None and partial_lse is not None:
-        merge(
-            partial_out,
-            partial_lse,
-            None,
-            None,
-            args.attn_sink,
-            flat_out,
-            lse,
-            batch=tokens,
-            num_splits=splits,
-            plus_inf_lse=args.plus_inf_lse,
-        )
-    # flatten copies a caller's output whose leading strides do not merge.
-    if flat_out.data_ptr() != out.data_ptr():
-        out.copy_(flat_out.view(out.shape))
+    finish(args, outputs, flat_out, left, batch=tokens, num_splits=splits)
 
 
 def _pool(

@@ -51,10 +51,10 @@ class Record(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def record(kv_format: str, head_dim: int) -> Record:
     """The kv_format's fields as constants of the kernel; a seamless row as one field of head_dim values."""
-    kind = get_kv_format(kv_format)
-    kind = kind.sized(head_dim, 0) if kind.seamless else kind
-    constants = kind.constants()
-    encodings = {field.name: field.encoding for field in kind.fields}
+    fmt = get_kv_format(kv_format)
+    fmt = fmt.sized(head_dim, 0) if fmt.seamless else fmt
+    constants = fmt.constants()
+    encodings = {field.name: field.encoding for field in fmt.fields}
 
     def value(name: str) -> Any:
         part, _, what = name.partition("_")

@@ -44,7 +44,7 @@ FORM = Format(op="combine", exact=(Integer("rows", 1, 1024),), near=(Integer("ba
 SPACE = SearchSpace(
     candidates=lambda problem, arch: iter(range(7)),
     form=FORM,
-    facts=lambda problem, arch: dict(rows=problem.rows, batch=problem.batch),
+    key=lambda problem, arch: dict(rows=problem.rows, batch=problem.batch),
     cells=lambda problem, arch, point: dict(point=point),
 )
 WRONG, BROKEN = 4, 5
@@ -229,7 +229,7 @@ def test_tiles_of_decodes_own_kernels_become_crossover_rows(tmp_path: Path) -> N
         assert list(space.candidates(problem, ARCH)) == [], "sm_90 has no tiles to choose"
         narrow = problem._replace(heads=32)
         assert [config.rows for config in space.candidates(narrow, gfx950)] == [16, 32]
-    row = {**space.facts(problem, gfx950), **space.cells(problem, gfx950, configs[1]), "kind": "measured"}
+    row = {**space.key(problem, gfx950), **space.cells(problem, gfx950, configs[1]), "kind": "measured"}
     row |= dict(microseconds="12.5", spread_percent="0.3", device="MI355X", compute_units=256, driver="6.14")
     row |= dict(software="torch 2.13", date="2026-11-22", commit="abcdef1")
     path = store.path_for(space.form, "gfx950", user=True)
@@ -238,7 +238,7 @@ def test_tiles_of_decodes_own_kernels_become_crossover_rows(tmp_path: Path) -> N
         found = decode_table.row_of(gfx950, problem._replace(batch=batch, context=context))
         assert (found is not None) is decides
         assert found is None or found.values["use"] == "rows32"
-    left = {**space.facts(problem, gfx950), **(space.leaves("triton") or {})}
+    left = {**space.key(problem, gfx950), **(space.leaves("triton") or {})}
     assert decode_table.FORMAT.line(left).split(",")[7] == decode_table.TRITON
     assert space.leaves("reference") is None
     assert not space.plans, "planned calls do not see the table, so shapes are timed without a plan"

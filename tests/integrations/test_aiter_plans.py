@@ -15,7 +15,7 @@ def test_plan_written_in_aiters_format_is_the_one_that_runs():
     made = step.metadata()
     pointers = made["work_meta_data"].view(torch.int64).tolist()
     assert pointers == [made["work_indptr"].data_ptr(), made["work_info_set"].data_ptr()]
-    kept = metadata_convert.recall(made["work_info_set"], 3)
+    kept = metadata_convert.lookup(made["work_info_set"], 3)
     read = metadata_convert.from_aiter(made["work_indptr"], made["work_info_set"], step.kv_indptr, page_size=16)
     assert torch.equal(kept, read)
     works = made["work_info_set"][: int(made["work_indptr"][-1])].tolist()
@@ -31,11 +31,11 @@ def test_metadata_for_the_next_step_goes_into_the_same_plan():
     """So that a captured step that reads the plan replays with the new one."""
     step = Step([700, 2, 130], [1] * 3)
     made = step.metadata()
-    before = metadata_convert.recall(made["work_info_set"], 3)
+    before = metadata_convert.lookup(made["work_info_set"], 3)
     words = before.clone()
     grown = Step([1, 1800, 9], [1] * 3)
     grown.fill(made)
-    assert metadata_convert.recall(made["work_info_set"], 3) is before
+    assert metadata_convert.lookup(made["work_info_set"], 3) is before
     assert not torch.equal(before, words)
     _, lse = aiter.mla_decode_fwd(*grown.args, return_lse=True, **made)
     grown.check(lse, grown.expected())

@@ -56,8 +56,8 @@ def test_out_is_written_in_every_call(own, heads_apart, monkeypatch):
     holder = get_mla_metadata()[0] if own else TheirSchedMeta()
     arguments, expected = a_call(holder=holder)
     prepared = []
-    recall = eager.recall
-    monkeypatch.setattr(eager, "recall", lambda *given: prepared.append(recall(*given)) or prepared[-1])
+    lookup = eager.lookup
+    monkeypatch.setattr(eager, "lookup", lambda *given: prepared.append(lookup(*given)) or prepared[-1])
     for _ in range(3):
         out = torch.full((3, 1, heads_apart, 512), 7.0, dtype=torch.bfloat16)
         written, lse = flash_mla_with_kvcache(**arguments, out=out[:, :, :8])

@@ -287,10 +287,10 @@ def test_a_plan_of_another_size_is_refused():
 
 def test_a_remembered_plan_lives_as_long_as_its_tensor_and_stays_in_place():
     key, first = torch.zeros(4), torch.arange(6)
-    metadata_convert.remember(key, first, 2)
-    assert metadata_convert.recall(key, 2) is first
-    assert metadata_convert.recall(key, 3) is None
-    metadata_convert.remember(key, torch.arange(6) + 1, 2)
-    assert metadata_convert.recall(key, 2) is first
+    metadata_convert.store(key, first, 2)
+    assert metadata_convert.lookup(key, 2) is first
+    assert metadata_convert.lookup(key, 3) is None
+    metadata_convert.store(key, torch.arange(6) + 1, 2)
+    assert metadata_convert.lookup(key, 2) is first
     assert first.tolist() == [1, 2, 3, 4, 5, 6]
-    assert metadata_convert.recall(torch.zeros(4), 2) is None
+    assert metadata_convert.lookup(torch.zeros(4), 2) is None

@@ -18,8 +18,7 @@ from plan_merges import POINTERS, PlanMerge
 from planted import each_of
 
 from mla_suite import archs
-from mla_suite.archs import combine as native
-from mla_suite.archs.sm_90.combine import FoldCombineConfig, of_states
+from mla_suite.archs.sm_90 import combine
 from mla_suite.archs.sm_90.costs import NODE_SPLITS
 from mla_suite.build.params import load
 from mla_suite.testing import poison
@@ -30,13 +29,13 @@ ROWS = {"few": 1, "many": 100_000}
 
 
 def config_of(rows):
-    return FoldCombineConfig(native.invariant(archs.get("sm_90"), 512, ROWS[rows]))
+    return combine.config_for(archs.get("sm_90"), 512, torch.bfloat16, ROWS[rows], 1, 2, True, False, folds=True)
 
 
 def compiled(folder: Path, rows: str, *first: Path) -> Path:
     config = config_of(rows)
     constants = {"HOST_BLOCK_THREADS": config.threads, "MLA_SUITE_KERNEL": "fold_combine"}
-    constants |= {"COMBINE": '"sm_90/combine/fold_combine.cu"', **config.merge.constants}
+    constants |= {"COMBINE": '"sm_90/combine/fold_combine.cu"', **config.constants}
     return compiled_program("combine/combine.cpp", folder / f"combine-{rows}", constants, *first, HOST / "combine")
 
 
@@ -50,7 +49,7 @@ def run_and_check(program, rows, merge, states=None):
     launch = merge.prepared(config)
     partial_out, partial_lse = merge.partial_out, merge.partial_lse
     if states is not None:
-        launch = of_states(launch, merge.heads * merge.q_len)
+        launch = combine.of_states(launch, merge.heads * merge.q_len)
         partial_out, partial_lse = states
     fields = load("combine")
     params = fields.pack(**{**launch.numbers, **dict.fromkeys(POINTERS, 0)})

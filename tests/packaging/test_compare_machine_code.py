@@ -8,6 +8,8 @@ from pathlib import Path
 import compare_machine_code
 import pytest
 
+from mla_suite.build import BuildError
+
 
 def elf(code: bytes, name: str = ".text.kernel", registers: int = 32, other: bytes = b"/a/path") -> bytes:
     """An ELF file with one code section, one section of debug information, and a table of names."""
@@ -64,5 +66,5 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
     full = folder(tmp_path / "full", decode=b"no object")
     with pytest.raises(SystemExit):
         compare_machine_code.main([str(empty), full])
-    with pytest.raises(compare_machine_code.NotAnObject, match="not a 64-bit"):
+    with pytest.raises(BuildError, match="not a 64-bit"):
         compare_machine_code.main([full, full])

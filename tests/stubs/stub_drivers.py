@@ -16,7 +16,7 @@ import pytest
 from mla_suite.build import emulator_library
 from mla_suite.core import dispatch, register
 from mla_suite.core.op import Op
-from mla_suite.launch import launcher
+from mla_suite.launch import hip, launcher
 from mla_suite.launch.driver import TorchDevice
 
 HERE = Path(__file__).parent
@@ -59,7 +59,8 @@ class Stub:
     """One loaded stub library."""
 
     def __init__(self, path: Path) -> None:
-        self.library = ctypes.CDLL(str(path))
+        opened = hip.open_library if path.name.startswith("libamdhip64") else ctypes.CDLL
+        self.library = opened(str(path))
         self.library.stub_log.restype = ctypes.c_char_p
 
     def reset(self, params_bytes: int) -> None:

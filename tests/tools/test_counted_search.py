@@ -106,10 +106,10 @@ def test_every_published_shape_has_a_row(name: str) -> None:
     arch = archs.get(name)
     for case in sets.named("aiter-3468"):
         problem = counted_search.problem_of(case)
-        facts = combine_search.facts(problem, arch)
+        facts = combine_search.key(problem, arch)
         match = tuning.find(combine_config.FORMAT, name, facts)
         assert match is not None
-        assert match.moved == (), case.id
+        assert match.differing == (), case.id
         assert match.row.provenance["kind"] == "counted"
         named = combine_config.config_of_row(arch, match.row.values)
         assert manifest.is_built(name, named.instance), f"{named.instance}: run `python -m mla_suite build`"

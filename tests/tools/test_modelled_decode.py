@@ -8,23 +8,19 @@ from modelled_decode import Problem, modelled
 
 from mla_suite import archs
 from mla_suite.bench.inputs import Call
-from mla_suite.core import dispatch, register
+from mla_suite.core import register
 from mla_suite.emulator import timing
 from mla_suite.launch import emulate
 
 
 def whole(arch: str, problem: Problem, num_splits: int) -> float:
     """The modelled microseconds of the problem with every sequence emulated."""
-    record, op = archs.get(arch), register.get("decode")
+    op = register.get("decode")
     with emulate(arch):
-        call = problem.call(record, [problem.keys] * problem.batch)
-        choice = dispatch.choose("decode", op.backends, op.problem(*call.args, **call.kwargs), record, "cpu")
-
-        def run(outputs, call):
-            choice.backend.run(choice.supported.config, outputs, op.Args(*call.args, **call.kwargs))
-
+        call = problem.call(archs.get(arch), [problem.keys] * problem.batch)
+        choice = op.choose(op.Args(*call.args, **call.kwargs))
         call = Call(call.args, call.kwargs | {"num_splits": num_splits})
-        reports, _ = extrapolation.launches(op, run, call, time=True)
+        reports, _ = extrapolation.launches(op, choice, call, time=True)
     return timing.total([report.modelled for report in reports]).us
 
 

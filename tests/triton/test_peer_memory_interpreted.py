@@ -30,7 +30,7 @@ def on_shared_ranks(world, function):
     peers = torch.tensor([buffer.data_ptr() for buffer in shared])
     fork = multiprocessing.get_context("fork")
     ranks = [
-        fork.Process(target=_rank, args=(function, PeerMemory(peers, r, CAPACITY, 1 << 20, PROGRAMS)))
+        fork.Process(target=_rank, args=(function, PeerMemory(peers, r, CAPACITY, 1 << 20, PROGRAMS, peer_triton)))
         for r in range(world)
     ]
     for process in ranks:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from mla_suite.build.manifest import KernelEntry
+from mla_suite.build.report import elf_sections
 
 Read = Callable[[int, int], bytes | None]
 """(GPU address, bytes) -> the bytes, or None where they do not lie in GPU memory."""
@@ -18,6 +19,7 @@ Read = Callable[[int, int], bytes | None]
 DESCRIPTOR_BYTES = 64
 _HEAD_BYTES = 64
 _PT_LOAD, _WRITABLE = 1, 2
+_DYNAMIC_SYMBOLS = 11  # SHT_DYNSYM
 
 
 class ForeignKernel(Exception):
@@ -40,12 +42,10 @@ class Image:
 
     @classmethod
     def of(cls, entry: KernelEntry) -> Image:
-        """The image of a manifest's kernel. ValueError when the object is no ELF file with that kernel."""
+        """The image of a manifest's kernel. An error says that the object is no ELF file with that kernel."""
         data = entry.read_object()
-        if data[:6] != b"\x7fELF\x02\x01":
-            raise ValueError(f"{entry.object} is no 64-bit little-endian ELF file")
-        loads = [load for load in _program_headers(data) if load[0] == _PT_LOAD]
         symbols = _symbols(data)
+        loads = [load for load in _program_headers(data) if load[0] == _PT_LOAD]
         if entry.symbol not in symbols or f"{entry.symbol}.kd" not in symbols:
             raise ValueError(f"{entry.object} has no kernel {entry.symbol}")
 
@@ -147,17 +147,11 @@ def _program_headers(data: bytes) -> list[tuple[int, int, int, int, int]]:
 
 def _symbols(data: bytes) -> dict[str, tuple[int, int]]:
     """Address and size by name, of the dynamic symbol table, which no tool strips."""
-    dynamic_symbols = 11
-    (offset,) = struct.unpack_from("<Q", data, 40)
-    size, count = struct.unpack_from("<HH", data, 58)
-    sections = [struct.unpack_from("<IIQQQQIIQQ", data, offset + i * size) for i in range(count)]
+    sections = elf_sections(data)
     found = {}
-    for section in sections:
-        if section[1] != dynamic_symbols:
-            continue
-        strings = sections[section[6]][4]
-        for at in range(section[4], section[4] + section[5], 24):
-            name, _, _, _, address, length = struct.unpack_from("<IBBHQQ", data, at)
-            end = data.index(b"\0", strings + name)
-            found[data[strings + name : end].decode()] = (address, length)
+    for table in sections:
+        if table.type == _DYNAMIC_SYMBOLS:
+            strings = sections[table.link].body
+            for name, _, _, _, address, size in struct.iter_unpack("<IBBHQQ", table.body):
+                found[strings[name : strings.index(b"\0", name)].decode()] = (address, size)
     return found

@@ -13,11 +13,10 @@ Handle = int
 
 
 class HipRuntime:
-    """libamdhip64 through ctypes. Handles and GPU addresses are integers; an error is a DriverError in HIP's words."""
+    """libamdhip64 as `hip.open_library` opens it. Handles and addresses are integers; errors are DriverErrors."""
 
     def __init__(self, library: c.CDLL) -> None:
         self._library = library
-        library.hipGetErrorName.restype = library.hipGetErrorString.restype = c.c_char_p
 
     def call(self, function: str, *arguments: object) -> None:
         code = getattr(self._library, function)(*arguments)

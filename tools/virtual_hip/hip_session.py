@@ -10,7 +10,8 @@ import threading
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from mla_suite.archs import ArchSpec
 from mla_suite.build import params as param_structs
@@ -22,9 +23,6 @@ from mla_suite.launch.driver import Buffer, Grid, Kernel, LaunchError, Start, To
 from mla_suite.launch.hip import HipDriver, open_library
 from virtual_hip.hip_runtime import Handle, HipRuntime
 from virtual_hip.virtual_gpu import Expectation, VirtualGpu
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Mirror:

@@ -40,12 +40,7 @@ NARROW_ROWS = (16, 32, 64, 128)
 """Tiles of query rows that NARROW rows of bf16 have instances for."""
 STAGES = {512: 3, 256: 5, 128: 8}
 """Stages of keys that the waves share where the cache has 16 bits, by head_dim_v."""
-ELEMENTS = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float8_e4m3fnuz: "fp8",
-    torch.float8_e4m3fn: "fp8",
-}
+ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fnuz: "fp8", torch.float8_e4m3fn: "fp8"}
 MAX_BF16_P_ROWS = 96
 """Rows of a tile up to which fp8 queries keep softmax weights in bf16."""
 FP8_KV_FORMATS = {"fnuz": "fp8_fnuz", "ocp": "fp8"}  # by the arch's flavour
@@ -184,11 +179,8 @@ class CdnaConfig:
         launch = LaunchSpec(self.instance, grid, self.threads, 0, False, "decode", numbers, pointers)
         merge = None
         if slots:
-            partials = -(-slots // shape.batch)
-            uniform = not (shape.plan_words or shape.ragged)
-            chosen = combine.config_for(
-                self.arch, args.head_dim_v, out.dtype, shape.rows, shape.batch, partials, splits.size > 0, uniform
-            )
+            how = splits.size > 0, not (shape.plan_words or shape.ragged)
+            chosen = combine.config_for(self.arch, args.head_dim_v, *shape.partials(slots), *how)
             merge = combined(chosen, args, shape, results, (LseLayout.contiguous(shape.heads), False), splits.partials)
         note = splits.note(shape, "sequence")
         return call_of(launch, merge, shape, slots, args.head_dim_v, copies, temporaries, (note,))

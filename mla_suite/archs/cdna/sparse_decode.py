@@ -131,10 +131,7 @@ class CdnaSparseConfig:
         launch = LaunchSpec(self.instance, grid, self.threads, 0, False, "sparse_decode", numbers, pointers)
         merge = None
         if slots:
-            partials, fixed = -(-slots // shape.batch), args.split_size > 0
-            chosen = combine.config_for(
-                self.arch, args.head_dim_v, out.dtype, shape.heads, shape.batch, partials, fixed
-            )
+            chosen = combine.config_for(self.arch, args.head_dim_v, *shape.partials(slots), splits.size > 0)
             wanted = LseLayout.contiguous(shape.heads), False
             merge = combined(chosen, args, shape, shape.out, wanted, splits.partials)
         notes = [splits.note(shape, "query token"), *query_notes]

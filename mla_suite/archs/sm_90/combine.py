@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
 from mla_suite.archs import ArchSpec, combine
-from mla_suite.archs.combine import CombineConfig
+from mla_suite.archs.combine import CombineConfig, CombineKernel
+from mla_suite.build.instances import instance_id
 from mla_suite.launch.spec import LaunchSpec
 
 PLANNED_GROUPS = 4  # workgroups for each compute unit, that walk the splits of a plan
@@ -20,11 +22,11 @@ MAX_STREAMED_SPLITS = 128  # splits of a sequence: each has a lane that keeps it
 
 
 @dataclass(frozen=True)
-class ResidentCombineConfig:
+class ResidentCombineConfig(CombineKernel):
     """The one instance of csrc/sm_90/combine/resident_combine.hpp, for rows that can be read and written 16 bytes at a
     time.
 
-    Its workgroups walk what the plan split. Each takes a compute unit, so they share no way to memory. Where decode
+    Its workgroups go through the sequences that the plan split, one workgroup per compute unit. Where decode
     `merges` rows itself there are fewer, because those that find nothing to do are then gone before decode ends.
     """
 
@@ -39,10 +41,6 @@ class ResidentCombineConfig:
     def instance(self) -> str:
         return f"resident_combine_dv-{self.head_dim_v}_waves-{self.waves}"
 
-    @property
-    def threads(self) -> int:
-        return self.waves * self.arch.wavefront
-
     def grid(self, rows: int) -> int:
         """Workgroups for `rows` rows over the whole batch, were all of them split."""
         units = self.arch.compute_units
@@ -50,10 +48,10 @@ class ResidentCombineConfig:
 
 
 @dataclass(frozen=True)
-class PersistentCombineConfig:
+class PersistentCombineConfig(CombineKernel):
     """The one instance of csrc/common/persistent_combine.hpp, for rows that can be read and written 16 bytes at a time.
 
-    Its workgroups stay and walk what the plan split, so that there are few of them however many rows there are.
+    Its workgroups stay and go through the sequences that the plan split: few workgroups, however many rows.
     """
 
     arch: ArchSpec = field(repr=False)
@@ -67,17 +65,13 @@ class PersistentCombineConfig:
     def instance(self) -> str:
         return f"persistent_combine_dv-{self.head_dim_v}_waves-{self.waves}_slices-{self.slices}_resident-{RESIDENT}"
 
-    @property
-    def threads(self) -> int:
-        return self.waves * self.arch.wavefront
-
     def grid(self, rows: int) -> int:
         """Workgroups for `rows` rows over the whole batch, were all of them split."""
         return min(rows * self.slices, PLANNED_GROUPS * self.arch.compute_units)
 
 
 @dataclass(frozen=True)
-class StreamingCombineConfig:
+class StreamingCombineConfig(CombineKernel):
     """An instance of csrc/sm_90/combine/streaming_combine.cu, for rows read and written 16 bytes at a time.
 
     It merges partials word by word while decode stores them; `slices` workgroups share the columns of a row, of which
@@ -97,51 +91,23 @@ class StreamingCombineConfig:
         return f"streaming_combine_dv-{self.head_dim_v}_waves-{self.waves}_slices-{self.slices}_runs-{self.runs}"
 
     @property
-    def threads(self) -> int:
-        return self.waves * self.arch.wavefront
-
-    @property
     def resident(self) -> int:
         """Workgroups that a compute unit has room for."""
         return 4 * self.arch.simds // self.waves
 
     def grid(self, rows: int) -> int:
-        """Workgroups for `rows` rows over the whole batch."""
         return rows * self.slices
 
 
-@dataclass(frozen=True)
-class FoldCombineConfig:
+class FoldCombineConfig(CombineConfig):
     """An instance of csrc/sm_90/combine/fold_combine.hpp, for rows read and written 16 bytes at a time.
 
-    It merges as `merge` does in batch-invariant mode, but for partials that it folds to nodes first.
+    It merges as CombineConfig's instance does in batch-invariant mode, but for partials that it folds to nodes first.
     """
 
-    merge: CombineConfig
-
-    @property
-    def arch(self) -> ArchSpec:
-        return self.merge.arch
-
-    @property
-    def head_dim_v(self) -> int:
-        return self.merge.head_dim_v
-
-    @property
-    def vec(self) -> int:
-        return self.merge.vec
-
-    @property
+    @cached_property
     def instance(self) -> str:
-        return f"fold_{self.merge.instance}"
-
-    @property
-    def threads(self) -> int:
-        return self.merge.threads
-
-    def grid(self, rows: int) -> int:
-        """Workgroups for `rows` rows over the whole batch."""
-        return self.merge.grid(rows)
+        return f"fold_{instance_id('combine', self.constants)}"
 
 
 def fold_instances(arch: ArchSpec, head_dim_v: int) -> tuple[str, ...]:
@@ -212,12 +178,13 @@ def config_for(
     planned: bool,
     merges: bool = False,
     folds: bool = False,
-) -> CombineConfig | ResidentCombineConfig | PersistentCombineConfig | FoldCombineConfig:
+) -> CombineKernel:
     """The kernel that combines `splits` per sequence of `rows` rows, or those of a plan; `fixed` asks for the one that
     does not depend on the batch, and folds partials to nodes if `folds`; `merges` says that a decode with a plan merges
     some rows itself."""
     if fixed and folds:
-        return FoldCombineConfig(combine.invariant(arch, head_dim_v, rows * batch))
+        merge = combine.invariant(arch, head_dim_v, rows * batch)
+        return FoldCombineConfig(arch, head_dim_v, merge.rows, merge.vec, merge.waves, merge.slices)
     if planned and not fixed:
         chosen = for_plan(arch, head_dim_v, rows, batch, merges)
         if chosen is not None:

@@ -91,9 +91,9 @@ def _element(kv_format: str) -> str:
     return ELEMENTS.get(encoding, encoding)
 
 
-def holds_in_bf16(kind: KVFormat, descaled: bool) -> bool:
+def holds_in_bf16(fmt: KVFormat, descaled: bool) -> bool:
     """Whether bf16 holds every value of a cache: codes times a scale of few bits, or bf16."""
-    encodings = kind.encodings
+    encodings = fmt.encodings
     return not (descaled or "fp16" in encodings or "fp32" in encodings)
 
 
@@ -101,25 +101,25 @@ _POINTERS = inputs(ConvertKvArgs)
 
 
 def _width(args: ConvertKvArgs) -> int:
-    kind = get_kv_format(args.source_format)
-    return args.source.shape[-1] if kind.dense else kind.head_dim
+    fmt = get_kv_format(args.source_format)
+    return args.source.shape[-1] if fmt.dense else fmt.head_dim
 
 
 @lru_cache(maxsize=1024)
 def _place(kv_format: str, width: int, page: int) -> dict[str, int | float]:
     """What a KvPlace has of a kv_format and a page size."""
-    kind = get_kv_format(kv_format)
-    kind = kind.sized(width, 0) if kind.seamless else kind
-    rule, scale = kind.scale_rule, kind.by_name.get("scale")
-    found: dict[str, int | float] = dict(page=page, **divisor("page", page), latent_units=kind.latent // UNIT)
+    fmt = get_kv_format(kv_format)
+    fmt = fmt.sized(width, 0) if fmt.seamless else fmt
+    rule, scale = fmt.scale_rule, fmt.by_name.get("scale")
+    found: dict[str, int | float] = dict(page=page, **divisor("page", page), latent_units=fmt.latent // UNIT)
     for name in ("latent", "rope", "scale"):
-        own = kind.by_name.get(name)
+        own = fmt.by_name.get(name)
         found[f"{name}_base"] = 0 if own is None else own.start(0, page)
         found[f"{name}_stride"] = 0 if own is None else own.stride
     found["scale_bytes"] = 0 if scale is None else scale.bytes // scale.count
     found["scale_words"] = 0 if scale is None else -(-scale.bytes // 4)
     found["scale_shift"] = 0 if rule is None else (rule.tile // UNIT).bit_length() - 1
-    found["pad"] = int("pad" in kind.by_name)
+    found["pad"] = int("pad" in fmt.by_name)
     found["reciprocal"] = 1.0 if rule is None else 1.0 / rule.divisor
     found["divisor"] = 1.0 if rule is None else rule.divisor
     found["smallest"] = 0.0 if rule is None else rule.smallest

@@ -82,7 +82,7 @@ CTA_COSTS = {
 """kv_load, with the most query rows of a CTA where keys are the first operand -> its times. Others take those of 'tma'.
 Fitted to an H200's ('tma') and an H100's, which the sums meet within 4 to 7 % on average."""
 _LEAST_COMBINE = FITTED.combine - max(FITTED.streaming_gain, FITTED.exchange_streaming_gain - FITTED.cluster_exchange)
-"""More than two splits take no less to combine, but for cluster_mode reduce_o, which saves a share of decode's time."""
+"""The least time to combine more than two splits, save with cluster_mode reduce_o, which shortens decode."""
 _LEAST_REDUCE = FITTED.combine + FITTED.cluster_reduce
 SCALED_STAGES = 24
 NODE_SPLITS = 16  # splits of a node, which a CTA may fold (csrc/common/split_fold.hpp)

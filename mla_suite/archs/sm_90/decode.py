@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ from mla_suite.archs.attention import (
     decode_pointers,
     decode_shape,
 )
-from mla_suite.archs.combine import OUTPUTS, AnyCombineConfig
+from mla_suite.archs.combine import OUTPUTS
 from mla_suite.archs.sm_90 import combine, decode_splits, tensor_maps
 from mla_suite.archs.sm_90.costs import NODE_SPLITS
 from mla_suite.archs.sm_90.kv_loads import KV_LOADS, KvLoad
@@ -188,13 +189,13 @@ class Sm90Config:
         return f"masked_{name}_masked-1" if self.masked else name
 
     @cached_property
-    def costs_as(self) -> str:
+    def cost_model_key(self) -> str:
         """The kv_load whose times the cost model has."""
-        return self.load.costs_as[self.width]
+        return self.load.cost_model_key[self.width]
 
     @cached_property
     def clustered(self) -> dict[str, Sm90Config]:
-        """The instance with each cluster mode. One without clusters may give way to another."""
+        """The instance with each cluster mode. Another kernel may replace one without clusters."""
         point, own = (self.arch, self.dtype, self.width), self.load.modes(self.width, self.dtype, self.masked)
         other = self.load.clusters_of or self.kv_load
         modes = KV_LOADS[other].modes(self.width, self.dtype, self.masked)
@@ -242,19 +243,9 @@ class Sm90Config:
 
 
 @lru_cache(maxsize=256)
-def _config(
-    arch: ArchSpec,
-    dtype: str,
-    width: int,
-    kv_load: str,
-    cluster_mode: str,
-    q_rows: int,
-    masked: bool,
-    scaled: bool = False,
-    folds: bool = False,
-) -> Sm90Config:
+def _config(*point: Any) -> Sm90Config:
     """A configuration, which takes 15 us to prove itself legal: calls share those that there are."""
-    return Sm90Config(arch, dtype, width, kv_load, cluster_mode, q_rows, masked, scaled, folds)
+    return Sm90Config(*point)
 
 
 def config_for(problem: Problem, arch: ArchSpec) -> Sm90Config:
@@ -371,7 +362,7 @@ def _spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArg
     partials, states = slots, config.folds and shape.plan_words > 0
     if config.folds:  # behind the partials each CTA has rows to fold in
         partials += -(-groups * tiles * BLOCK_M // shape.rows)
-        numbers |= dict(fold_size=decode_splits.whole_blocks(args.split_size), fold_slot=slots)
+        numbers |= dict(fold_size=decode_splits.round_up_to_block_n(args.split_size), fold_slot=slots)
     pointers = decode_pointers(args, partials > 0)
     in_table, in_list = pointers.pop("block_table"), pointers.pop("kv_indices")
     pointers["page_ids"] = in_list if in_table is None else in_table
@@ -382,18 +373,8 @@ def _spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArg
     merge = None
     if slots:
         merges = config.cluster_mode == "reduce_last"
-        chosen: AnyCombineConfig = streaming or combine.config_for(
-            config.arch,
-            args.head_dim_v,
-            out.dtype,
-            shape.rows,
-            shape.batch,
-            -(-slots // shape.batch),
-            splits.size > 0,
-            shape.plan_words > 0,
-            merges,
-            config.may_fold and (states or not config.folds),
-        )
+        how = splits.size > 0, shape.plan_words > 0, merges, config.may_fold and (states or not config.folds)
+        chosen = streaming or combine.config_for(config.arch, args.head_dim_v, *shape.partials(slots), *how)
         # A plan says itself how many partials a sequence has; which of them decode merges depends on `groups`.
         merge = combined(chosen, args, shape, results, wanted_lse, groups if merges else splits.partials, merges)
         if streaming is not None:

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from mla_suite.archs.sm_90.decode import Sm90Config
 
 
-def whole_blocks(split_size: int) -> int:
+def round_up_to_block_n(split_size: int) -> int:
     """A split of the batch-invariant mode in whole stages: a copy may not reach into the next page."""
     return -(-split_size // BLOCK_N) * BLOCK_N
 
 
 def split_count(config: Sm90Config, shape: Shape) -> int:
     """Splits per sequence where arguments say nothing: those of the least estimated time."""
-    return best_splits(config.arch, config.costs_as, shape.batch, shape.rows, -(-shape.keys // BLOCK_N))
+    return best_splits(config.arch, config.cost_model_key, shape.batch, shape.rows, -(-shape.keys // BLOCK_N))
 
 
 def scaled_for(config: Sm90Config, shape: Shape, splits: Splits) -> Sm90Config:
@@ -59,7 +59,7 @@ def split(
         if chosen is config and may_pair_parts(config, args, groups) and pairing_pays(*sizes, config.kv_load == "fp8"):
             chosen = config.clustered["reduce_last"]
         return chosen, splits, None
-    size = whole_blocks(args.split_size)
+    size = round_up_to_block_n(args.split_size)
     by_size = int(splits_of(shape.keys, size, args.attn_sink is not None)) if size else 0
     count = args.num_splits or by_size or split_count(config, shape)
     if size:
@@ -67,7 +67,7 @@ def split(
         splits = Splits(nodes, nodes, size * NODE_SPLITS) if nodes else Splits(count, count, size)
         chosen = unmerged(config, shape, splits)
         return config.folding[chosen.cluster_mode] if nodes else chosen, splits, None
-    estimate = Estimate(config.arch, config.costs_as, shape.batch, shape.rows, -(-shape.keys // BLOCK_N))
+    estimate = Estimate(config.arch, config.cost_model_key, shape.batch, shape.rows, -(-shape.keys // BLOCK_N))
     mode = estimate.cluster_mode(count)
     partials, runs = (count, 2) if mode == "none" else (count // 2, 4)
     streaming = None
@@ -86,10 +86,10 @@ def folded(config: Sm90Config, args: DecodeArgs, shape: Shape) -> int:
 
     Results have the same bits either way (csrc/common/split_fold.hpp), so what is estimated may decide.
     """
-    size, may_have_sink = whole_blocks(args.split_size), args.attn_sink is not None
+    size, may_have_sink = round_up_to_block_n(args.split_size), args.attn_sink is not None
     splits = int(splits_of(shape.keys, size, may_have_sink))
     nodes = int(splits_of(shape.keys, size * NODE_SPLITS, may_have_sink))
-    estimate = Estimate(config.arch, config.costs_as, shape.batch, shape.rows, -(-shape.keys // BLOCK_N))
+    estimate = Estimate(config.arch, config.cost_model_key, shape.batch, shape.rows, -(-shape.keys // BLOCK_N))
     return nodes if config.folding and estimate.folding_pays(splits, nodes) else 0
 
 
@@ -120,7 +120,7 @@ def unmerged(config: Sm90Config, shape: Shape, splits: Splits) -> Sm90Config:
 def may_pair_parts(config: Sm90Config, args: DecodeArgs, groups: int) -> bool:
     """Whether clusters may walk a plan's SM parts in pairs.
 
-    Batch-invariant splits are all combined by one kernel, and what gives way to another kernel for its clusters loses
+    Batch-invariant splits are all combined by one kernel, and a kernel that another replaces for its clusters loses
     more by that than they gain.
     """
     return "reduce_last" in config.clustered and not config.load.clusters_of and groups % 2 == 0 and not args.split_size
@@ -139,5 +139,5 @@ def needs_no_plan(config: Sm90Config, args: DecodeArgs, out: torch.Tensor) -> bo
     shape = decode_shape(args, out)
     if shape.batch == 1:
         return True
-    estimate = Estimate(config.arch, config.costs_as, shape.batch, shape.rows, -(-shape.keys // BLOCK_N))
+    estimate = Estimate(config.arch, config.cost_model_key, shape.batch, shape.rows, -(-shape.keys // BLOCK_N))
     return estimate.plan_saves_little(split_count(config, shape))

@@ -14,18 +14,18 @@ CLUSTER_MODES = (*_TO_REDUCE, "exchange_p", "share_kv")
 
 @dataclass(frozen=True)
 class KvLoad:
-    """One way in which keys come, and the instances that have it.
+    """One path by which keys are loaded, and the instances that have it.
 
     dtypes         types of queries
     cluster_modes  width of a cached row -> its cluster modes (`modes`)
     unmasked       those of them without windows and trees
     unpaired       types of queries without 'reduce_last', which would spill registers
     stages         (width, most query rows of a CTA) -> stages of its ring of keys; with 'exchange_p' EXCHANGE_STAGES
-    costs_as       width -> the kv_load whose times the cost model has (`Estimate`)
+    cost_model_key width -> the kv_load whose times the cost model has (`Estimate`)
     by_box         the copy engine brings keys, 32 of one page at a time
     rotates        keys are un-rotated in the cache: 'rotated' in REGISTER_STEPS, and ROTATED_KEY_BYTES
     narrow         types of queries for rows of NARROW widths
-    clusters_of    the kv_load whose instances it gives way to where a cluster is wanted
+    clusters_of    the kv_load whose instances run instead where a cluster is wanted
     instance       its name, from the members of Sm90Config
     threads        of a CTA: four warpgroups of which one loads keys, one computes P and two hold the result; or three
                    of which one loads keys and two compute P and the result
@@ -34,7 +34,7 @@ class KvLoad:
     dtypes: tuple[str, ...]
     cluster_modes: Mapping[int, tuple[str, ...]]
     stages: Mapping[tuple[int, int], int]
-    costs_as: Mapping[int, str]
+    cost_model_key: Mapping[int, str]
     unmasked: tuple[str, ...] = ()
     unpaired: tuple[str, ...] = ()
     clusters_of: str = ""
@@ -58,7 +58,7 @@ KV_LOADS = {
         dtypes=("bf16", "fp16"),
         cluster_modes=dict.fromkeys(WIDTHS, CLUSTER_MODES) | dict.fromkeys(NARROW, ("none",)),
         stages={(576, BLOCK_M): 5, (512, BLOCK_M): 5} | _NARROW_STAGES,
-        costs_as={576: "tma", 512: "tma"} | _NARROW_COSTS,
+        cost_model_key={576: "tma", 512: "tma"} | _NARROW_COSTS,
         narrow=("bf16",),
         by_box=True,
     ),
@@ -66,7 +66,7 @@ KV_LOADS = {
         dtypes=("bf16", "fp16"),
         cluster_modes=dict.fromkeys(WIDTHS, ("none",)),
         stages={(576, BLOCK_M): 5, (512, BLOCK_M): 5} | _NARROW_STAGES,
-        costs_as=dict.fromkeys(WIDTHS, "cp_async"),
+        cost_model_key=dict.fromkeys(WIDTHS, "cp_async"),
         narrow=("bf16",),
     ),
     "fp8": KvLoad(  # beside five stages of 512 values there is no room for what a cluster needs
@@ -75,21 +75,21 @@ KV_LOADS = {
         unmasked=("reduce_last",),
         unpaired=("fp8",),
         stages={(576, BLOCK_M): 4, (512, BLOCK_M): 5} | {(width, BLOCK_M): 5 for width in NARROW},
-        costs_as={576: "fp8", 512: "cp_async"} | _NARROW_COSTS,
+        cost_model_key={576: "fp8", 512: "cp_async"} | _NARROW_COSTS,
         narrow=("bf16", "fp8"),
     ),
     "fp8_scores": KvLoad(
         dtypes=("fp8",),
         cluster_modes={576: _TO_REDUCE},
         stages={(576, BLOCK_M): 4},
-        costs_as={576: "fp8_scores"},
+        cost_model_key={576: "fp8_scores"},
         by_box=True,
     ),
     "swap_ab": KvLoad(
         dtypes=("bf16", "fp16", "fp8"),
         cluster_modes={576: ("none",)},
         stages={(576, 16): 11, (576, 32): 9},
-        costs_as={576: "swap_ab"},
+        cost_model_key={576: "swap_ab"},
         clusters_of="fp8",
         instance="swap_ab_decode_dtype-{dtype}_qrows-{q_rows}",
         threads=384,
@@ -98,7 +98,7 @@ KV_LOADS = {
         dtypes=("bf16", "fp16"),
         cluster_modes={576: _TO_REDUCE},
         stages={(576, BLOCK_M): 4},
-        costs_as={576: "tma_rotated"},
+        cost_model_key={576: "tma_rotated"},
         instance=_ROTATED.format("tma"),
         by_box=True,
         rotates=True,
@@ -107,7 +107,7 @@ KV_LOADS = {
         dtypes=("bf16", "fp16"),
         cluster_modes={576: ("none",)},
         stages={(576, BLOCK_M): 4},
-        costs_as={576: "cp_async"},
+        cost_model_key={576: "cp_async"},
         instance=_ROTATED.format("cp_async"),
         rotates=True,
     ),

@@ -259,11 +259,11 @@ def _for_splits(config: Sm90SparseConfig, args: SparseDecodeArgs, shape: Shape, 
 @lru_cache(maxsize=256)
 def _interleaved_pools(kv_formats: tuple[str, ...]) -> int:
     """A bit for each pool of V4.1's records that has each token's scales behind it."""
-    kinds = [get_kv_format(kv_format) for kv_format in kv_formats]
-    of_v41 = [RECORDS.get((kind.name, 512), "").startswith("v41") for kind in kinds]
+    formats = [get_kv_format(kv_format) for kv_format in kv_formats]
+    of_v41 = [RECORDS.get((fmt.name, 512), "").startswith("v41") for fmt in formats]
     return sum(
-        (v41 and kind.by_name["scale"].per_block == 0) << i
-        for i, (v41, kind) in enumerate(zip(of_v41, kinds, strict=True))
+        (v41 and fmt.by_name["scale"].per_block == 0) << i
+        for i, (v41, fmt) in enumerate(zip(of_v41, formats, strict=True))
     )
 
 
@@ -295,16 +295,8 @@ def _spec(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: Spa
     )
     merge = None
     if slots:
-        chosen = combine.config_for(
-            config.arch,
-            args.head_dim_v,
-            shape.out.dtype,
-            shape.heads,
-            shape.batch,
-            -(-slots // shape.batch),
-            args.split_size > 0,
-            shape.plan_words > 0,
-        )
+        how = splits.size > 0, shape.plan_words > 0
+        chosen = combine.config_for(config.arch, args.head_dim_v, *shape.partials(slots), *how)
         merge = combined(chosen, args, shape, shape.out, wanted, splits.partials)
     notes = [splits.note(shape, "query token"), *query_notes]
     if config.swaps:
