@@ -96,11 +96,19 @@ def _absorb(
     while own > COLUMNS and heads * tiles * (latent // own) < PROGRAMS:
         own //= 2
     absorb_triton.absorb_kernel[(heads * (latent // own) + min(tokens, rows), tiles)](
-        *(x, pe, w_uk),
+        x,
+        pe,
+        w_uk,
         None if cos_sin is None else cos_sin.contiguous(),
         None if positions is None else positions.contiguous(),
-        *(out, tokens, heads, 0 if cos_sin is None else cos_sin.shape[0]),
-        *(*x.stride()[:2], *pe.stride()[:2], *w_uk.stride()[:2], *out.stride()[:2]),
+        out,
+        tokens,
+        heads,
+        0 if cos_sin is None else cos_sin.shape[0],
+        *x.stride()[:2],
+        *pe.stride()[:2],
+        *w_uk.stride()[:2],
+        *out.stride()[:2],
         NOPE=nope,
         LATENT=latent,
         ROPE=pe.shape[-1],
@@ -130,7 +138,13 @@ def _head_values(latents: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
         return values
     rows, columns, depth = _rows(tokens), min(128, v), min(64, latent)
     absorb_triton.values_kernel[(heads * (v // columns), -(-tokens // rows))](
-        *(x, w_uv, out, tokens, *x.stride()[:2], *w_uv.stride()[:2], *out.stride()[:2]),
+        x,
+        w_uv,
+        out,
+        tokens,
+        *x.stride()[:2],
+        *w_uv.stride()[:2],
+        *out.stride()[:2],
         LATENT=latent,
         V=v,
         BLOCK_M=rows,

@@ -157,8 +157,17 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         return
     group = 1 if tokens <= SINGLE_TOKENS else GROUP
     append_kv_kernel[(triton.cdiv(tokens, group),)](
-        *(args.kv_c, args.k_pe, kv_cache, args.slot_mapping, args.kv_descale, args.cos_sin, args.positions),
-        *(tokens, pages * page, args.kv_c.stride(0), args.k_pe.stride(0)),
+        args.kv_c,
+        args.k_pe,
+        kv_cache,
+        args.slot_mapping,
+        args.kv_descale,
+        args.cos_sin,
+        args.positions,
+        tokens,
+        pages * page,
+        args.kv_c.stride(0),
+        args.k_pe.stride(0),
         args.cos_sin.stride(0) if args.cos_sin is not None else 0,
         kv_cache.stride(0) * kv_cache.element_size(),
         INTERLEAVED=args.interleaved,

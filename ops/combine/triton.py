@@ -150,10 +150,30 @@ def merge(
     if batch == 0 or rows == 0:
         return
     combine_kernel[(batch * rows,)](
-        *(partial_out, partial_lse, split_indptr, cu_seqlens_q, attn_sink, out, lse),
-        *(num_splits, rows // heads, rows, heads, attn_sink.shape[0] if attn_sink is not None else 1),
-        *(*partial_out.stride()[:2], *partial_lse.stride()[:2], *out.stride()[:2], *lse_numbers(lse, plus_inf_lse)),
-        **dict(D_V=out.shape[2], BLOCK=BLOCK_SPLITS, SKIP_NONE=skip_none, SKIP_SINGLE=skip_single, num_warps=4),
+        partial_out,
+        partial_lse,
+        split_indptr,
+        cu_seqlens_q,
+        attn_sink,
+        out,
+        lse,
+        num_splits,
+        rows // heads,
+        rows,
+        heads,
+        attn_sink.shape[0] if attn_sink is not None else 1,
+        partial_out.stride(0),
+        partial_out.stride(1),
+        partial_lse.stride(0),
+        partial_lse.stride(1),
+        out.stride(0),
+        out.stride(1),
+        *lse_numbers(lse, plus_inf_lse),
+        D_V=out.shape[2],
+        BLOCK=BLOCK_SPLITS,
+        SKIP_NONE=skip_none,
+        SKIP_SINGLE=skip_single,
+        num_warps=4,
     )
 
 

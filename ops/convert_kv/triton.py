@@ -144,7 +144,12 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     alignment = min(caches.alignment(old), caches.alignment(new))
     convert_kv_kernel[(triton.cdiv(tokens, GROUP),)](
         *map(caches.as_bytes, (old, new)),
-        *(args.source_slots, args.destination_slots, args.source_descale, args.destination_descale, tokens, *counts),
+        args.source_slots,
+        args.destination_slots,
+        args.source_descale,
+        args.destination_descale,
+        tokens,
+        *counts,
         *(cache.stride(0) * cache.element_size() for cache in (old, new)),
         **constants(
             args.source_format, args.destination_format, width, (old.shape[1], new.shape[1]), descaled, alignment

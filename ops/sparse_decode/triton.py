@@ -237,19 +237,44 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     tokens = queries.shape[0]
     if tokens == 0 or heads == 0:
         return
-    selections = args.indices, args.indptrs, args.topk_lengths
-    lists = zip(map(caches.as_bytes, args.kv_caches), *selections, args.kv_formats, strict=True)
+    lists = zip(
+        map(caches.as_bytes, args.kv_caches),
+        args.indices,
+        args.indptrs,
+        args.topk_lengths,
+        args.kv_formats,
+        strict=True,
+    )
     pools = tuple(_pool(args.q, *members) for members in lists)
     tiles = triton.cdiv(heads, config.rows)
     splits = args.num_splits or (splits_by_size(args) if args.split_size else _splits(tokens, tiles, args.indices))
     left = partials(args.q.device, tokens * splits, heads, args.head_dim_v) if splits > 1 else None
     sparse_decode_kernel[(tiles * tokens * splits,)](
-        *(queries, pools, args.q_descale, args.kv_descale, args.attn_sink, flat_out, lse, *(left or (None, None))),
-        *(args.softmax_scale, heads, splits, args.split_size if splits > 1 else 0),
-        *(*queries.stride()[:2], *flat_out.stride()[:2], *lse_numbers(lse, args.plus_inf_lse)),
-        **dict(POOLS=len(pools), VALUES=args.head_dim_v, REST=head_dim - args.head_dim_v),
-        **dict(BLOCK_M=config.rows, BLOCK_N=config.keys, DOT=DOT_TYPES.get(args.q.dtype, tl.bfloat16)),
-        **dict(num_warps=config.warps, num_stages=config.stages),
+        queries,
+        pools,
+        args.q_descale,
+        args.kv_descale,
+        args.attn_sink,
+        flat_out,
+        lse,
+        *(left or (None, None)),
+        args.softmax_scale,
+        heads,
+        splits,
+        args.split_size if splits > 1 else 0,
+        queries.stride(0),
+        queries.stride(1),
+        flat_out.stride(0),
+        flat_out.stride(1),
+        *lse_numbers(lse, args.plus_inf_lse),
+        POOLS=len(pools),
+        VALUES=args.head_dim_v,
+        REST=head_dim - args.head_dim_v,
+        BLOCK_M=config.rows,
+        BLOCK_N=config.keys,
+        DOT=DOT_TYPES.get(args.q.dtype, tl.bfloat16),
+        num_warps=config.warps,
+        num_stages=config.stages,
     )
     finish(args, outputs, flat_out, left, batch=tokens, num_splits=splits)
 
