@@ -27,6 +27,11 @@ def split_count(config: Sm90Config, shape: Shape) -> int:
     return best_splits(config.arch, config.cost_model_key, shape.batch, shape.rows, -(-shape.keys // BLOCK_N))
 
 
+def estimate_of(config: Sm90Config, shape: Shape) -> Estimate:
+    """What a call is estimated to take, by its split count."""
+    return Estimate(config.arch, config.cost_model_key, shape.batch, shape.rows, -(-shape.keys // BLOCK_N))
+
+
 def scaled_for(config: Sm90Config, shape: Shape, splits: Splits) -> Sm90Config:
     """The instance that scales queries where work tiles are long; in batch-invariant mode by split_size alone."""
     stages = -(-shape.keys // BLOCK_N)
@@ -67,7 +72,7 @@ def split(
         splits = Splits(nodes, nodes, size * NODE_SPLITS) if nodes else Splits(count, count, size)
         chosen = unmerged(config, shape, splits)
         return config.folding[chosen.cluster_mode] if nodes else chosen, splits, None
-    estimate = Estimate(config.arch, config.cost_model_key, shape.batch, shape.rows, -(-shape.keys // BLOCK_N))
+    estimate = estimate_of(config, shape)
     mode = estimate.cluster_mode(count)
     partials, runs = (count, 2) if mode == "none" else (count // 2, 4)
     streaming = None
@@ -89,7 +94,7 @@ def folded(config: Sm90Config, args: DecodeArgs, shape: Shape) -> int:
     size, may_have_sink = round_up_to_block_n(args.split_size), args.attn_sink is not None
     splits = int(splits_of(shape.keys, size, may_have_sink))
     nodes = int(splits_of(shape.keys, size * NODE_SPLITS, may_have_sink))
-    estimate = Estimate(config.arch, config.cost_model_key, shape.batch, shape.rows, -(-shape.keys // BLOCK_N))
+    estimate = estimate_of(config, shape)
     return nodes if config.folding and estimate.folding_pays(splits, nodes) else 0
 
 
@@ -101,8 +106,7 @@ def joins_splits(config: Sm90Config, args: DecodeArgs, shape: Shape) -> bool:
     """
     if not config.folding or args.split_size == 0 or args.split_size % BLOCK_N != 0:
         return False
-    estimate = Estimate(config.arch, config.costs_as, shape.batch, shape.rows, -(-shape.keys // BLOCK_N))
-    return estimate.joining_pays(-(-shape.keys // args.split_size))
+    return estimate_of(config, shape).joining_pays(-(-shape.keys // args.split_size))
 
 
 def unmerged(config: Sm90Config, shape: Shape, splits: Splits) -> Sm90Config:
@@ -139,5 +143,5 @@ def needs_no_plan(config: Sm90Config, args: DecodeArgs, out: torch.Tensor) -> bo
     shape = decode_shape(args, out)
     if shape.batch == 1:
         return True
-    estimate = Estimate(config.arch, config.cost_model_key, shape.batch, shape.rows, -(-shape.keys // BLOCK_N))
+    estimate = estimate_of(config, shape)
     return estimate.plan_saves_little(split_count(config, shape))
