@@ -113,10 +113,11 @@ def test_a_figure_without_a_source_is_found() -> None:
 def test_the_headline_names_what_it_was_measured_on() -> None:
     run = saved_figures.saved(saved_figures.FLASHMLA)
     below = (ROOT / README).read_text().split("<!-- headline:end -->")[1].split("![")[0]
+    below = " ".join(below.split())
     facts = run["environment"]
     for fact in (facts["device"], f"driver {facts['driver']}", f"torch {facts['torch']}", facts["date"], facts["peer"]):
         assert fact in below
     assert (facts["commit"][:7] or "did not record its commit") in below
     kinds = [row["kind"] for row in run["rows"]]
-    assert f"{kinds.count('dense')} dense\nand {kinds.count('sparse')} sparse rows" in below
+    assert f"{kinds.count('dense')} dense and {kinds.count('sparse')} sparse rows" in below
     assert f"and {kinds.count('prefill')} of sparse prefill" in below
