@@ -32,6 +32,7 @@ DEFAULT = (
 )
 """Each kind with each source of keys."""
 
+PLANNED_FOLDS = ["16 1 64 3 2 planned+fold32 100 330 200", "16 1 64 3 1 planned+fold32 100 330 200"]
 FIRST, RAGGED, PLANNED = "16 1 64 1 1 plain 128 300 1 0 33 64", "8 2 32 1 3 ragged 100 30 200", "planned 100 330 200"
 PROBLEMS = {
     ("un-rotated", "tma"): [
@@ -55,7 +56,8 @@ PROBLEMS = {
             "64 1 32 3 2 sink+fold32 70 1 0 330",
             "8 2 96 2 4 sharp+fold64 500 100",
         ),
-        *("8 2 32 1 3 ragged+fold32 100 30 200", "16 1 64 3 2 planned+fold32 100 330 200"),
+        *("8 2 32 1 3 ragged+fold32 100 30 200", *PLANNED_FOLDS),
+        "16 1 64 5 2 planned+sink+fold64 300 260 130 40",
         "100 1 64 1 1 all_keys+fold128 300 65",
     ],
     "scores": [
@@ -146,7 +148,13 @@ SCALED_FAULTS = {
 }
 FOLDED = "folded", "bf16", "tma"
 FOLD_FAULTS = {
-    "the last split lost": (FOLDED, "mainloop_pv.hpp", "      if (!goes_on) break;", "      if (goes_on) break;"),
+    "the last split lost": (FOLDED, "mainloop_pv.hpp", "      if (!goes_on) {\n", "      if (goes_on) {\n"),
+    "a state divided": (FOLDED, "mainloop_qk.hpp", "        inverse[0] = inverse[1] = 1.0f;\n", ""),
+    "another sequence's split": (
+        *(FOLDED, "tile_scheduler.hpp"),
+        *("words.x) != tile_.sequence || warp_uniform(words.y) != tile_.end_key) break;", "words.x) == -2) break;"),
+    ),
+    "combine not told": (FOLDED, "producer_tma.hpp", "if constexpr (Traits::FOLDS) scheduler.tell_combine();", ""),
     "never begun": (FOLDED, "mainloop_pv.hpp", "        sum.begin(o_, factors);", "        sum.add(o_, factors);"),
     "a split not scaled": (FOLDED, "fold.hpp", "factors.of_split[i / 2]);", "1.0f);"),
     "the sum so far not scaled": (FOLDED, "fold.hpp", "factors.before[i / 2], four[i]);", "1.0f, four[i]);"),
@@ -189,7 +197,7 @@ SHOWN_BY = {
     "un-rotated": [PLAIN],
     **{width: [PLAIN, "64 1 32 1 1 plain 700 700"] for width in WIDTHS},
     "scaled": [f"64 1 64 1 1 {what} 300 90" for what in ("plain", "large", "small")],
-    "folded": ["16 1 64 1 1 fold64 300 33 200", "100 1 64 1 1 sharp+fold32 200"],
+    "folded": ["16 1 64 1 1 fold64 300 33 200", "100 1 64 1 1 sharp+fold32 200", *PLANNED_FOLDS],
     "scores": ["64 1 64 1 1 plain 300 90", "64 1 32 1 2 planned 700 40 330"],
 }
 MASKED = {"NaN before the window": [WINDOW], "siblings seen": [TREE]}

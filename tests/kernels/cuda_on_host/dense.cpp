@@ -38,7 +38,7 @@ template <class T, class Scheduler>
 using Producer = std::conditional_t<
     T::LOAD == KvLoad::tma, ProducerOfBoxes<T, Scheduler>,
     std::conditional_t<T::CONVERTS_KEYS, ProducerFp8<T, Scheduler>, ProducerCpAsync<T, Scheduler>>>;
-using Kernel = DecodeKernel<Traits, TileScheduler, Producer>;
+using Kernel = DecodeKernel<Traits, TileSchedulerOf<false, Traits::FOLDS>, Producer>;
 
 struct Case : DenseCase {
   uint8_t* cache = nullptr;

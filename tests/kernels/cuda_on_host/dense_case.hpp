@@ -13,6 +13,7 @@
 #include "common/params/decode_tma.hpp"
 #include "common/visibility.hpp"
 #include "decode_case.hpp"
+#include "sm_90/combine/sentinel.hpp"
 #include "sm_90/decode/traits.hpp"
 
 #ifndef D_QK
@@ -77,7 +78,7 @@ struct DenseCase {
     lse.assign(batch * rows, NAN);
     const size_t folded_rows = has("fold") ? static_cast<size_t>(groups) * ((rows + 63) / 64) * 64 : 0;
     partial_out.assign((static_cast<size_t>(batch) * splits * rows + folded_rows) * VALUES, NAN);
-    partial_lse.assign(static_cast<size_t>(batch) * splits * rows, NAN);
+    partial_lse.assign(static_cast<size_t>(batch) * splits * rows * (leaves_states() ? 2 : 1), NAN);
     for (int head = 0; head < heads; ++head) sink.push_back(3 * normal(random));
     params.q = q;
     params.kv_cache = cache;
@@ -132,12 +133,28 @@ struct DenseCase {
     if (has("fold")) {
       params.fold_size = std::atoi(what.c_str() + what.find("fold") + 4);
       params.fold_slot = batch * splits;
+      if (leaves_states()) split_by_size();
     }
     if (has("descaled")) {
       q_descale = 3e5f;
       params.softmax_scale /= q_descale;
       if (has("descaled_nan")) q_descale = NAN;
       params.q_descale = &q_descale;
+    }
+  }
+
+  // Whether partials are states of folds (sm_90/decode/node_state.hpp).
+  bool leaves_states() const { return has("fold") && has("planned"); }
+
+  // Makes the plan's splits those of fold_size, but for each sequence's last, which is open.
+  void split_by_size() {
+    using mla::PlanHeader;
+    params.split_size = params.fold_size;
+    for (int sequence = 0; sequence <= batch; ++sequence) plan[PlanHeader::words + sequence] = sequence * splits;
+    for (int tile = 0; tile < batch * splits; ++tile) {
+      int32_t* words = &plan[plan[PlanHeader::work_tiles] + PlanHeader::work_tile_words * tile];
+      words[1] = tile % splits * params.split_size;
+      if (words[2] != PlanHeader::open_end) words[2] = words[1] + params.split_size;
     }
   }
 
@@ -180,7 +197,7 @@ struct DenseCase {
 
   // A row's results and lse from the kernel, its partials combined.
   double kernel_row(int sequence, int row, size_t query, std::vector<double>& values) const {
-    if (splits == 1) {
+    if (splits == 1 || is_final(sequence, row)) {
       for (int c = 0; c < VALUES; ++c) {
         const uint16_t bits = out[query * VALUES + c];
         values[c] = bf16_results ? bf16_to_float(bits) : fp16_to_float(bits);
@@ -188,7 +205,25 @@ struct DenseCase {
       return lse[query];
     }
     const size_t first = static_cast<size_t>(sequence) * splits * rows + row;
+    if (leaves_states()) return combined_states(first, sink_of(row), values);
     return combined(&partial_out[first * VALUES], &partial_lse[first], splits, rows, sink_of(row), -INFINITY, values);
+  }
+
+  bool is_final(int sequence, int row) const {
+    const size_t first = static_cast<size_t>(sequence) * splits * rows + row;
+    return leaves_states() && mla::bit_cast<uint32_t>(partial_lse[first * 2]) == mla::sm_90::SENTINEL;
+  }
+
+  // A row's states as the results and log-sum-exps that they stand for, combined. What is part of another has -inf.
+  double combined_states(size_t first, const float* sink, std::vector<double>& values) const {
+    std::vector<float> results, sums;
+    for (int split = 0; split < splits; ++split) {
+      const size_t at = first + static_cast<size_t>(split) * rows;
+      const float base = partial_lse[at * 2], sum = base == -INFINITY ? 1.0f : partial_lse[at * 2 + 1];
+      sums.push_back(base + std::log(sum));
+      for (int c = 0; c < VALUES; ++c) results.push_back(base == -INFINITY ? 0.0f : partial_out[at * VALUES + c] / sum);
+    }
+    return combined(results.data(), sums.data(), splits, 1, sink, -INFINITY, values);
   }
 
   // Prints the largest relative error of a row of results and the largest of an lse; false above their bounds.
