@@ -91,7 +91,9 @@ def total(parts: Sequence[tuple[int, Report]]) -> Report:
     return replace(first, modelled=None, groups=None, **counts)
 
 
-def launches(op: Op, choice: Choice, call: Call, time: bool = False) -> tuple[list[Report], tuple[torch.Tensor, ...]]:
+def launches(
+    op: Op, choice: Choice, call: Call, *, time: bool = False
+) -> tuple[list[Report], tuple[torch.Tensor, ...]]:
     """The reports of one call in the emulator that is active, and its outputs. SanitizerError for any finding."""
     with configured(collect=True, time=time) as reports:
         outputs = inputs.outputs_for(op, call)

@@ -78,9 +78,8 @@ def modelled(arch_name: str, problem: Problem, num_splits: int = 0) -> ModelledT
             """Of the first sequence alone, with `periods` left out of each of its splits."""
             keys = problem.keys - periods * PERIOD * splits
             call = problem.call(arch, [keys] + [0] * (problem.batch - 1))
-            return extrapolation.launches(op, choice, Call(call.args, call.kwargs | {"num_splits": splits}), time=True)[
-                0
-            ]
+            call = Call(call.args, call.kwargs | {"num_splits": splits})
+            return extrapolation.launches(op, choice, call, time=True)[0]
 
         found = reports(left_out)
         times = _busiest(found[0], problem.batch)

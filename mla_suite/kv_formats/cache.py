@@ -52,11 +52,9 @@ def as_bytes(cache: torch.Tensor) -> torch.Tensor:
 def unknown(name: str, encodings: frozenset[str]) -> str:
     """Says, where a kv_format holds others than these encodings, which; else an empty string."""
     others = get_kv_format(name).encodings - encodings
-    return (
-        ""
-        if not others
-        else f"kv_format {name} holds {', '.join(sorted(others))}; it takes {', '.join(sorted(encodings))}"
-    )
+    if not others:
+        return ""
+    return f"kv_format {name} holds {', '.join(sorted(others))}; it takes {', '.join(sorted(encodings))}"
 
 
 def check(
