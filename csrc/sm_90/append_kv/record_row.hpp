@@ -43,6 +43,10 @@ struct RecordRow {
     apart = pair.apart;
     cosine = angle_at + lane * angle_bytes;
     to_sine = p.rope / 2 * angle_bytes;
+    if (2 * lane < p.rope) return;
+    // There is no pair for this lane, so it rotates what lies behind the angles.
+    low = cosine = angle_at + lane * 8;
+    apart = to_sine = 4;
   }
   // Keeps the members in registers, so that the compiler does not compute them anew.
   MLA_DEVICE void keep() {
@@ -52,7 +56,7 @@ struct RecordRow {
 
   MLA_DEVICE void read(const Params& p, uint32_t at, int lane) {
     if constexpr (rotated) {
-      rotate(p, at, lane);
+      rotate(p, at);
       __syncwarp();
     }
     ld_shared_v4(at + lane * 32, values[0], values[1], values[2], values[3]);
@@ -91,9 +95,8 @@ struct RecordRow {
  private:
   static constexpr int LANES = Format::TILE / 16;  // that share a scale
 
-  // Rotates a pair a lane in shared memory.
-  MLA_DEVICE void rotate(const Params& p, uint32_t at, int lane) const {
-    if (2 * lane >= p.rope) return;
+  // Rotates a pair a lane in shared memory, without a branch: behind one, warps are not known to be converged.
+  MLA_DEVICE void rotate(const Params& p, uint32_t at) const {
     const uint32_t first = at + low, second = first + apart, cos_at = at + cosine;
     float a = bit_cast<float>(ld_shared_u16(first) << 16), b = bit_cast<float>(ld_shared_u16(second) << 16);
     mla::rotate_fused<Wave>(a, b, angle(p, cos_at), angle(p, cos_at + to_sine));

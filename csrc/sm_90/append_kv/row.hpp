@@ -207,15 +207,17 @@ struct PlainRow {
   }
 };
 
-// Calls `body` with the Row of this call's angles.
+// Calls `body` with the Row of this call's angles. Rows without any come last: in this order ptxas finds the warps of all
+// three converged, and keeps what they share in uniform registers.
 template <template <int> class Row, class Body>
 MLA_DEVICE void with_row_of(const mla::AppendKvParams& p, Body body) {
-  if (p.cos_sin == nullptr)
-    body(Row<0>(p));
-  else if (p.angle_type == mla::ENCODED_FP32)
+  const bool rotated = p.cos_sin != nullptr;
+  if (rotated && p.angle_type == mla::ENCODED_FP32)
     body(Row<4>(p));
-  else
+  else if (rotated)
     body(Row<2>(p));
+  else
+    body(Row<0>(p));
 }
 
 }  // namespace mla::sm_90
