@@ -386,8 +386,14 @@ def _spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArg
     merge = None
     if slots:
         merges = config.cluster_mode == "reduce_last"
-        how = splits.size > 0, shape.plan_words > 0, merges, config.may_fold and (states or not config.folds)
-        chosen = streaming or combine.config_for(config.arch, args.head_dim_v, *shape.partials(slots), *how)
+        chosen = streaming or combine.config_for(
+            shape.combine_problem(args.head_dim_v, slots),
+            config.arch,
+            fixed=splits.size > 0,
+            planned=shape.plan_words > 0,
+            merges=merges,
+            folds=config.may_fold and (states or not config.folds),
+        )
         # A plan says itself how many partials a sequence has; which of them decode merges depends on `groups`.
         merge = combined(chosen, args, shape, results, wanted_lse, groups if merges else splits.partials, merges)
         if streaming is not None:

@@ -83,9 +83,8 @@ def split(
     partials, runs = (count, 2) if mode == "none" else (count // 2, 4)
     streaming = None
     if estimate.streams(count, mode):
-        streaming = combine.streaming(
-            config.arch, args.head_dim_v, shape.rows, shape.batch, partials, estimate.busy(count), runs
-        )
+        merged = shape.combine_problem(args.head_dim_v, shape.batch * partials)
+        streaming = combine.streaming(merged, config.arch, estimate.busy(count), runs)
     splits = Splits(count, partials, size)
     if mode == "none" and streaming is None:
         return unmerged(config, shape, splits), splits, None
