@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", nargs="?", help="an operator; without one, operators and samples are listed")
     parser.add_argument("sample", nargs="?", help="a sample's name (default: the operator's first)")
     parser.add_argument("--on", metavar="ARCH", default="gfx942", help="gfx942 or gfx950 (default gfx942)")
-    problem.add_arguments(parser, "of decode, with --heads and --kv; then any of the rest", OWN)
+    problem.add_arguments(parser, "decode needs --heads and --kv; the others are optional", OWN)
     parser.add_argument("--time", action="store_true", help="model the time of every launch; nothing is measured")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

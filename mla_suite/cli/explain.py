@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--time", action="store_true", help="run it in the emulator of an AMD arch, and print a modelled time"
     )
-    about = "of decode, with --heads and --kv, or of sparse_decode, with --heads and --topk; then any of the rest"
+    about = "decode needs --heads and --kv, sparse_decode --heads and --topk; the others are optional"
     problem.add_arguments(parser, about, tuple(problem.OPTIONS))
 
 
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
                 answer = mla_suite.explain(record.name, *positional, **keywords)
             else:
                 answer = explain_on(arch, record.name, *positional, **keywords)
-            print(sample.name)
+            print(f"sample {sample.name}")
             _show(answer, args.launches)
             if args.time and arch is not None:
                 print(_modelled(record, sample, arch))

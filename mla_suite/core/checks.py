@@ -95,7 +95,9 @@ def fail(op: str, argument: str, given: str, possible: str, error: type[Exceptio
 
 
 def dtype_names(dtypes: Sequence[torch.dtype]) -> str:
-    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    """The dtypes as a sentence names them: `bfloat16, float16 or float32`."""
+    *most, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def is_tensor(op: str, argument: str, value: Any) -> None:
@@ -134,13 +136,11 @@ def tensor(
     dtypes: Sequence[torch.dtype],
     sizes: Sequence[int | torch.SymInt] | None = None,
     like: torch.Tensor | None = None,
-    taker: str = "it",
     names: str = "",
 ) -> None:
     """Refuse a tensor of another rank, dtype or device than `like`, whose last dimension is strided, or of other sizes.
 
     rank   one, or several of which it may have any; those of `sizes` where these are given
-    taker  who takes these dtypes, in the message
     names  the shape in words, for the messages about rank and sizes, as in `[batch, heads]`
     """
     is_tensor(op, argument, value)
@@ -151,7 +151,7 @@ def tensor(
         fail(op, argument, f"has shape {tuple(value.shape)}", possible)
     if value.dtype not in dtypes:
         given = str(value.dtype).removeprefix("torch.")
-        fail(op, argument, f"is {given}", f"{taker} takes {dtype_names(dtypes)}", TypeError)
+        fail(op, argument, f"is {given}", f"it takes {dtype_names(dtypes)}", TypeError)
     if like is not None and value.device != like.device:
         fail(op, argument, f"is on {value.device}", f"the other tensors are on {like.device}: move it there")
     if strided(value):

@@ -65,15 +65,23 @@ def check(
     like  a tensor on the device where the cache must be
     """
     taker = f"kv_format {kv_format.name!r}"
+    possible_dtypes = dtypes(kv_format)
+    checks.is_tensor(op, argument, cache)
+    if cache.dtype not in possible_dtypes:
+        dtype = checks.dtype_names([cache.dtype])
+        others = [name for name, declared in KV_FORMATS.items() if cache.dtype in dtypes(declared)]
+        hint = f"; a cache of {dtype} is in kv_format {' or '.join(others)}" if others else ""
+        possible = f"{taker} takes {checks.dtype_names(possible_dtypes)}{hint}"
+        checks.fail(op, argument, f"is {dtype}", possible, TypeError)
     names = "[num_pages, page_size, width]"
-    checks.tensor(op, argument, cache, rank=3, dtypes=dtypes(kv_format), like=like, taker=taker, names=names)
+    checks.tensor(op, argument, cache, rank=3, dtypes=possible_dtypes, like=like, names=names)
     if not kv_format.dense and head_dim != kv_format.head_dim:
         possible = f"{taker} holds rows of {kv_format.head_dim}"
         checks.fail(op, argument, f"is read as rows of {head_dim}", possible)
     width = head_dim if kv_format.dense else kv_format.width
     pages, page, given = cache.shape
     if given != width:
-        rows = f" for rows of {head_dim} values" if kv_format.dense else ""
+        rows = f", since the other tensors have rows of {head_dim} values" if kv_format.dense else ""
         possible = f"{taker} takes [num_pages, page_size, {width}]{rows}"
         checks.fail(op, argument, f"has shape {tuple(cache.shape)}", possible)
     if page < 1:

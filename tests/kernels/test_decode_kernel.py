@@ -19,8 +19,9 @@ import mla_suite
 from mla_suite import archs, emulator
 from mla_suite.archs import combine as combine_configs
 from mla_suite.core import tuning
-from mla_suite.launch import current_arch
+from mla_suite.launch import current_arch, scratch
 from mla_suite.models import rope
+from mla_suite.ops.combine import Problem as CombineProblem
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode
 
@@ -245,6 +246,21 @@ def test_same_bits_again_and_in_any_order(target, heads):
             assert same(first, decode(target, args, kwargs))
 
 
+@pytest.mark.parametrize(("heads", "target"), in_turn([40, 64, 128], TARGETS), indirect=["target"])
+def test_columns_of_a_row_are_divided_by_the_same_bits(target, heads):
+    """Four lanes share a row and add up its sum. Where all columns of a key are equal, a partial result's are, too.
+
+    A result in 16 bits would hide lanes that add in different orders; partial results have 32.
+    """
+    args, kwargs = decode_sample((300,), heads=heads, num_splits=2, **target.queries).make(CPU)
+    cache = args[1].view(torch.uint8).unflatten(-1, (args[1].shape[-1], -1))
+    cache[..., :512, :] = cache[..., :1, :]
+    rows = scratch.take(machine(target.arch), 1 << 20)[: 2 * heads * 512].view(-1, 512)
+    assert_right(target, args, kwargs)
+    assert rows.std(dim=0).min() > 0.1
+    assert bool((rows == rows[:, :1]).all())
+
+
 # Bits of a sequence, whatever is beside it
 
 
@@ -323,7 +339,8 @@ def test_batch_invariant_across_a_boundary_of_the_table(target, heads, tmp_path,
     with monkeypatch.context() as patched:
         patched.setenv("MLA_SUITE_TUNED_DIR", str(tmp_path))
         tuning.clear_cache()
-        chosen = {combine_configs.choose(archs.get("gfx942"), 512, "bf16", heads, batch, 4) for batch in points}
+        merged = [CombineProblem(batch, heads, 512, 4, torch.bfloat16, False, 4 * batch) for batch in points]
+        chosen = {combine_configs.choose(problem, archs.get("gfx942")) for problem in merged}
         assert len(chosen) == len(points), "the table has a boundary between any two of the batches"
         assert all("tuned" in reason or "row" in reason for _, reason in chosen), chosen
         test_batch_invariant_bits(target, (heads, {}))

@@ -246,7 +246,7 @@ BAD = {
         lambda: arguments(kv_c=torch.zeros(3, 1, 512)),
         r"kv_c has shape \(3, 1, 512\); it takes 2 dimensions: \[tok",
     ),
-    "kv_c dtype": (lambda: arguments(kv_c=torch.zeros(3, 512).double()), "kv_c is float64; it takes bfloat16 or"),
+    "kv_c dtype": (lambda: arguments(kv_c=torch.zeros(3, 512).double()), "kv_c is float64; it takes bfloat16, "),
     "kv_c width": (lambda: arguments(kv_c=torch.zeros(3, 448).bfloat16()), "kv_c has shape .* of kv_format 'v32'"),
     "kv_c stride": (
         lambda: arguments(kv_c=torch.zeros(3, 1024).bfloat16()[:, ::2]),

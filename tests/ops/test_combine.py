@@ -113,7 +113,7 @@ def ints(*values):
         ({"num_splits": 0, "split_indptr": ints(0, 5)}, r"split_indptr is \[0, 5\]; it must rise .* at most the 4"),
         ({"attn_sink": torch.zeros(3)}, "attn_sink has 3 heads; its heads must divide the 2 rows"),
         ({"attn_sink": torch.zeros(2).double()}, "attn_sink is float64; it takes float32"),
-        ({"out_dtype": torch.float64}, "out_dtype is torch.float64; it takes bfloat16 or float16 or float32"),
+        ({"out_dtype": torch.float64}, "out_dtype is torch.float64; it takes bfloat16, float16 or float32"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(change, words):

@@ -133,11 +133,14 @@ def ints(*values):
 FP8_CACHE = {CACHE: torch.zeros(9, 16, 24).to(torch.float8_e4m3fn), "kv_format": "fp8"}
 BAD = [
     ({Q: torch.zeros(2, 4, 24).bfloat16()}, r"q has shape \(2, 4, 24\); it takes 4 dimensions: \[batch, q_len"),
-    ({Q: torch.zeros(2, 1, 4, 24, dtype=torch.float64)}, "q is float64; it takes bfloat16 or float16 or float32"),
+    ({Q: torch.zeros(2, 1, 4, 24, dtype=torch.float64)}, "q is float64; it takes bfloat16, float16, float32, "),
     ({Q: torch.zeros(3, 1, 4, 24).bfloat16()}, r"q has shape \(3, 1, 4, 24\); seq_lens has 2 sequences"),
     ({Q: torch.zeros(2, 1, 4, 32).bfloat16()}, r"kv_cache has shape \(\d+, 16, 24\); kv_format 'bf16' takes"),
     ({Q: torch.zeros(2, 1, 24, 4).bfloat16().mT}, "q has strides .*; its last dimension must be contiguous"),
-    ({CACHE: torch.zeros(9, 16, 24)}, "kv_cache is float32; kv_format 'bf16' takes bfloat16"),
+    (
+        {CACHE: torch.zeros(9, 16, 24)},
+        "kv_cache is float32; kv_format 'bf16' takes bfloat16; a cache of float32 is in kv_format fp32",
+    ),
     ({CACHE: torch.zeros(9, 24).bfloat16()}, r"kv_cache has shape \(9, 24\); it takes 3 dimensions: \[num_pages"),
     (
         {CACHE: torch.zeros(9, 32, 24).bfloat16()[:, ::2]},

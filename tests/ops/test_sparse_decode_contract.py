@@ -30,7 +30,7 @@ FP8 = dict(
 # What is changed in a call of two pools, where a pair (position, cache) changes one of its caches, and the error.
 BAD = [
     (dict(q=torch.zeros(8, 512)), r"q has shape \(8, 512\); it takes 3 or 4 dimensions: \[tokens"),
-    (dict(q=torch.zeros(2, 8, 512).double()), "q is float64; it takes bfloat16 or"),
+    (dict(q=torch.zeros(2, 8, 512).double()), "q is float64; it takes bfloat16, "),
     (dict(q=torch.zeros(2, 8, 1024)[..., ::2]), "q has strides .* last dimension must be"),
     (dict(q=torch.zeros(2, 8, 576)), r"kv_caches\[0\] is read as rows of 576; kv_format 'dsv4' holds rows of 512"),
     (dict(kv_caches=[], indices=[], kv_formats=[]), "kv_caches is empty"),
