@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from amd_points import Point
 
-from mla_suite.emulator.timing import CHIP, UNITS, Chip, Unit, matrix_clock
+from mla_suite.emulator.timing import CHIP, UNITS, Chip, Unit, fetched, matrix_clock
 
 LATENT, ROPE = 512, 64
 RECORD_BYTES = {"bf16": 1152, "fp8": 576, "dsv4": 584}
@@ -21,10 +21,6 @@ CHAIN = 6
 queries, key, and the store of the result."""
 MERGE_CHAIN = 4
 """Those of a reduction: arguments, its map, partial results, and the store."""
-
-REREAD = 5.3 / 17.2
-"""What keys cost that another row tile has read: AMD's data sheet of the MI300X has 17.2 TB/s for the Infinity Cache
-and 5.3 TB/s for memory."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +84,7 @@ def peer(point: Point) -> Peer:
     raise ValueError(f"{point}: nothing is known of {name}")
 
 
-EXPOSED = 0.213
+EXPOSED = 0.214
 """Of a loop's shorter resources in peers' kernels, the share that is not hidden behind its longest: fitted by
 fit_amd_time.py on the same points as `timing.CHIP`."""
 
@@ -135,23 +131,23 @@ def predict(point: Point, chip: Chip = CHIP, exposed: float = EXPOSED) -> Modell
         rounds = -(-pieces * splits // slots)
         active = min(units, pieces * splits)
         keys = rounds * min(geometry.groups, -(-pieces * splits // units)) * point.ctx / splits
-    again = pieces / point.batch - 1  # row tiles that read the keys of a sequence after another
-    once = (1 + again * REREAD) / (1 + again)
+    once = fetched(pieces / point.batch)
     per_key = _clocks(point, geometry, tile, unit)
     mhz = float(card.clock_mhz)
-    loop = 0.0
-    for _ in range(3):  # the clock falls with the matrix unit's load, which depends on the clock
+    queries = splits * (LATENT + ROPE) * (1 if point.q_dtype == "fp8" else 2)  # every split reads them
+    moved = point.batch * rows * (queries + LATENT * 2)
+    loop = own = chain = 0.0
+    for _ in range(5):  # the clock falls with the matrix units' load of a workgroup's time, which depends on the clock
         parts = {name: keys * clocks / mhz for name, clocks in per_key.items()}
         share = min(stream / active, unit.memory_rate * mhz)
         parts["memory"] = keys * RECORD_BYTES[point.kv_dtype] * once / share
         longest = max(parts.values())
         loop = longest + exposed * (sum(parts.values()) - longest)
-        mhz = card.clock_mhz * matrix_clock(chip, parts["matrix"] / loop)
-    chain = CHAIN * unit.memory_latency / card.clock_mhz
+        own = moved / min(stream, active * unit.memory_rate * mhz)
+        chain = CHAIN * unit.memory_latency / mhz
+        mhz = card.clock_mhz * matrix_clock(chip, parts["matrix"] / (chain + own + loop))
     launch = chip.launch_us * slow + chain
     merged = point.batch * rows * splits * LATENT * 8 / stream if splits > 1 else 0.0  # written and read
-    queries = splits * (LATENT + ROPE) * (1 if point.q_dtype == "fp8" else 2)  # every split reads them
-    own = point.batch * rows * (queries + LATENT * 2) / min(stream, active * unit.memory_rate * card.clock_mhz)
     merge = chip.launch_us * slow + MERGE_CHAIN * unit.memory_latency / card.clock_mhz
     total = launch + own + loop + merge + merged
     return Modelled(

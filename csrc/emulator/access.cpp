@@ -135,8 +135,12 @@ static int distinct(const u64* address, u64 lanes) {
 
 void count_load(Wave& wave, const Inst& in, const u64* address, u64 lanes, u32 bytes) {
   count_global(wave, in, lanes, bytes);
-  if (wave.worker->traces)
-    wave.worker->shared_bytes = u64(__builtin_popcountll(lanes) - distinct(address, lanes)) * bytes;
+  Worker& worker = *wave.worker;
+  if (!worker.traces || !lanes) return;
+  const Memory& memory = worker.launch->memory;
+  const Region* region = memory.region_of(address[first_lane(lanes)]);
+  double fetched = region ? memory.views[memory.order[region->first]].fetched : 1;
+  worker.fetched = u64(distinct(address, lanes) * bytes * fetched);
 }
 
 void count_global(Wave& wave, const Inst& in, u64 lanes, u32 bytes) {

@@ -18,10 +18,11 @@ void report(Wave& wave, FindingKind kind, u64 lanes, u64 address, i64 detail) {
 
 static void run_traced(Wave& wave, const Inst& in, const PcCounts& count) {
   PcCounts before = count;
-  wave.worker->shared_bytes = 0;
+  wave.worker->fetched = ALL_BYTES;
   in.run(wave, in);
   u64 clocks = count.lds_clocks_128 - before.lds_clocks_128, bytes = count.global_bytes - before.global_bytes;
-  wave.worker->traces[wave.id].push({in.pc, u32(clocks), u32(bytes), u32(bytes - wave.worker->shared_bytes)});
+  u64 fetched = wave.worker->fetched == ALL_BYTES ? bytes : wave.worker->fetched;
+  wave.worker->traces[wave.id].push({in.pc, u32(clocks), u32(bytes), u32(fetched)});
 }
 
 enum Stop { STOP_BARRIER, STOP_END, STOP_YIELD, STOP_ABANDON };

@@ -14,6 +14,7 @@ struct View {
   i64 shift;                                         // host address less the kernel's address
   i32 access, dimensions;                            // dimensions == 0: every byte of the span belongs to the view
   i64 size[MAX_DIMENSIONS], stride[MAX_DIMENSIONS];  // in bytes, largest stride first, the last one the element itself
+  double fetched;                                    // of memory by a byte read, for the model of time
 };
 
 struct Region {

@@ -90,6 +90,8 @@ struct PcCounts {
   u64 times, lanes, global_bytes, lds_bytes, lds_clocks_128, lds_clocks_256;
 };
 
+constexpr u64 ALL_BYTES = ~0ull;
+
 struct Worker {
   Launch* launch;
   int id;
@@ -100,7 +102,7 @@ struct Worker {
   BankMemo* banks;
   List<Event>* traces;  // per wave of the workgroup, then of the one played last; null without models of time
   i64 played;           // the workgroup played last, or -1
-  u64 shared_bytes;     // of the instruction's load, of lanes that read what a lane before them reads
+  u64 fetched;          // bytes that the instruction's load takes of memory, or ALL_BYTES
   u64* loaded;  // bytes per view
   u64* stored;
   u8* scratch;     // private memory of the waves' lanes

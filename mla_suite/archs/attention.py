@@ -16,6 +16,7 @@ from mla_suite.archs import combine
 from mla_suite.archs.combine import OUTPUTS, CombineKernel
 from mla_suite.build.params import divisor
 from mla_suite.launch.spec import CallSpec, Copy, Input, LaunchSpec, Scratch, Slot, Temporary, inputs, present
+from mla_suite.ops.combine import Problem as CombineProblem
 from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.decode import DecodeArgs
 from mla_suite.ops.plan.metadata import HEADER_WORDS, most_work_tiles
@@ -72,10 +73,9 @@ class Shape(NamedTuple):
     keys: int  # of a sequence at most, from its window's origin on; of sparse_decode in the mean
     plan_words: int  # 0 without a plan
 
-    def partials(self, slots: int) -> tuple[torch.dtype, int, int, int]:
-        """What decides how `slots` partials are combined: type of the result, rows, sequences, and splits of each in
-        the mean."""
-        return self.out.dtype, self.rows, self.batch, -(-slots // self.batch)
+    def combine_problem(self, head_dim_v: int, partials: int, num_splits: int = 0) -> CombineProblem:
+        """What combine does with so many partials of all sequences together; `num_splits` if each has that many."""
+        return CombineProblem(self.batch, self.rows, head_dim_v, num_splits, self.out.dtype, False, partials)
 
 
 class Splits(NamedTuple):

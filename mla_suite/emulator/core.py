@@ -33,6 +33,7 @@ class View(c.Structure):
         ("shift", c.c_int64),
         *_fields(c.c_int32, "access", "dimensions"),
         *_fields(c.c_int64 * MAX_DIMENSIONS, "size", "stride"),
+        ("fetched", c.c_double),
     ]
 
 

@@ -9,12 +9,16 @@ from typing import NamedTuple
 
 from mla_suite.archs import ArchSpec
 from mla_suite.build.manifest import KernelEntry
+from mla_suite.emulator import timing
 from mla_suite.emulator.assembly import AssemblyError
 from mla_suite.emulator.machine import Emulator, Memory, Schedule
 from mla_suite.emulator.report import Report, SanitizerError
 from mla_suite.launch.driver import Buffer, Grid, Kernel, KernelCache, LaunchError, Start, check_hip_grid
 
 _log = logging.getLogger("mla_suite.emulator")
+
+KEYS = ("kv_cache", "cache_0", "cache_1", "cache_2", "cache_3")
+"""Buffers of which workgroups along y read the same, each for query rows of its own."""
 
 
 class Options(NamedTuple):
@@ -66,7 +70,8 @@ class EmulatorDriver:
                 if tensor.device.type != "cpu":
                     raise LaunchError(f"buffer {name} is on {tensor.device}; the emulator runs on CPU tensors")
             how = options.get()
-            memories = [Memory.of(*buffer) for buffer in buffers]
+            shared = timing.fetched(grid[1])
+            memories = [Memory.of(*buffer, shared if buffer.name in KEYS else 1.0) for buffer in buffers]
             report = self._machine.launch(kernel.handle, grid, block, dynamic_lds, params, memories, how.schedule)
             _log.debug("%s: %d wave instructions", kernel.entry.id, report.instructions())
             if how.reports is not None:

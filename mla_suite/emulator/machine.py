@@ -29,7 +29,8 @@ THREADS = min(2, os.cpu_count() or 1)
 class Memory(NamedTuple):
     """A range of host memory a kernel may touch. `shape` and `strides` (in elements, none negative) say which bytes of
     it are elements; access is 'r', 'w' (starts uninitialised), 'rw', or 'all' ('w', and every element must be
-    written). `shift` is its host address less `address`, for memory that a kernel addresses otherwise than the host."""
+    written). `shift` is its host address less `address`, for memory that a kernel addresses otherwise than the host.
+    `fetched` is what a byte that a workgroup reads of it takes of the chip's memory, in the model of time."""
 
     name: str
     address: int
@@ -38,14 +39,16 @@ class Memory(NamedTuple):
     strides: tuple[int, ...]
     access: str
     shift: int = 0
+    fetched: float = 1.0
 
     @classmethod
-    def of(cls, name: str, array: Any, access: str) -> Memory:
+    def of(cls, name: str, array: Any, access: str, fetched: float = 1.0) -> Memory:
         """The memory of a numpy array or a CPU tensor."""
         if isinstance(array, np.ndarray):
             strides = tuple(step // max(array.itemsize, 1) for step in array.strides)
-            return cls(name, array.ctypes.data, array.itemsize, array.shape, strides, access)
-        return cls(name, array.data_ptr(), array.element_size(), tuple(array.shape), tuple(array.stride()), access)
+            return cls(name, array.ctypes.data, array.itemsize, array.shape, strides, access, fetched=fetched)
+        shape, strides = tuple(array.shape), tuple(array.stride())
+        return cls(name, array.data_ptr(), array.element_size(), shape, strides, access, fetched=fetched)
 
 
 def _view(memory: Memory) -> core.View | None:
@@ -60,6 +63,7 @@ def _view(memory: Memory) -> core.View | None:
         raise LaunchError(f"buffer {memory.name}: negative strides {memory.strides}; pass a tensor without them")
     span = (1 + sum(step * (size - 1) for step, size in steps)) * memory.itemsize
     view = core.View(memory.address, span, memory.shift, _ACCESS[memory.access], 0)
+    view.fetched = memory.fetched
     # Dimensions without a gap between them count as one; a memory without gaps owns every byte of its span.
     merged: list[list[int]] = []
     for step, size in [*((step * memory.itemsize, size) for step, size in steps), (1, memory.itemsize)]:

@@ -81,7 +81,7 @@ class Chip:
     matrix_clock: float
 
 
-CHIP = Chip(launch_us=3.49, memory_share=0.813, matrix_clock=0.6)
+CHIP = Chip(launch_us=3.55, memory_share=0.814, matrix_clock=0.6)
 """The first two are fitted by tools/fit_amd_time.py, on the points of benchmarks/published whose part is 'fit'."""
 
 BOUNDS = ("launch", "memory", "matrix")
@@ -102,10 +102,10 @@ class HeldOut:
 
 
 HELD_OUT: dict[tuple[str, str], HeldOut] = {
-    ("gfx942", "launch"): HeldOut(15.4, 27.4, 40),
-    ("gfx950", "launch"): HeldOut(14.8, 43.0, 69),
-    ("gfx950", "memory"): HeldOut(18.4, 71.0, 31),
-    ("gfx950", "matrix"): HeldOut(28.6, 90.9, 12),
+    ("gfx942", "launch"): HeldOut(15.5, 27.8, 40),
+    ("gfx950", "launch"): HeldOut(14.5, 41.0, 71),
+    ("gfx950", "memory"): HeldOut(18.2, 70.9, 31),
+    ("gfx950", "matrix"): HeldOut(34.6, 90.5, 10),
 }
 """By arch and class; a class that is not there has too few published points. tools/fit_amd_time.py reports them."""
 
@@ -158,6 +158,16 @@ def total(times: Sequence[ModelledTime]) -> ModelledTime:
     longest = max(times, key=lambda time: time.us)
     names = ("us", "low", "high", "launch_us")
     return replace(longest, **{name: sum(getattr(time, name) for time in times) for name in names})
+
+
+REREAD = 5.3 / 17.2
+"""What a byte costs that another row tile reads, too: AMD's data sheet of the MI300X has 17.2 TB/s for the Infinity
+Cache and 5.3 TB/s for memory."""
+
+
+def fetched(tiles: float) -> float:
+    """What a byte of the keys takes of memory's time, where `tiles` row tiles read each: on average of all of them."""
+    return (1 + (tiles - 1) * REREAD) / tiles
 
 
 def matrix_clock(chip: Chip, load: float) -> float:

@@ -97,6 +97,19 @@ def test_memory_keeps_its_rate_as_products_slow_the_clock():
     assert slowed == pytest.approx(steady * timing.matrix_clock(timing.CHIP, load), rel=0.05)
 
 
+def test_row_tiles_share_what_their_keys_take_of_memory():
+    """A workgroup of two, beside one that alone serves a sequence: its queries and results are its own."""
+    clocks = {}
+    for heads in (128, 256):
+        args, kwargs = decode_sample([600], heads=heads, num_splits=1).make(torch.device("cpu"))
+        with emulator.configured(collect=True, time=True) as reports, mla_suite.emulate("gfx942"):
+            mla_suite.decode(*args, **kwargs)
+        (clocks[heads],) = {float(group["memory"]) for group in reports[0].groups[0]}
+    keys = 600 * 1152 / timing.UNITS["gfx942"].memory_rate
+    assert clocks[128] - clocks[256] == pytest.approx(keys * (1 - timing.fetched(2)), rel=0.05)
+    assert timing.fetched(2) == pytest.approx(0.5 + 0.5 * 5.3 / 17.2)
+
+
 def test_a_barrier_waits_for_the_slowest_wave():
     assert clocks(f"s_barrier\n{LOAD}\n{WAIT}", waves=4) >= clocks(f"{LOAD}\n{WAIT}", waves=4) + 16
 

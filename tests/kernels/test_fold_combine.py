@@ -21,6 +21,7 @@ from mla_suite import archs
 from mla_suite.archs.sm_90 import combine
 from mla_suite.archs.sm_90.costs import NODE_SPLITS
 from mla_suite.build.params import load
+from mla_suite.ops.combine import Problem
 from mla_suite.testing import poison
 
 KERNEL = "sm_90/combine/fold_combine.hpp"
@@ -29,7 +30,8 @@ ROWS = {"few": 1, "many": 100_000}
 
 
 def config_of(rows):
-    return combine.config_for(archs.get("sm_90"), 512, torch.bfloat16, ROWS[rows], 1, 2, True, False, folds=True)
+    problem = Problem(1, ROWS[rows], 512, 0, torch.bfloat16, False, 2)
+    return combine.config_for(problem, archs.get("sm_90"), fixed=True, planned=False, folds=True)
 
 
 def compiled(folder: Path, rows: str, *first: Path) -> Path:
