@@ -33,7 +33,7 @@ def compiled(source: str, to: Path, constants: Mapping[str, object], *first: Pat
     """
     if shutil.which("g++") is None:
         pytest.skip("g++ is not installed")
-    options = ["-std=c++20", "-O1", "-fno-strict-aliasing", "-w", "-include", str(HOST / "cuda.hpp")]
+    options = ["-std=c++17", "-O1", "-fno-strict-aliasing", "-w", "-include", str(HOST / "cuda.hpp")]
     folders = [f"-I{folder}" for folder in (*first, HOST, CSRC)]
     defines = [f"-D{name}={value}" for name, value in constants.items()]
     command = ["g++", *options, *folders, *defines, str(HOST / source), "-o", str(to)]

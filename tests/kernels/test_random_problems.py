@@ -15,56 +15,36 @@ import mla_suite
 
 FEW = 5
 PER_TEST = 50
-ARCHS = ("gfx942", "gfx950")
+KINDS = {
+    "dense": (random_problems.check_dense, random_problems.DENSE),
+    "masked": (random_problems.check_masked, random_problems.MASKED),
+    "sparse": (random_problems.check_sparse, random_problems.SPARSE),
+}
+"""Their checks, and how many a full run takes."""
 
 
-@pytest.fixture
-def emulated(arch):
-    require_built(arch)
-    with mla_suite.emulate(arch):
-        yield arch
+@pytest.fixture(params=["gfx942", "gfx950"])
+def arch(request):
+    require_built(request.param)
+    with mla_suite.emulate(request.param):
+        yield request.param
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_some_dense_problems(emulated, seeded):
+@pytest.mark.parametrize("kind", KINDS)
+def test_some_problems(arch, seeded, kind):
+    check, _ = KINDS[kind]
     for seed in range(seeded, seeded + FEW):
-        random_problems.check_dense(emulated, seed)
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_some_masked_problems(emulated, seeded):
-    for seed in range(seeded, seeded + FEW):
-        random_problems.check_masked(emulated, seed)
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_some_sparse_problems(emulated, seeded):
-    for seed in range(seeded, seeded + FEW):
-        random_problems.check_sparse(emulated, seed)
+        check(arch, seed)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("first", range(0, random_problems.DENSE, PER_TEST))
-@pytest.mark.parametrize("arch", ARCHS)
-def test_dense_problems(emulated, first):
+@pytest.mark.parametrize(
+    ("kind", "first"), [(kind, first) for kind, (_, count) in KINDS.items() for first in range(0, count, PER_TEST)]
+)
+def test_all_problems(arch, kind, first):
+    check, _ = KINDS[kind]
     for seed in range(first, first + PER_TEST):
-        random_problems.check_dense(emulated, seed)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("first", range(0, random_problems.MASKED, PER_TEST))
-@pytest.mark.parametrize("arch", ARCHS)
-def test_masked_problems(emulated, first):
-    for seed in range(first, first + PER_TEST):
-        random_problems.check_masked(emulated, seed)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("first", range(0, random_problems.SPARSE, PER_TEST))
-@pytest.mark.parametrize("arch", ARCHS)
-def test_sparse_problems(emulated, first):
-    for seed in range(first, first + PER_TEST):
-        random_problems.check_sparse(emulated, seed)
+        check(arch, seed)
 
 
 def test_a_problem_is_a_function_of_its_seed():
