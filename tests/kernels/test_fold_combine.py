@@ -135,9 +135,16 @@ FAULTS = {
         "nodes that end early",
     ),
     "not divided": ("    const float own = fold.scale();\n", "    const float own = 1.0f;\n", "one node"),
-    "weights of one split": ("fold.sum = lse_at(p, at, split)[1];", "fold.sum = 1.0f;", "states"),
-    "a word of no split": (" && split < at.splits) fold.sum", ") fold.sum", "states"),
-    "a final row": ("if (!at.wanted || is_final(p, at)) return;", "if (!at.wanted) return;", "states"),
+    "weights of one split": ("fold.sum = word_of(at, own, NODE_SPLITS);", "fold.sum = 1.0f;", "states"),
+    "weights of one split among nodes": (
+        "fold.sum = lse_at(p, at, node * NODE_SPLITS)[1];",
+        "fold.sum = 1.0f;",
+        "states",
+    ),
+    "a word of no split": (" && node * NODE_SPLITS < at.splits) fold.sum", ") fold.sum", "states"),
+    "a final row": ("    if (is_final(p, at, own)) return;\n", "", "states"),
+    "the first split's weight for all": ("word_of(at, own, split[i])", "word_of(at, own, 0)", "one node"),
+    "the first node's weights for all": ("        word = next;\n", "", "nodes that end early"),
     "lanes' first nodes alone": (
         "    for (int node = at.member + team; node < nodes; node += team) sum +=",
         "    for (int node = nodes; node < nodes; node += team) sum +=",
@@ -152,7 +159,7 @@ def test_a_broken_kernel_is_found(tmp_path, name):
     own = with_a_fault(tmp_path / "csrc", KERNEL, right, broken)
     program = compiled(tmp_path, "few", own)
     if case == "states":
-        merge = PlanMerge((2200, 900), heads=3, split_size=64)
+        merge = PlanMerge((2200, 900, 700), heads=3, split_size=64)
         merge.final = {1}
         states = states_of(merge, 16)
     else:
