@@ -24,7 +24,7 @@ from bench_reduce import HEAD_DIM_V, Turn, check, moved, run_ours, turn_of, unif
 import mla_suite
 from mla_suite.archs import combine as config
 from mla_suite.bench.saving import Table
-from mla_suite.bench.timer import Effort, cold_bytes, device_rounds, median
+from mla_suite.bench.timer import Effort, cold_turns, device_rounds, median
 from mla_suite.core import dispatch
 from mla_suite.ops.combine import COMBINE, CombineArgs
 from mla_suite.ops.combine import triton as triton_kernel
@@ -83,8 +83,9 @@ def runners(rows: int, splits: int) -> Iterator[tuple[str, Callable[[Turn], Any]
 
 def turns(batch: int, heads: int, splits: int, cold: bool) -> list[Turn]:
     touched = moved(batch * splits, batch, heads)
-    count = -(-cold_bytes(torch.device("cuda")) // touched) if cold or touched > 40_000_000 else 1
-    return [turn_of(batch * splits, batch, heads, torch.device("cuda")) for _ in range(min(count, 64))]
+    device = torch.device("cuda")
+    count = cold_turns(touched, device) if cold or touched > 40_000_000 else 1
+    return [turn_of(batch * splits, batch, heads, device) for _ in range(min(count, 64))]
 
 
 def main() -> None:

@@ -25,13 +25,13 @@ from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 import torch
-from flashmla_e4m3 import E4M3, attended, e4m3_case
-from flashmla_sparse import PREFILL, SPARSE, Case, prefill_case, sets_for, sparse_case
+from flashmla_e4m3 import E4M3, e4m3_case, exact_of
+from flashmla_sparse import DEVICE, PREFILL, SPARSE, Case, prefill_case, sparse_case
 
 import mla_suite
 from mla_suite.bench import environment as known
 from mla_suite.bench import sets
-from mla_suite.bench.timer import REST_S, Replay
+from mla_suite.bench.timer import REST_S, Replay, cold_turns
 from mla_suite.integrations import flash_mla as drop_in
 
 KINDS = ("dense", "sparse", "prefill", "e4m3")
@@ -89,7 +89,7 @@ def dense_case(row: Dense, peer: Any, split_sizes: Sequence[int] = ()) -> Case:
     size = sum(lens) * 1152 + row.batch * row.q_len * row.heads * (576 + 512) * 2
     bounds = {"max_seqlen_q": row.q_len, "max_seqlen_kv": longest}
     turns = []
-    for _ in range(sets_for(size)):
+    for _ in range(cold_turns(size, DEVICE)):
         pages = row.batch * width
         table = torch.randperm(pages, device="cuda").int().view(row.batch, width)
         seq_lens = torch.tensor(lens, dtype=torch.int32, device="cuda")
@@ -131,11 +131,7 @@ def dense_case(row: Dense, peer: Any, split_sizes: Sequence[int] = ()) -> Case:
 
     columns |= {f"split_{size}": partial(invariant, split_size=size) for size in split_sizes}
 
-    def exact(turn: DenseTurn) -> tuple[list[int], torch.Tensor]:
-        some = sorted({0, row.batch - 1})
-        keys = (turn.cache[turn.table[b].long()].flatten(0, 1)[: lens[b]] for b in some)
-        return some, torch.stack([attended(turn.q[b], own, SCALE) for b, own in zip(some, keys, strict=True)])
-
+    exact = partial(exact_of, lens=lens, scale=SCALE)
     return Case(columns, turns, exact, size, 2 * sum(lens) * row.q_len * row.heads * (576 + 512))
 
 

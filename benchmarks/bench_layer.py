@@ -50,14 +50,13 @@ class Layer(torch.nn.Module):
 
     cos_sin: torch.Tensor
 
-    def __init__(self, config: MLAConfig, longest: int, device: torch.device, fused: bool = True) -> None:
+    def __init__(self, config: MLAConfig, longest: int, device: torch.device) -> None:
         super().__init__()
         self.attention = MLA(config, kv_format="bf16", dtype=torch.bfloat16, device=device).requires_grad_(False)
         for parameter in self.attention.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=1 / math.sqrt(parameter.shape[-1]))
-        if fused:
-            self.attention.fuse()
+        self.attention.fuse()
         self.register_buffer("cos_sin", cos_sin_table(config, longest, device), persistent=False)
 
     def forward(
@@ -93,9 +92,10 @@ def in_mode(layer: Layer, mode: str) -> Callable[..., torch.Tensor]:
     return torch.compile(layer, fullgraph=True, mode=None if mode == "default" else mode)
 
 
-def await_compilers(seconds: float = 20) -> None:
-    """Until Inductor's processes are up, or so long; a compilation that begins before stays with this one's threads."""
-    stop = time.perf_counter() + seconds
+def await_compilers() -> None:
+    """Until Inductor's processes are up, 20 s at most: a compilation that begins before stays with this one's
+    threads."""
+    stop = time.perf_counter() + 20
     while not AsyncCompile.use_process_pool() and time.perf_counter() < stop:
         time.sleep(0.1)
 
@@ -122,7 +122,7 @@ def device_times(call: Callable[..., torch.Tensor], inputs: Inputs, mode: str) -
     return [replay.round() for _ in range(EFFORT.rounds)], replay.sustained()
 
 
-def _own_graph(call: Callable[[], object], calls: int = 20) -> tuple[list[float], float]:
+def _own_graph(call: Callable[[], object]) -> tuple[list[float], float]:
     """Calls queued one behind the other, so that the device's time counts, unless the host is slower."""
     for _ in range(4):  # warm-up, recording, replays
         call()
@@ -135,10 +135,10 @@ def _own_graph(call: Callable[[], object], calls: int = 20) -> tuple[list[float]
     for _ in range(EFFORT.rounds):
         torch.cuda.synchronize()
         time.sleep(EFFORT.rest_s)
-        rounds.append(queued(calls))
+        rounds.append(queued(20))
     stop = time.perf_counter() + timer.SUSTAINED_S
     while time.perf_counter() < stop:
-        us = queued(4 * calls)
+        us = queued(80)
     return rounds, us
 
 

@@ -64,7 +64,7 @@ def test_device_time(
     assert runner.run is not None
     if not benchmark.enabled:
         return
-    turns = inputs.rotation(call, case.sample.bytes, timer.cold_bytes(gpu), timer.MAX_CALLS)
+    turns = inputs.rotation(call, timer.cold_turns(case.sample.bytes, gpu, 2))
     replay, rounds = timer.Replay(runner.run, turns), list[float]()
 
     def one_round() -> None:

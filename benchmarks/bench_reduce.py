@@ -38,6 +38,7 @@ from mla_suite.bench.saving import Table
 from mla_suite.bench.timer import Effort, device_rounds, median
 from mla_suite.integrations import metadata_convert
 from mla_suite.launch import emulate
+from mla_suite.ops.combine import Problem as CombineProblem
 from mla_suite.testing import Exact, assert_close
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
@@ -223,7 +224,8 @@ def counted(shape: tuple[int, int, int], name: str) -> Iterator[Line]:
         clocks = moved(maps.merged, maps.tiles, heads) / rate
         yield f"{name} {runner}", "clocks", f"{clocks:.2f}", "", maps.merged, ""
     with emulate(name):
-        point, _ = combine_config.choose(arch, HEAD_DIM_V, "bf16", heads, tokens, splits, uniform=True)
+        problem = CombineProblem(tokens, heads, HEAD_DIM_V, splits, torch.bfloat16, False, tokens * splits)
+        point, _ = combine_config.choose(problem, arch)
         clocks = counted_search.bound(point, tokens * heads, splits)["memory"]
     yield f"{name} ours bytes", "clocks", f"{clocks:.2f}", "", own.merged, ""
 

@@ -27,12 +27,11 @@ from flashmla_sparse import PEER_HEADS
 from torch.nn import functional
 
 import mla_suite
-from mla_suite.bench.timer import Replay
+from mla_suite.bench.timer import Replay, cold_turns
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
 
 DEVICE = "cuda"
-COLD_BYTES = 160_000_000
 MAX_TURNS = 512
 TOKENS = 262_144  # of each pool
 RECORDS = {"584": ("dsv4", "dsv4"), "528": ("v41", "v41"), "288 + 528": ("v41", "v41_fp4")}
@@ -55,7 +54,7 @@ class Row(NamedTuple):
 
 
 def turns_for(size: int) -> int:
-    return min(MAX_TURNS, max(2, -(-COLD_BYTES // size)))
+    return min(MAX_TURNS, cold_turns(size, torch.device(DEVICE), 2))
 
 
 def queries(count: int, batch: int, q_len: int, heads: int, width: int) -> list[torch.Tensor]:

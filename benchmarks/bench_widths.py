@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import mla_suite
-from mla_suite.bench.timer import REST_S, Replay, cold_bytes
+from mla_suite.bench.timer import REST_S, Replay, cold_turns
 from mla_suite.ops.decode.samples import decode_sample
 
 WIDTHS = ((512, 64), (512, 0), (256, 64), (256, 32), (128, 32))
@@ -31,8 +31,7 @@ def replay(arguments: argparse.Namespace, latent: int, rope: int, types: dict[st
     given = dict(kwargs, plan=plan, max_seqlen_kv=arguments.kv)
     given = {name: value for name, value in given.items() if name not in ("num_splits", "split_size")}
     given["kv_descale"] = args[8]
-    copies = max(1, -(-cold_bytes(device) // (args[1].numel() * args[1].element_size())))
-    turns = [args[1], *(args[1].clone() for _ in range(copies))]
+    turns = [args[1], *(args[1].clone() for _ in range(cold_turns(args[1].nbytes, device)))]
     print(mla_suite.explain("decode", args[0], args[1], *args[2:4], **given), flush=True)
     return Replay(lambda cache: mla_suite.decode(args[0], cache, *args[2:4], **given), turns)
 

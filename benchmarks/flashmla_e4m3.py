@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from flashmla_sparse import Case, sets_for
+from flashmla_sparse import DEVICE, Case
 
 import mla_suite
+from mla_suite.bench.timer import cold_turns
 from mla_suite.integrations import flash_mla as drop_in
 
 PAGE, SCALE = 64, 192**-0.5
@@ -57,6 +60,13 @@ def attended(q: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
     return torch.einsum("qhk,kd->qhd", weights, keys[:, :512].float())
 
 
+def exact_of(turn: Any, lens: Sequence[int], scale: float) -> tuple[list[int], torch.Tensor]:
+    """The first and the last sequence of a turn of decode, and what they must give."""
+    some = sorted({0, len(lens) - 1})
+    keys = (turn.cache[turn.table[b].long()].flatten(0, 1)[: lens[b]] for b in some)
+    return some, torch.stack([attended(turn.q[b], own, scale) for b, own in zip(some, keys, strict=True)])
+
+
 def e4m3_case(row: E4m3, peer: Any) -> Case:
     """Queries and cache in e4m3, in pages of 64, in random order.
 
@@ -67,7 +77,7 @@ def e4m3_case(row: E4m3, peer: Any) -> Case:
     size = row.batch * (row.kv * 576 + row.q_len * row.heads * (576 + 512 * 2))
     one = torch.ones(1, device="cuda")
     turns = []
-    for _ in range(sets_for(size)):
+    for _ in range(cold_turns(size, DEVICE)):
         table = torch.randperm(row.batch * width, device="cuda").int().view(row.batch, width)
         lens = torch.full((row.batch,), row.kv, dtype=torch.int32, device="cuda")
         q = torch.randn(row.batch, row.q_len, row.heads, 576, device="cuda").to(torch.float8_e4m3fn)
@@ -99,10 +109,6 @@ def e4m3_case(row: E4m3, peer: Any) -> Case:
         "peer": lambda turn: paged(peer, made[1], turn, use_legacy=True),
     }
 
-    def exact(turn: Turn) -> tuple[list[int], torch.Tensor]:
-        some = sorted({0, row.batch - 1})
-        keys = (turn.cache[turn.table[b].long()].flatten(0, 1)[: row.kv] for b in some)
-        return some, torch.stack([attended(turn.q[b], own, SCALE) for b, own in zip(some, keys, strict=True)])
-
+    exact = partial(exact_of, lens=[row.kv] * row.batch, scale=SCALE)
     flops = 2 * row.batch * row.kv * rows * (576 + 512)
     return Case(columns, turns, exact, size, flops, {"peer": PEER_ERROR})

@@ -10,11 +10,12 @@ from torch.nn import functional
 
 import mla_suite
 from mla_suite.bench.sets import OTHER_HEADS
+from mla_suite.bench.timer import cold_turns
 from mla_suite.integrations import flash_mla as drop_in
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
 
-COLD_BYTES = 160_000_000
+DEVICE = torch.device("cuda")
 PEER_HEADS = (64, 128)
 """The heads that FlashMLA's sparse decode takes: engines lay out queries with the next of these."""
 
@@ -28,10 +29,6 @@ class Case(NamedTuple):
     bytes: int
     flops: int
     errors: Mapping[str, float] = {}  # relative, that columns may have beside the exact outputs
-
-
-def sets_for(size: int) -> int:
-    return max(1, -(-COLD_BYTES // size))
 
 
 class Sparse(NamedTuple):
@@ -108,7 +105,7 @@ def sparse_case(row: Sparse, peer: Any) -> Case:
     size = row.batch * row.q_len * (selected * (kind.token_bytes + 4) + row.heads * (width + 512) * 2)
     more = min(heads for heads in PEER_HEADS if heads >= row.heads) - row.heads
     turns = []
-    for _ in range(min(sets_for(size), 64)):
+    for _ in range(min(cold_turns(size, DEVICE), 64)):
         indices = []
         for _, tokens, topk in row.pools:
             chosen = torch.rand(row.batch, row.q_len, tokens, device="cuda").topk(topk, dim=-1).indices
@@ -170,7 +167,7 @@ def prefill_case(row: Prefill, peer: Any) -> Case:
     scale = row.width**-0.5
     size = row.tokens * (row.heads * (row.width + 512) * 2 + row.topk * 4) + row.kv * row.width * 2
     turns = []
-    for _ in range(sets_for(size)):
+    for _ in range(cold_turns(size, DEVICE)):
         q = torch.randn(row.tokens, row.heads, row.width, device="cuda").bfloat16()
         kv = torch.randn(row.kv, 1, row.width, device="cuda").bfloat16()
         indices = torch.randint(0, row.kv, (row.tokens, 1, row.topk), dtype=torch.int32, device="cuda")

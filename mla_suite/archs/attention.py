@@ -16,10 +16,10 @@ from mla_suite.archs import combine
 from mla_suite.archs.combine import OUTPUTS, CombineKernel
 from mla_suite.build.params import divisor
 from mla_suite.launch.spec import CallSpec, Copy, Input, LaunchSpec, Scratch, Slot, Temporary, inputs, present
+from mla_suite.ops.combine import Problem as CombineProblem
 from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.decode import DecodeArgs
 from mla_suite.ops.plan.metadata import HEADER_WORDS, most_work_tiles
-from mla_suite.ops.plan.window import most_keys
 from mla_suite.ops.sparse_decode import SparseDecodeArgs
 
 MAX_ROW_TILES = 65535  # of a grid's second dimension
@@ -72,10 +72,9 @@ class Shape(NamedTuple):
     keys: int  # of a sequence at most, from its window's origin on; of sparse_decode in the mean
     plan_words: int  # 0 without a plan
 
-    def partials(self, slots: int) -> tuple[torch.dtype, int, int, int]:
-        """What decides how `slots` partials are combined: type of the result, rows, sequences, and splits of each in
-        the mean."""
-        return self.out.dtype, self.rows, self.batch, -(-slots // self.batch)
+    def combine_problem(self, head_dim_v: int, partials: int, num_splits: int = 0) -> CombineProblem:
+        """What combine does with so many partials of all sequences together; `num_splits` if each has that many."""
+        return CombineProblem(self.batch, self.rows, head_dim_v, num_splits, self.out.dtype, False, partials)
 
 
 class Splits(NamedTuple):
@@ -170,14 +169,10 @@ def call_of(
 
 def decode_shape(args: DecodeArgs, out: torch.Tensor) -> Shape:
     """The sizes of a call of decode."""
-    ragged, page_size = args.cu_seqlens_q is not None, args.kv_cache.shape[1]
-    pages = 0 if args.kv_indices is None else args.kv_indices.shape[0]
-    pages = args.block_table.shape[1] if args.block_table is not None else pages
-    heads, q_len = args.q.shape[-2], args.max_seqlen_q if ragged else args.q.shape[1]
-    keys = most_keys(args.max_seqlen_kv or pages * page_size, q_len, args.window_left)
-    sizes = args.seq_lens.shape[0], heads, q_len, heads * q_len
+    heads, ragged = args.q.shape[-2], args.cu_seqlens_q is not None
+    sizes = args.seq_lens.shape[0], heads, args.q_len, heads * args.q_len
     plan_words = 0 if args.plan is None else args.plan.shape[0]
-    return Shape(Rows.of(args.q), Rows.of(out), *sizes, ragged, page_size, keys, plan_words)
+    return Shape(Rows.of(args.q), Rows.of(out), *sizes, ragged, args.kv_cache.shape[1], args.max_keys, plan_words)
 
 
 def decode_numbers(args: DecodeArgs, shape: Shape, out: Rows, splits: Splits) -> dict[str, int | float]:

@@ -334,29 +334,26 @@ FORMAT = tuning.Format(
 """Tables of combine: the shape, then rows per workgroup, vector width, waves, slices and the splits compiled in."""
 
 
-def table_key(
-    arch: ArchSpec, head_dim_v: int, out_dtype: str, rows: int, batch: int, splits: int
-) -> dict[str, int | str]:
-    """The values of a table's key columns for `batch` sequences of `rows` rows, each in `splits` splits in the mean."""
-    key = dict(rows=max(rows, 1), batch=max(batch, 1), splits=max(splits, 1))
-    return dict(head_dim_v=head_dim_v, out_dtype=out_dtype, device_units=arch.compute_units, **key)
+def table_key(problem: Problem, arch: ArchSpec) -> dict[str, int | str]:
+    """The values of a table's key columns for a problem."""
+    key = dict(rows=max(problem.rows, 1), batch=max(problem.batch, 1), splits=max(problem.mean_splits, 1))
+    out_dtype = OUT_TYPES[problem.out_dtype][1]
+    return dict(head_dim_v=problem.head_dim_v, out_dtype=out_dtype, device_units=arch.compute_units, **key)
 
 
-def choose(
-    arch: ArchSpec, head_dim_v: int, out_dtype: str, rows: int, batch: int, splits: int, uniform: bool = False
-) -> tuple[CombineConfig, str]:
+def choose(problem: Problem, arch: ArchSpec) -> tuple[CombineConfig, str]:
     """The point for a problem, and why: a row of a table within a factor of two, else the rule.
 
-    A row whose kernel was not built leaves the problem to the rule, with one warning in the log. `uniform` says that
-    every sequence has exactly `splits`, and that all of them are merged: what fixed_splits needs.
+    A row whose kernel was not built leaves the problem to the rule, with one warning in the log.
     """
-    ruled = rule(arch, head_dim_v, rows * batch, splits)
-    reason = f"rule for {rows * batch} rows on {arch.compute_units} compute units"
-    match = tuning.find(FORMAT, arch.name, table_key(arch, head_dim_v, out_dtype, rows, batch, splits))
+    rows = problem.rows * problem.batch
+    ruled = rule(arch, problem.head_dim_v, rows, problem.mean_splits)
+    reason = f"rule for {rows} rows on {arch.compute_units} compute units"
+    match = tuning.find(FORMAT, arch.name, table_key(problem, arch))
     if match is None or not match.within(2):
         return ruled, reason
     tuned = config_of_row(arch, match.row.values)
-    if tuned.fixed_splits and not (uniform and tuned.fixed_splits == splits):
+    if tuned.fixed_splits not in (0, problem.uniform_splits):
         return ruled, f"{reason}, since {match.reason} is for {tuned.fixed_splits} splits of every sequence"
     if tuned != ruled and not has_kernel(arch, tuned.instance):
         dispatch.warn_once(
@@ -374,27 +371,15 @@ def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
         return Unsupported(f"head_dim_v {problem.head_dim_v}; its kernels hold rows of {possible}")
     if problem.rows * problem.batch > MAX_ROWS:
         return Unsupported(f"{problem.rows} rows x {problem.batch} sequences; it takes {MAX_ROWS} rows")
-    splits = problem.num_splits or -(-problem.splits // max(problem.batch, 1))
-    out_dtype = OUT_TYPES[problem.out_dtype][1]
-    uniform = problem.num_splits > 0 and not problem.skip_single
-    config, reason = choose(arch, problem.head_dim_v, out_dtype, problem.rows, problem.batch, splits, uniform)
+    config, reason = choose(problem, arch)
     answer = Supported(config, f"{config.instance}, {reason}; one value at a time where an address or stride is odd")
     return missing(arch, config.instance, unaligned(arch, problem.head_dim_v).instance) or answer
 
 
 @cached
-def config_for(
-    arch: ArchSpec,
-    head_dim_v: int,
-    out_dtype: torch.dtype,
-    rows: int,
-    batch: int,
-    splits: int,
-    fixed: bool,
-    uniform: bool = False,
-) -> CombineConfig:
-    """The kernel that combines `splits` per sequence of `rows` rows; `fixed` asks for the one that does not depend on
-    the batch, `uniform` says that all sequences have that many splits and rows."""
+def config_for(problem: Problem, arch: ArchSpec, fixed: bool) -> CombineConfig:
+    """The kernel for partials that an attention kernel leaves; `fixed` asks for the one that does not depend on the
+    batch."""
     if fixed:
-        return invariant(arch, head_dim_v, rows * batch)
-    return choose(arch, head_dim_v, OUT_TYPES[out_dtype][1], rows, batch, splits, uniform)[0]
+        return invariant(arch, problem.head_dim_v, problem.rows * problem.batch)
+    return choose(problem, arch)[0]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 from mla_suite.archs import ArchSpec
 from mla_suite.archs import combine as configs
-from mla_suite.archs.combine import FIXED_SPLITS, OUT_TYPES, ROW_COUNTS, VECS, CombineConfig
+from mla_suite.archs.combine import FIXED_SPLITS, ROW_COUNTS, VECS, CombineConfig
 from mla_suite.build.builder import build_tuned
 from mla_suite.build.instances import instance
 from mla_suite.core import tuning
 from mla_suite.core.tuning import SearchSpace, Value
 from mla_suite.launch import has_kernel
+from mla_suite.ops.combine import Problem
 
 WAVES = (1, 2, 4, 8, 16)
 SLICES = (1, 2, 4, 8)
@@ -23,11 +23,10 @@ TRIED_VECS = (1, 2, 4)
 TRIED_WAVES = {"amd": (8,), "nvidia": (2, 4, 8)}
 
 
-def candidates(problem: Any, arch: ArchSpec) -> Iterator[CombineConfig]:
+def candidates(problem: Problem, arch: ArchSpec) -> Iterator[CombineConfig]:
     """Every legal point that was built for the arch and takes the problem."""
-    uniform = problem.num_splits if not problem.skip_single else 0
     for point in _legal(arch, problem.head_dim_v, VECS, WAVES, SLICES):
-        if point.fixed_splits in (0, uniform) and has_kernel(arch, point.instance):
+        if point.fixed_splits in (0, problem.uniform_splits) and has_kernel(arch, point.instance):
             yield point
 
 
@@ -61,15 +60,9 @@ def build_named(arch: ArchSpec, progress: Callable[[int, int], None] | None = No
     return build_points(arch, {point.instance: point for point in points}.values(), progress)
 
 
-def key(problem: Any, arch: ArchSpec) -> Mapping[str, Value]:
-    splits = problem.num_splits or -(-problem.splits // max(problem.batch, 1))
-    out_dtype = OUT_TYPES[problem.out_dtype][1]
-    return configs.table_key(arch, problem.head_dim_v, out_dtype, problem.rows, problem.batch, splits)
-
-
-def cells(problem: Any, arch: ArchSpec, point: CombineConfig) -> Mapping[str, Value]:
+def cells(problem: Problem, arch: ArchSpec, point: CombineConfig) -> Mapping[str, Value]:
     found = dict(rows_per_group=point.rows, vec=point.vec, waves=point.waves, slices=point.slices)
     return found | {"fixed_splits": point.fixed_splits}
 
 
-SPACE = SearchSpace(candidates, configs.FORMAT, key, cells, build)
+SPACE = SearchSpace(candidates, configs.FORMAT, configs.table_key, cells, build)

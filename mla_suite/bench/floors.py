@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 import torch
 
-from mla_suite.bench.timer import Effort, cold_bytes, device_rounds, median
+from mla_suite.bench.timer import Effort, cold_turns, device_rounds, median
 
 READ_BYTES = tuple(65536 * n for n in (4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384))
 """256 KiB to 1 GiB."""
@@ -116,7 +116,7 @@ def _rising(curve: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]
 
 def _read_us(words: torch.Tensor, size: int, effort: Effort) -> float:
     count = size // 4
-    turns = max(2, -(-cold_bytes(words.device) // size))
+    turns = cold_turns(size, words.device, 2)
     windows = [words[at : at + count] for at in range(0, words.numel() - count + 1, count)][:turns]
     if find_spec("triton") is None:
         return median(device_rounds(torch.sum, windows, effort))

@@ -68,12 +68,8 @@ def copy(call: Call) -> Call:
     return Call(*pytree.tree_map(copied, tuple(call)))
 
 
-def rotation(call: Call, touched: int, cold_bytes: int, most: int) -> list[Call]:
-    """The call and copies of it that together touch at least `cold_bytes`: two at least, `most` at most.
-
-    Fewer when a third of the device's free memory does not hold them.
-    """
-    count = min(max(2, -(-cold_bytes // max(touched, 1))), most)
+def rotation(call: Call, count: int) -> list[Call]:
+    """The call and `count` - 1 copies of it; fewer when a third of the device's free memory does not hold them."""
     tensors = [leaf for leaf in pytree.tree_leaves(tuple(call)) if isinstance(leaf, torch.Tensor)]
     if tensors and tensors[0].is_cuda:
         held = sum(tensor.untyped_storage().nbytes() for tensor in tensors)

@@ -98,7 +98,7 @@ def measure(
     try:
         call = inputs.make(case, device)
         right = inputs.expected(case, call)
-        turns = inputs.rotation(call, case.sample.bytes, timer.cold_bytes(device), timer.MAX_CALLS)
+        turns = inputs.rotation(call, timer.cold_turns(case.sample.bytes, device, 2))
     except torch.OutOfMemoryError:
         yield replace(none, failure="its tensors and a second set of them do not fit the device's memory")
         return

@@ -15,7 +15,7 @@ from mla_suite.bench import inputs, runners
 from mla_suite.bench.inputs import Call, Right
 from mla_suite.bench.runners import Runner
 from mla_suite.bench.sets import Case
-from mla_suite.bench.timer import MAX_CALLS, Effort, Verdict, cold_bytes, device_rounds, judge, median, spread
+from mla_suite.bench.timer import Effort, Verdict, cold_turns, device_rounds, judge, median, spread
 from mla_suite.core import register
 from mla_suite.core.dispatch import Supported
 from mla_suite.core.op import Op
@@ -97,7 +97,7 @@ def search(
     if not isinstance(answer, Supported):
         raise UsageError(f"{case.id}: {backend.name} does not take it: {answer.reason}")
     right = inputs.expected(case, call)
-    turns = inputs.rotation(call, case.sample.bytes, cold_bytes(device), MAX_CALLS)
+    turns = inputs.rotation(call, cold_turns(case.sample.bytes, device, 2))
 
     present = runners.configured(op, backend, answer.config, answer.reason)
     present.error(call, right)

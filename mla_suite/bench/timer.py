@@ -55,6 +55,12 @@ def cold_bytes(device: torch.device) -> int:
     return max(160_000_000, cache * 8 // 3)
 
 
+def cold_turns(touched: int, device: torch.device, fewest: int = 1) -> int:
+    """How many inputs calls must rotate through that touch so many bytes each, so that none finds its data in a cache:
+    `fewest` at least, MAX_CALLS at most."""
+    return min(max(fewest, -(-cold_bytes(device) // max(touched, 1))), MAX_CALLS)
+
+
 def queued_us(call: Callable[[], object], count: int = 1) -> float:
     """Time of a call on the device, of `count` that are queued one behind the other."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -54,7 +54,7 @@ _MISMATCH = re.compile(
     r"mla_suite::\w+\(\) Expected a value of type '(?P<kind>.*)' for argument '(?P<argument>\w+)' "
     r"but instead found type '(?P<found>\w+)"
 )
-_KINDS = {
+KINDS = {
     **{
         "Tensor": "a tensor",
         "int": "an int of 64 bits",
@@ -65,6 +65,7 @@ _KINDS = {
     **{"List[Tensor]": "a list of tensors", "List[Optional[Tensor]]": "a list of tensors or None"},
     **{"List[str]": "a list of strings", "Optional[Tensor]": "a tensor", "Optional[int]": "a torch.dtype"},
 }
+"""Types of a schema, in words."""
 
 
 @contextmanager
@@ -250,7 +251,7 @@ def mismatch(op: str, error: RuntimeError, arguments: Mapping[str, Any] | None =
     if found is None:
         return None
     given = f"a {found['found']}" if arguments is None else _given(arguments[found["argument"]])
-    return CallTypeError(op, f"{found['argument']} is {given}", f"it takes {_KINDS.get(found['kind'], found['kind'])}")
+    return CallTypeError(op, f"{found['argument']} is {given}", f"it takes {KINDS.get(found['kind'], found['kind'])}")
 
 
 def _given(value: Any) -> str:

@@ -161,9 +161,10 @@ def _through_dispatcher(op: Op, tensors: tuple[Any, ...], options: tuple[Any, ..
     """The call through torch.ops, with its errors for wrong types in one sentence."""
     checks.dense(op.name, op.arguments, tensors)
     given = dict(zip(op.options, converted(op.kinds, options), strict=True))
-    for name, value in given.items():
+    for (name, value), kind in zip(given.items(), op.kinds, strict=True):
         if value is None and name not in op.may_be_none:  # torch takes None for False
-            checks.fail(op.name, name, "is None", "it takes a value", TypeError)
+            possible = "a value" if kind is None else checks.KINDS[kind.__name__]
+            checks.fail(op.name, name, "is None", f"it takes {possible}", TypeError)
     try:
         return OpOverload.__call__(getattr(torch.ops.mla_suite, op.name).default, *tensors, **given)
     except RuntimeError as error:

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 @contextmanager
 def configured(
-    *, checks: bool = True, threads: int = THREADS, order: str = "forward", collect: bool = False, time: bool = False
+    *, threads: int = THREADS, order: str = "forward", collect: bool = False, time: bool = False
 ) -> Iterator[list[Report]]:
     """Within the block, and in this thread, launches of the emulator run so. Yields a list.
 
@@ -47,7 +47,7 @@ def configured(
     With `time` each Report has a modelled time.
     """
     reports: list[Report] = []
-    token = options.set(Options(Schedule(checks, threads, order, time=time), reports if collect else None))
+    token = options.set(Options(Schedule(threads=threads, order=order, time=time), reports if collect else None))
     try:
         yield reports
     finally:

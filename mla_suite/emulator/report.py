@@ -172,10 +172,9 @@ class Report:
         """Issue clocks of one SIMD's vector unit: 4 per instruction, 16 for a transcendental one."""
         return sum(_VALU_CLOCKS.get(name, 0) * times for name, times in self.by_class().items())
 
-    def lds_clocks(self, where: Sequence[int] | None = None, bytes_per_clock: int = 128) -> int:
-        """Bank clocks of the LDS at 128 bytes a clock, or with reads at 256 (gfx950); of all instructions, or some."""
-        table = self.lds_clocks_128 if bytes_per_clock == 128 else self.lds_clocks_256
-        return int((table if where is None else table[where]).sum())
+    def lds_clocks(self, bytes_per_clock: int = 128) -> int:
+        """Bank clocks of the LDS at 128 bytes a clock, or with reads at 256 (gfx950)."""
+        return int((self.lds_clocks_128 if bytes_per_clock == 128 else self.lds_clocks_256).sum())
 
     def memory_bytes(self) -> int:
         """Bytes of every global load, store and atomic, each lane counted; caches are not modelled."""

@@ -42,6 +42,16 @@ class Problem(NamedTuple):
     splits: int  # of the whole batch; with split_indptr, as many as partial_out has room for
     plus_inf_lse: bool = False
 
+    @property
+    def mean_splits(self) -> int:
+        """Splits of a sequence, in the mean, rounded up."""
+        return self.num_splits or -(-self.splits // max(self.batch, 1))
+
+    @property
+    def uniform_splits(self) -> int:
+        """Splits of every sequence where all are merged and have equally many; else 0."""
+        return 0 if self.skip_single else self.num_splits
+
 
 def combine(
     partial_out: torch.Tensor,

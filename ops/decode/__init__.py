@@ -59,6 +59,18 @@ class DecodeArgs:
     precision: str = "full"
     plus_inf_lse: bool = False
 
+    @property
+    def q_len(self) -> int:
+        """Query tokens of a sequence, of the longest where they differ."""
+        return self.q.shape[1] if self.cu_seqlens_q is None else self.max_seqlen_q
+
+    @property
+    def max_keys(self) -> int:
+        """Keys that a sequence has at most by the metadata alone, from its window's origin on."""
+        pages = 0 if self.kv_indices is None else self.kv_indices.shape[0]
+        pages = pages if self.block_table is None else self.block_table.shape[1]
+        return most_keys(self.max_seqlen_kv or pages * self.kv_cache.shape[1], self.q_len, self.window_left)
+
 
 class Problem(NamedTuple):
     """The properties a choice of decode kernel may depend on. In batch-invariant mode batch and context are 0."""
@@ -252,9 +264,8 @@ def _check_ranks(args: DecodeArgs, batch: int) -> None:
     checks.field("decode", args, "cp_tot_seq_lens", checks.INDEX, sizes=(batch,), names="[batch]", like=args.q)
     if world == 1:
         return
-    several = args.q.shape[1] if args.cu_seqlens_q is None else args.max_seqlen_q
-    if args.cp_tot_seq_lens is None and args.causal and checks.certain(several > 1):
-        possible = f"{several} causal query tokens need the keys of each sequence on all {world} ranks"
+    if args.cp_tot_seq_lens is None and args.causal and checks.certain(args.q_len > 1):
+        possible = f"{args.q_len} causal query tokens need the keys of each sequence on all {world} ranks"
         checks.fail("decode", "cp_tot_seq_lens", "is missing", possible)
     if args.rope_cos_sin is not None:
         possible = "local positions are not the sequence's: cache rotated keys"
@@ -271,9 +282,8 @@ def _check_tree(args: DecodeArgs, tree_mask: torch.Tensor, batch: int) -> None:
     ragged = args.cu_seqlens_q is not None
     shape, words = ((args.q.shape[0],), "[tokens]") if ragged else ((batch, args.q.shape[1]), "[batch, q_len]")
     checks.tensor("decode", "tree_mask", tree_mask, sizes=shape, dtypes=(torch.int64,), like=args.q, names=words)
-    drafts = args.max_seqlen_q if ragged else args.q.shape[1]
-    if checks.certain(drafts > MAX_TREE):
-        given = f"is given for {drafts} query tokens of a sequence"
+    if checks.certain(args.q_len > MAX_TREE):
+        given = f"is given for {args.q_len} query tokens of a sequence"
         checks.fail("decode", "tree_mask", given, f"a word has bits for {MAX_TREE}")
     if not args.causal:
         checks.fail("decode", "tree_mask", "is given with causal=False", "it takes the place of the causal limit")
@@ -311,13 +321,12 @@ def describe(args: DecodeArgs) -> Problem:
     else:
         pages = 0 if args.kv_indices is None else args.kv_indices.shape[0]
         context, context_from = pages * page_size // max(batch, 1), "kv_indices per sequence x page_size"
-    q_len = args.q.shape[1] if args.cu_seqlens_q is None else args.max_seqlen_q
     if args.window_left >= 0 and args.split_size == 0:
-        context, context_from = most_keys(context, q_len, args.window_left), "window_left"
+        context, context_from = most_keys(context, args.q_len, args.window_left), "window_left"
     return Problem(
         batch=batch,
         heads=args.q.shape[-2],
-        q_len=q_len,
+        q_len=args.q_len,
         context=context,
         context_from=context_from,
         page_size=page_size,

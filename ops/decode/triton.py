@@ -288,20 +288,13 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     kv_cache = args.kv_cache
     out, lse = outputs
     batch, heads, page = args.seq_lens.shape[0], args.q.shape[-2], kv_cache.shape[1]
-    q_len = args.q.shape[1] if args.cu_seqlens_q is None else args.max_seqlen_q
+    q_len, bound = args.q_len, args.max_keys
     rows = q_len * heads
     if batch == 0 or rows == 0:
         return
     tokens, flat_out = args.q.flatten(0, -3), out.flatten(0, -3)
     if args.kv_format == "fp8":
         kv_cache = kv_cache.view(torch.float8_e4m3fn)
-    if args.block_table is not None:
-        bound = args.max_seqlen_kv or args.block_table.shape[1] * page
-    else:
-        assert args.kv_indices is not None  # decode's checks: one of the two
-        bound = args.max_seqlen_kv or args.kv_indices.shape[0] * page
-    if args.window_left >= 0:
-        bound = min(bound, args.window_left + q_len + SPLIT_ALIGNMENT)  # it begins at a multiple of the alignment
     tiles = -(-rows // config.rows)
     if args.plan is not None:
         splits, capacity = 1, int(most_work_tiles(args.plan.shape[0], batch))

@@ -23,11 +23,11 @@ def test_copies_keep_strides_and_own_their_memory() -> None:
     assert twin.data_ptr() != cache.data_ptr()
 
 
-def test_a_rotation_touches_what_a_cache_could_hold() -> None:
+def test_a_rotation_has_copies_of_its_own() -> None:
     call = inputs.make(SMALL, CPU)
-    assert len(inputs.rotation(call, SMALL.sample.bytes, 10 * SMALL.sample.bytes, 64)) == 10
-    assert len(inputs.rotation(call, SMALL.sample.bytes, 1000 * SMALL.sample.bytes, 64)) == 64
-    assert len(inputs.rotation(call, SMALL.sample.bytes, 0, 64)) == 2
+    turns = inputs.rotation(call, 3)
+    assert turns[0] is call
+    assert len({turn.args[1].data_ptr() for turn in turns}) == 3
 
 
 def test_a_planned_case_brings_its_plan_and_the_same_result() -> None:

@@ -148,6 +148,15 @@ def test_caches_of_amd_that_torch_does_not_count_are_counted(monkeypatch: pytest
     assert timer.cold_bytes(torch.device("cpu")) == 0
 
 
+def test_turns_touch_what_a_cache_could_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timer, "cold_bytes", lambda device: {"cuda": 1000, "cpu": 0}[device.type])
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert [timer.cold_turns(touched, gpu) for touched in (100, 101, 999, 1000, 5000)] == [10, 10, 2, 1, 1]
+    assert timer.cold_turns(5000, gpu, fewest=2) == timer.cold_turns(100, cpu, fewest=2) == 2
+    monkeypatch.setattr(timer, "cold_bytes", lambda device: 10**9)
+    assert timer.cold_turns(0, gpu) == timer.cold_turns(1, gpu) == timer.MAX_CALLS
+
+
 def test_warmup_and_iterations_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """At least as many calls as asked for, since a graph is replayed whole; without them, the timer's own numbers."""
     device = Device(30.0)

@@ -22,8 +22,8 @@ combine = functools.partial(mla_suite.combine, num_splits=3, out_dtype=torch.flo
             {"softmax_scale": 10**400},
             "decode: softmax_scale is an int of 1329 bits; it takes a number that a float holds",
         ),
-        ({"causal": None}, "decode: causal is None; it takes a value"),
-        ({"softmax_scale": None}, "decode: softmax_scale is None; it takes a value"),
+        ({"causal": None}, "decode: causal is None; it takes a bool"),
+        ({"softmax_scale": None}, "decode: softmax_scale is None; it takes a number that a float holds"),
         ({"max_seqlen_q": 1.0}, "decode: max_seqlen_q is 1.0; it takes an int of 64 bits"),
         ({"kv_format": ["bf16"]}, "decode: kv_format is a list of str; it takes a string"),
         (

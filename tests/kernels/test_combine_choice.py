@@ -19,9 +19,15 @@ from mla_suite.archs import combine_search
 from mla_suite.archs.combine import CombineConfig
 from mla_suite.archs.sm_90 import combine as sm_90_combine
 from mla_suite.core import dispatch, tuning
-from mla_suite.ops.combine import COMBINE
+from mla_suite.ops.combine import COMBINE, Problem
 
 NATIVE = BackendCalls(COMBINE, "native")
+
+
+def problem(rows, batch, splits, *, uniform=False, out_dtype=torch.bfloat16, head_dim_v=512):
+    """`splits` partials of each of `batch` sequences in the mean, or of every one if `uniform`."""
+    return Problem(batch, rows, head_dim_v, splits if uniform else 0, out_dtype, False, splits * batch)
+
 
 # Legal points
 
@@ -113,30 +119,28 @@ def everything_built(monkeypatch):
 
 def test_a_row_of_a_table_decides(table, everything_built):
     gfx942 = archs.get("gfx942")
-    ruled, reason = config.choose(gfx942, 512, "bf16", 16, 1, 64)
+    ruled, reason = config.choose(problem(16, 1, 64), gfx942)
     assert reason.startswith("rule")
     table(cells(), cells(batch=64))
-    chosen, reason = config.choose(gfx942, 512, "bf16", 16, 1, 64)
+    chosen, reason = config.choose(problem(16, 1, 64), gfx942)
     assert (chosen.rows, chosen.vec) == (2, 8)
     assert "gfx942.csv:2" in reason
-    near, reason = config.choose(gfx942, 512, "bf16", 16, 1, 66)
+    near, reason = config.choose(problem(16, 1, 66), gfx942)
     assert near == chosen
     assert "nearest" in reason
-    assert config.choose(gfx942, 512, "bf16", 16, 1, 512)[0] == dataclasses.replace(
-        ruled, waves=16
-    )  # too far: the rule
-    assert config.choose(gfx942, 512, "fp16", 16, 1, 64)[0] == ruled  # another dtype
+    assert config.choose(problem(16, 1, 512), gfx942)[0] == dataclasses.replace(ruled, waves=16)  # too far: the rule
+    assert config.choose(problem(16, 1, 64, out_dtype=torch.float16), gfx942)[0] == ruled  # another dtype
 
 
 def test_a_row_for_a_number_of_splits_decides_for_no_other(table, everything_built):
     gfx942 = archs.get("gfx942")
     table(cells(vec=4, splits=16, fixed_splits=16))
-    chosen, reason = config.choose(gfx942, 512, "bf16", 16, 1, 16, uniform=True)
+    chosen, reason = config.choose(problem(16, 1, 16, uniform=True), gfx942)
     assert (chosen.rows, chosen.fixed_splits) == (2, 16)
     assert chosen.instance.endswith("_splits-16")
     assert "gfx942.csv:2" in reason
     for splits, uniform in ((16, False), (17, True), (12, True)):
-        other, reason = config.choose(gfx942, 512, "bf16", 16, 1, splits, uniform)
+        other, reason = config.choose(problem(16, 1, splits, uniform=uniform), gfx942)
         assert other == config.rule(gfx942, 512, 16, splits)
         assert "is for 16 splits of every sequence" in reason
 
@@ -146,7 +150,7 @@ def test_a_row_whose_kernel_is_not_built_leaves_it_to_the_rule(table, caplog, mo
     table(cells(batch=2, splits=8, vec=2), cells(batch=64, splits=8, vec=2, rows_per_group=8))
     partial_out, partial_lse = torch.randn(16, 16, 512), torch.randn(16, 16)
     with mla_suite.emulate("gfx942") as gfx942:
-        require_built("gfx942", config.choose(gfx942, 512, "bf16", 16, 2, 8)[0].instance)
+        require_built("gfx942", config.choose(problem(16, 2, 8), gfx942)[0].instance)
         named = CombineConfig(gfx942, 512, rows=2, vec=2, waves=8, slices=1)
         built = config.has_kernel  # a developer's own cache may hold the point
         monkeypatch.setattr(config, "has_kernel", lambda arch, name: name != named.instance and built(arch, name))
@@ -175,7 +179,7 @@ def test_a_row_whose_kernel_is_not_built_leaves_it_to_the_rule(table, caplog, mo
 def test_a_bad_row_is_refused_with_file_and_line(table, row, why):
     table(row)
     with pytest.raises(ValueError, match=why):
-        config.choose(archs.get("gfx942"), 512, "bf16", 16, 1, 64)
+        config.choose(problem(16, 1, 64), archs.get("gfx942"))
 
 
 @pytest.mark.parametrize("name", ["gfx942", "gfx950", "sm_90"])
@@ -212,39 +216,39 @@ def test_few_workgroups_merge_what_a_plan_split():
     """Where the arch has a kernel for it; a merge that may not depend on the batch stays what it is."""
     sm_90, most = archs.get("sm_90"), sm_90_combine.PLANNED_GROUPS * 132
     for rows, batch in ((1, 4225), (16, 300), (128, 34), (512, 2000)):
-        facts = 512, torch.bfloat16, rows, batch, 2
-        point = sm_90_combine.config_for(sm_90, *facts, fixed=False, planned=True)
+        merged = problem(rows, batch, 2)
+        point = sm_90_combine.config_for(merged, sm_90, fixed=False, planned=True)
         assert isinstance(point, sm_90_combine.PersistentCombineConfig)
         assert point.instance in built_instances("sm_90")
         assert point.grid(rows * batch) == min(2 * rows * batch, most)
-        assert sm_90_combine.config_for(sm_90, *facts, fixed=True, planned=True) == config.invariant(
+        assert sm_90_combine.config_for(merged, sm_90, fixed=True, planned=True) == config.invariant(
             sm_90, 512, rows * batch
         )
         fits = 4224 // rows
-        few = sm_90_combine.config_for(sm_90, 512, torch.bfloat16, rows, fits, 2, fixed=False, planned=True)
+        few = sm_90_combine.config_for(problem(rows, fits, 2), sm_90, fixed=False, planned=True)
         assert isinstance(few, sm_90_combine.ResidentCombineConfig)
-        unplanned = config.choose(sm_90, 512, "bf16", rows, batch, 2)[0]
-        assert sm_90_combine.config_for(sm_90, *facts, fixed=False, planned=False) == unplanned
+        unplanned = config.choose(problem(rows, batch, 2), sm_90)[0]
+        assert sm_90_combine.config_for(merged, sm_90, fixed=False, planned=False) == unplanned
         for arch in (archs.get("gfx942"), archs.get("gfx950")):
-            unplanned = config.choose(arch, 512, "bf16", rows, batch, 2)[0]
-            assert kernels.config_for(arch, *facts, fixed=False) == unplanned
+            unplanned = config.choose(problem(rows, batch, 2), arch)[0]
+            assert kernels.config_for(merged, arch, fixed=False) == unplanned
 
 
 def test_one_workgroup_of_a_unit_merges_what_a_plan_split():
     """Rows that several waves would share, and a merge that may not depend on the batch, stay what they are."""
     sm_90 = archs.get("sm_90")
     for rows, batch in ((1, 396), (16, 32), (64, 8), (128, 33)):
-        facts = 512, torch.bfloat16, rows, batch, 2
-        point = sm_90_combine.config_for(sm_90, *facts, fixed=False, planned=True)
+        merged = problem(rows, batch, 2)
+        point = sm_90_combine.config_for(merged, sm_90, fixed=False, planned=True)
         assert isinstance(point, sm_90_combine.ResidentCombineConfig)
         assert point.instance in built_instances("sm_90")
         assert point.grid(rows * batch) == 132
-        beside = sm_90_combine.config_for(sm_90, *facts, fixed=False, planned=True, merges=True)
+        beside = sm_90_combine.config_for(merged, sm_90, fixed=False, planned=True, merges=True)
         assert (beside.instance, beside.grid(rows * batch), beside.grid(7)) == (point.instance, 99, 7)
-        fixed = sm_90_combine.config_for(sm_90, *facts, fixed=True, planned=True)
+        fixed = sm_90_combine.config_for(merged, sm_90, fixed=True, planned=True)
         assert fixed == config.invariant(sm_90, 512, rows * batch)
-    few = sm_90_combine.config_for(sm_90, 512, torch.bfloat16, 5, 79, 2, fixed=False, planned=True)
-    assert few == config.choose(sm_90, 512, "bf16", 5, 79, 4)[0]
+    few = sm_90_combine.config_for(problem(5, 79, 2), sm_90, fixed=False, planned=True)
+    assert few == config.choose(problem(5, 79, 4), sm_90)[0]
 
 
 @pytest.mark.parametrize("runs", [2, 4])
@@ -255,7 +259,7 @@ def test_one_workgroup_of_a_unit_merges_what_a_plan_split():
 def test_rows_are_merged_while_decode_runs(rows, slices, waves, runs):
     """On sm_90, by as many workgroups for each as find room beside it."""
     sm_90 = archs.get("sm_90")
-    point = sm_90_combine.streaming(sm_90, 512, rows=rows, batch=1, splits=64, busy=64, runs=runs)
+    point = sm_90_combine.streaming(problem(rows, 1, 64), sm_90, busy=64, runs=runs)
     assert point is not None
     assert point.instance in built_instances("sm_90")
     assert (point.slices, point.threads, point.grid(rows)) == (slices, 32 * waves, slices * rows)
@@ -280,8 +284,9 @@ def test_rows_are_merged_while_decode_runs(rows, slices, waves, runs):
     ],
 )
 def test_which_rows_are_merged_while_decode_runs(changed, taken):
-    facts = dict(arch=archs.get("sm_90"), head_dim_v=512, rows=16, batch=1, splits=64, busy=64, runs=2) | changed
-    assert (sm_90_combine.streaming(**facts) is not None) is taken
+    facts = dict(head_dim_v=512, rows=16, batch=1, splits=64, busy=64, runs=2) | changed
+    busy, runs = facts.pop("busy"), facts.pop("runs")
+    assert (sm_90_combine.streaming(problem(**facts), archs.get("sm_90"), busy, runs) is not None) is taken
 
 
 def test_another_width_is_refused():

@@ -21,6 +21,7 @@ from mla_suite.archs import combine as combine_configs
 from mla_suite.core import tuning
 from mla_suite.launch import current_arch, scratch
 from mla_suite.models import rope
+from mla_suite.ops.combine import Problem as CombineProblem
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode
 
@@ -338,7 +339,8 @@ def test_batch_invariant_across_a_boundary_of_the_table(target, heads, tmp_path,
     with monkeypatch.context() as patched:
         patched.setenv("MLA_SUITE_TUNED_DIR", str(tmp_path))
         tuning.clear_cache()
-        chosen = {combine_configs.choose(archs.get("gfx942"), 512, "bf16", heads, batch, 4) for batch in points}
+        merged = [CombineProblem(batch, heads, 512, 4, torch.bfloat16, False, 4 * batch) for batch in points]
+        chosen = {combine_configs.choose(problem, archs.get("gfx942")) for problem in merged}
         assert len(chosen) == len(points), "the table has a boundary between any two of the batches"
         assert all("tuned" in reason or "row" in reason for _, reason in chosen), chosen
         test_batch_invariant_bits(target, (heads, {}))

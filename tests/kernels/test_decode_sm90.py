@@ -49,14 +49,10 @@ NARROW = [
 ]
 POINTS += NARROW
 SWAP_AB = [(dtype, 576, "swap_ab", "none", rows) for dtype in ("bf16", "fp16", "fp8") for rows in (16, 32)]
-MASKED = [(*point, BLOCK_M, True) for point in POINTS if point[1] == 576 and point not in ROTATED + STORED + PAIRED]
-MASKED += [(*point, True) for point in SWAP_AB]
-SCALED = [("bf16", 576, "fp8", mode, BLOCK_M, False, True) for mode in ("none", "reduce_o", "reduce_last")]
-FOLDS = [
-    (dtype, 576, "tma", mode, BLOCK_M, False, False, True)
-    for dtype in ("bf16", "fp16")
-    for mode in ("none", "share_kv")
-]
+MASKED = [(*point, BLOCK_M, "masked") for point in POINTS if point[1] == 576 and point not in ROTATED + STORED + PAIRED]
+MASKED += [(*point, "masked") for point in SWAP_AB]
+SCALED = [("bf16", 576, "fp8", mode, BLOCK_M, "scaled") for mode in ("none", "reduce_o", "reduce_last")]
+FOLDS = [(dtype, 576, "tma", mode, BLOCK_M, "folding") for dtype in ("bf16", "fp16") for mode in ("none", "share_kv")]
 HALF = {"kv_format": "fp16", "dtype": torch.float16}
 FP8 = {"kv_format": "fp8", "dtype": torch.float8_e4m3fn}
 SUMS = {"precision": "fp8"}
@@ -96,17 +92,20 @@ def test_every_point_is_declared():
         ({"kv_load": "fp8", "dtype": "fp8", "cluster_mode": "reduce_last"}, "cluster_mode is one of none, reduce_o$"),
         ({"kv_load": "fp8", "width": 512, "cluster_mode": "reduce_o"}, "cluster_mode is one of none"),
         ({"kv_load": "fp8_scores"}, "dtype is one of fp8"),
-        ({"kv_load": "fp8_scores", "dtype": "fp8", "masked": True}, "windows and trees are of keys in full precision"),
+        (
+            {"kv_load": "fp8_scores", "dtype": "fp8", "variant": "masked"},
+            "windows and trees are of keys in full precision",
+        ),
         ({"kv_load": "swap_ab", "width": 512}, "width is one of 576"),
         ({"kv_load": "swap_ab", "q_rows": 48}, "q_rows is one of 16, 32"),
         ({"q_rows": 16}, "q_rows is one of 64"),
         ({"cluster_mode": "keys"}, "cluster_mode is one of none, reduce_o, reduce_last, exchange_p, share_kv"),
         ({"cluster_mode": "share_kv", "kv_load": "fp8"}, "cluster_mode is one of none, reduce_o, reduce_last"),
         ({"kv_load": "cp_async", "cluster_mode": "reduce_o"}, "cluster_mode is one of none"),
-        ({"width": 512, "masked": True}, "windows and trees are of rotated rows of 576"),
-        ({"kv_load": "tma_rotated", "masked": True}, "windows and trees are of rotated rows of 576"),
-        ({"cluster_mode": "reduce_o", "folds": True}, "splits are folded with cluster_mode none and share_kv"),
-        ({"width": 512, "folds": True}, "splits are folded with cluster_mode none and share_kv"),
+        ({"width": 512, "variant": "masked"}, "windows and trees are of rotated rows of 576"),
+        ({"kv_load": "tma_rotated", "variant": "masked"}, "windows and trees are of rotated rows of 576"),
+        ({"cluster_mode": "reduce_o", "variant": "folding"}, "splits are folded with cluster_mode none and share_kv"),
+        ({"width": 512, "variant": "folding"}, "splits are folded with cluster_mode none and share_kv"),
     ],
 )
 def test_an_illegal_config_says_why(changed, sentence):
@@ -115,8 +114,7 @@ def test_an_illegal_config_says_why(changed, sentence):
 
 
 def test_a_config_prints_its_point_alone():
-    printed = "Sm90Config(dtype='bf16', width=576, kv_load='tma', cluster_mode='none', q_rows=64, masked=False, "
-    printed += "scaled=False, folds=False)"
+    printed = "Sm90Config(dtype='bf16', width=576, kv_load='tma', cluster_mode='none', q_rows=64, variant='plain')"
     assert str(Sm90Config(H200, "bf16", 576, "tma")) == printed
 
 

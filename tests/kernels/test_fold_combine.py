@@ -19,6 +19,7 @@ from planted import each_of
 from mla_suite import archs
 from mla_suite.archs.sm_90 import combine
 from mla_suite.archs.sm_90.costs import NODE_SPLITS
+from mla_suite.ops.combine import Problem
 from mla_suite.testing import poison
 
 KERNEL = "sm_90/combine/fold_combine.hpp"
@@ -27,7 +28,8 @@ ROWS = {"few": 1, "many": 100_000}
 
 
 def config_of(rows):
-    return combine.config_for(archs.get("sm_90"), 512, torch.bfloat16, ROWS[rows], 1, 2, True, False, folds=True)
+    problem = Problem(1, ROWS[rows], 512, 0, torch.bfloat16, False, 2)
+    return combine.config_for(problem, archs.get("sm_90"), fixed=True, planned=False, folds=True)
 
 
 def compiled(folder: Path, rows: str, *first: Path) -> Path:
@@ -122,9 +124,16 @@ FAULTS = {
         "nodes that end early",
     ),
     "not divided": ("    const float own = fold.scale();\n", "    const float own = 1.0f;\n", "one node"),
-    "weights of one split": ("fold.sum = lse_at(p, at, split)[1];", "fold.sum = 1.0f;", "states"),
-    "a word of no split": (" && split < at.splits) fold.sum", ") fold.sum", "states"),
-    "a final row": ("if (!at.wanted || is_final(p, at)) return;", "if (!at.wanted) return;", "states"),
+    "weights of one split": ("fold.sum = word_of(at, own, NODE_SPLITS);", "fold.sum = 1.0f;", "states"),
+    "weights of one split among nodes": (
+        "fold.sum = lse_at(p, at, node * NODE_SPLITS)[1];",
+        "fold.sum = 1.0f;",
+        "states",
+    ),
+    "a word of no split": (" && node * NODE_SPLITS < at.splits) fold.sum", ") fold.sum", "states"),
+    "a final row": ("    if (is_final(p, at, own)) return;\n", "", "states"),
+    "the first split's weight for all": ("word_of(at, own, split[i])", "word_of(at, own, 0)", "one node"),
+    "the first node's weights for all": ("        word = next;\n", "", "nodes that end early"),
     "lanes' first nodes alone": (
         "    for (int node = at.member + team; node < nodes; node += team) sum +=",
         "    for (int node = nodes; node < nodes; node += team) sum +=",
@@ -139,7 +148,7 @@ def test_a_broken_kernel_is_found(tmp_path, name):
     own = with_a_fault(tmp_path / "csrc", KERNEL, right, broken)
     program = compiled(tmp_path, "few", own)
     if case == "states":
-        merge = PlanMerge((2200, 900), heads=3, split_size=64)
+        merge = PlanMerge((2200, 900, 700), heads=3, split_size=64)
         merge.final = {1}
         states = states_of(merge, 16)
     else:

@@ -106,7 +106,7 @@ def test_every_published_shape_has_a_row(name: str) -> None:
     arch = archs.get(name)
     for case in sets.named("aiter-3468"):
         problem = counted_search.problem_of(case)
-        facts = combine_search.key(problem, arch)
+        facts = combine_config.table_key(problem, arch)
         match = tuning.find(combine_config.FORMAT, name, facts)
         assert match is not None
         assert match.differing == (), case.id

@@ -3,8 +3,8 @@
 // same bits whether its nodes or their splits were the work tiles. Behind a planned decode that folds, a partial is the
 // state of a fold (decode/node_state.hpp): a node's first may have several splits, and those behind it are then not there.
 //
-// A team has a row, or some of its columns, to itself. Every lane folds the log-sum-exps of a node as it comes to it;
-// they are the same words for the whole team, and few beside the partials.
+// A warp has a row, or some of its columns, to itself. Each lane loads a log-sum-exp of a node, so that all partials of it
+// are read one round trip later, those of splits without keys not at all: these change neither sum.
 #pragma once
 
 #include "common/combine.hpp"
@@ -23,7 +23,7 @@ struct FoldCombine : Combine<Wave, Shape> {
   static constexpr int min_waves = 4;                     // resident: they and two sums take registers
 
   static_assert(Base::parts == 1, "combine: one team adds all splits of a row");
-  static_assert(NODE_SPLITS % in_flight == 0, "combine: a node's splits are read in whole groups");
+  static_assert(team == Wave::lanes && 2 * NODE_SPLITS <= team, "combine: a lane for each word of a node's splits");
 
   MLA_DEVICE static void run(const CombineParams& p) {
     RowAssignment at;
@@ -32,12 +32,14 @@ struct FoldCombine : Combine<Wave, Shape> {
     Wave::release_consumer();
     Wave::wait_for_producer();
     Base::resolve_splits(p, sequence, at);
-    if (!at.wanted || is_final(p, at)) return;
+    if (!at.wanted) return;
+    const float own = own_word(p, at, 0);
+    if (is_final(p, at, own)) return;
     const int nodes = (at.splits + NODE_SPLITS - 1) / NODE_SPLITS;
     if (nodes <= 1)
-      take_node(p, at);
+      take_node(p, at, own);
     else
-      merge_nodes(p, at, nodes);
+      merge_nodes(p, at, own, nodes);
   }
 
  private:
@@ -46,21 +48,26 @@ struct FoldCombine : Combine<Wave, Shape> {
     SplitFold fold;
     float sum[chunks][vec];
 
-    MLA_DEVICE void load(const CombineParams& p, const RowAssignment& at, int first_split) {
+    // Adds the splits of the node that begins with `first_split`; `own` is this lane's word of it.
+    MLA_DEVICE void load(const CombineParams& p, const RowAssignment& at, int first_split, float own) {
       for (int c = 0; c < chunks; ++c)
         for (int k = 0; k < vec; ++k) sum[c][k] = -0.0f;
+      const int splits = min(NODE_SPLITS, at.splits - first_split);
+      uint32_t left = __ballot_sync(~0u, at.lane < splits && own != -bit_cast<float>(INFINITY_BITS));
 #pragma unroll 1
-      for (int first = 0; first < NODE_SPLITS && first_split + first < at.splits; first += in_flight) {
-        float lse[in_flight];
+      while (left != 0) {
+        int split[in_flight];  // negative behind the last
         Vec<float, quad> loaded[in_flight][chunks][vec / quad];
         for (int i = 0; i < in_flight; ++i) {
-          lse[i] = lse_of_split(p, at, first_split + first + i);
-          if (is_there(p, first + i, lse[i])) load_partial(p, at, first_split + first + i, loaded[i]);
+          split[i] = __ffs(left) - 1;
+          left &= left - 1;
+          if (split[i] >= 0) load_partial(p, at, first_split + split[i], loaded[i]);
         }
         for (int i = 0; i < in_flight; ++i) {
+          if (split[i] < 0) break;
           float before, factor;
-          fold.add(lse[i], before, factor);
-          if (first + i == 0) begin(p, at, first_split, fold);
+          fold.add(word_of(at, own, split[i]), before, factor);
+          if (split[i] == 0 && are_states(p)) fold.sum = word_of(at, own, NODE_SPLITS);
           for (int c = 0; c < chunks; ++c)
             for (int k = 0; k < vec; ++k)
               sum[c][k] = SplitFold::added(sum[c][k], before, SplitFold::term(loaded[i][c][k / quad][k % quad], factor));
@@ -76,9 +83,9 @@ struct FoldCombine : Combine<Wave, Shape> {
   };
 
   // A row of one node, whose log-sum-exp is the row's.
-  MLA_DEVICE static void take_node(const CombineParams& p, const RowAssignment& at) {
+  MLA_DEVICE static void take_node(const CombineParams& p, const RowAssignment& at, float own) {
     Node node;
-    node.load(p, at, 0);
+    node.load(p, at, 0, own);
     const LseAccum row{float_to_ordered_int(node.fold.lse()), 1.0f};
     Base::write_lse(p, at, row);
     float scale;
@@ -88,7 +95,8 @@ struct FoldCombine : Combine<Wave, Shape> {
     Base::write_out(p, at, outcome, result);
   }
 
-  MLA_DEVICE static void merge_nodes(const CombineParams& p, const RowAssignment& at, int nodes) {
+  // Several nodes; `word` is this lane's of the first.
+  MLA_DEVICE static void merge_nodes(const CombineParams& p, const RowAssignment& at, float word, int nodes) {
     const float own = lse_of_node(p, at, at.member);
     int largest = float_to_ordered_int(own);
 #pragma unroll 1
@@ -108,7 +116,9 @@ struct FoldCombine : Combine<Wave, Shape> {
 #pragma unroll 1
       for (int i = 0; i < nodes; ++i) {
         Node node;
-        node.load(p, at, i * NODE_SPLITS);
+        const float next = own_word(p, at, (i + 1) * NODE_SPLITS);  // arrives while partials are read
+        node.load(p, at, i * NODE_SPLITS, word);
+        word = next;
         const float weight = exp_of<Wave>(node.fold.lse() - base) * scale;
         if (weight != 0.0f) node.add_to(result, weight);
       }
@@ -124,27 +134,28 @@ struct FoldCombine : Combine<Wave, Shape> {
 #pragma unroll
     for (int i = 0; i < NODE_SPLITS; ++i) {
       fold.add(lse[i], before, factor);
-      if (i == 0) begin(p, at, node * NODE_SPLITS, fold);
+      if (i == 0 && are_states(p) && node * NODE_SPLITS < at.splits) fold.sum = lse_at(p, at, node * NODE_SPLITS)[1];
     }
     return fold.lse();
+  }
+
+  // This lane's word of the node that begins with a split: of the first NODE_SPLITS lanes the log-sum-exp of a split
+  // each, or, where partials are states, the base; of the next the sums of weights of states.
+  MLA_DEVICE static float own_word(const CombineParams& p, const RowAssignment& at, int first_split) {
+    const int split = first_split + at.lane % NODE_SPLITS;
+    if (split >= at.splits) return -bit_cast<float>(INFINITY_BITS);
+    return lse_at(p, at, split)[are_states(p) && at.lane / NODE_SPLITS == 1 ? 1 : 0];
+  }
+  MLA_DEVICE static float word_of(const RowAssignment& at, float own, int lane) {
+    return Wave::template from_team<team>(own, at.lane, lane);
   }
 
   // Whether partials are states: then two words are in place of a log-sum-exp.
   MLA_DEVICE static bool are_states(const CombineParams& p) { return p.partial_lse_row_stride == 2; }
 
   // Whether decode has stored the row's result.
-  MLA_DEVICE static bool is_final(const CombineParams& p, const RowAssignment& at) {
-    return are_states(p) && at.splits > 0 && bit_cast<uint32_t>(lse_of_split(p, at, 0)) == SENTINEL;
-  }
-
-  // Whether the partial of a node's split is to be read: not where it is part of the first's.
-  MLA_DEVICE static bool is_there(const CombineParams& p, int split, float lse) {
-    return split == 0 || !are_states(p) || lse != -bit_cast<float>(INFINITY_BITS);
-  }
-
-  // Goes on with the state of a node's first partial, once it has been added as a split.
-  MLA_DEVICE static void begin(const CombineParams& p, const RowAssignment& at, int split, SplitFold& fold) {
-    if (are_states(p) && split < at.splits) fold.sum = lse_at(p, at, split)[1];
+  MLA_DEVICE static bool is_final(const CombineParams& p, const RowAssignment& at, float own) {
+    return are_states(p) && bit_cast<uint32_t>(word_of(at, own, 0)) == SENTINEL;
   }
 
   // Behind a row's last split the last one is read in place of others, so that no load waits for a branch; none of it

@@ -234,14 +234,14 @@ class PvMma {
   MLA_DEVICE void finish_rows(OutputTarget& target) {
     target.factor[0] = ld_shared<float>(p_stage() + Storage::P_INVERSE + quad_row() * 4);
     target.factor[1] = ld_shared<float>(p_stage() + Storage::P_INVERSE + quad_row() * 4 + 32);
-    if (group_ == 0 && !is_state(target)) epilogue_.store_lse(target, p_stage() + Storage::P_LSE);
+    if (group_ == 0 && !leaves_state(target)) epilogue_.store_lse(target, p_stage() + Storage::P_LSE);
     if (group_ == 1) MaxLogitsOf<Traits>::store(params_, p_stage());
     release_p();
   }
 
   // Whether the QK warpgroup stores what a partial has in place of a log-sum-exp.
-  MLA_DEVICE bool is_state(const OutputTarget& target) const {
-    if constexpr (Traits::FOLDS) return target.partial && leaves_states(params_);
+  MLA_DEVICE bool leaves_state(const OutputTarget& target) const {
+    if constexpr (Traits::FOLDS) return is_state(params_, target.partial);
     return false;
   }
 

@@ -245,7 +245,7 @@ class QkSoftmax {
     mbarrier_wait(barriers_.p_empty(p_.stage), p_.parity ^ 1);
     if constexpr (Traits::FOLDS) {
       folds_.add(row, inverse, lse);
-      if (tile_.partial_row >= 0 && leaves_states(params_)) {
+      if (is_state(params_, tile_.partial_row >= 0)) {
         inverse[0] = inverse[1] = 1.0f;
         if (first + BLOCK_N >= tile_.end_key) folds_.store(params_, tile_.partial_row);
       }
@@ -381,7 +381,7 @@ class QkSoftmax {
       int command = FINISH | (has_queries() ? Q_PASSED : 0);
       if constexpr (Cluster::MERGES_LAST) command |= merges() ? MERGE : 0;
       if constexpr (Traits::FOLDS)
-        if (tile_.partial_row >= 0 && leaves_states(params_)) RowFolds().store(params_, tile_.partial_row);
+        if (is_state(params_, tile_.partial_row >= 0)) RowFolds().store(params_, tile_.partial_row);
       publish_command(command);
       return;
     }

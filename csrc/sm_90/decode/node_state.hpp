@@ -7,7 +7,8 @@
 
 namespace mla::sm_90 {
 
-MLA_DEVICE bool leaves_states(const DecodeTmaParams& params) { return params.plan != nullptr; }
+// Whether a work tile of a decode that folds stores a state; `partial` says that it stores no final result.
+MLA_DEVICE bool is_state(const DecodeTmaParams& params, bool partial) { return partial && params.plan != nullptr; }
 
 // The base and the sum of weights of a row.
 MLA_DEVICE float* state_of(const DecodeTmaParams& params, int partial_row, int row) {

@@ -113,9 +113,9 @@ class TileSchedulerOf {
     tile_.end_key = split.end;
   }
 
-  // FOLDS: tells combine what it does not find in partials, of a node whose splits are one tile: that the result is
-  // final, by SENTINEL as the log-sum-exp of the first split, or that the other splits are part of the first's partial,
-  // by -inf. Called by a whole warp for all rows of the block.
+  // FOLDS: tells combine about a tile that is several splits. If these are their whole sequence, the result is stored, and
+  // the log-sum-exp of the first split becomes SENTINEL. Else the first split's partial is the state of all of them, and
+  // the log-sum-exps of the others become -inf, as if they had no keys. Called by a whole warp for all rows of the block.
   MLA_DEVICE void tell_combine() const {
     if (joined_ == 1) return;
     const int lane = thread_id() % 32;

@@ -179,8 +179,9 @@ class CdnaConfig:
         launch = LaunchSpec(self.instance, grid, self.threads, 0, False, "decode", numbers, pointers)
         merge = None
         if slots:
-            how = splits.size > 0, not (shape.plan_words or shape.ragged)
-            chosen = combine.config_for(self.arch, args.head_dim_v, *shape.partials(slots), *how)
+            each = 0 if shape.plan_words or shape.ragged else splits.partials
+            merged = shape.combine_problem(args.head_dim_v, slots, num_splits=each)
+            chosen = combine.config_for(merged, self.arch, splits.size > 0)
             merge = combined(chosen, args, shape, results, (LseLayout.contiguous(shape.heads), False), splits.partials)
         note = splits.note(shape, "sequence")
         return call_of(launch, merge, shape, slots, args.head_dim_v, copies, temporaries, (note,))

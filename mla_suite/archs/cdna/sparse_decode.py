@@ -131,7 +131,7 @@ class CdnaSparseConfig:
         launch = LaunchSpec(self.instance, grid, self.threads, 0, False, "sparse_decode", numbers, pointers)
         merge = None
         if slots:
-            chosen = combine.config_for(self.arch, args.head_dim_v, *shape.partials(slots), splits.size > 0)
+            chosen = combine.config_for(shape.combine_problem(args.head_dim_v, slots), self.arch, splits.size > 0)
             wanted = LseLayout.contiguous(shape.heads), False
             merge = combined(chosen, args, shape, shape.out, wanted, splits.partials)
         notes = [splits.note(shape, "query token"), *query_notes]

@@ -26,7 +26,7 @@ class Gfx950Config(CdnaConfig):
 
     costs = LoopCosts(
         unit_bytes=27,
-        chip_bytes=2710,
+        chip_bytes=2713,
         combine=13_500,
         loop={("16bit", "16bit"): (47, 99, 145), ("16bit", "fp8"): (26, 84, 159), ("fp8", "fp8"): (25, 66, 100)},
     )

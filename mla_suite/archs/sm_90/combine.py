@@ -6,12 +6,11 @@ import os
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import torch
-
 from mla_suite.archs import ArchSpec, combine
 from mla_suite.archs.combine import CombineConfig, CombineKernel
 from mla_suite.build.instances import instance_id
 from mla_suite.launch.spec import LaunchSpec
+from mla_suite.ops.combine import Problem
 
 PLANNED_GROUPS = 4  # workgroups for each compute unit, that walk the splits of a plan
 RESIDENT = 4224  # waves of a whole H200; the compiled kernel takes from it how many splits are many
@@ -115,40 +114,37 @@ def fold_instances(arch: ArchSpec, head_dim_v: int) -> tuple[str, ...]:
     return tuple([f"fold_{name}" for name in combine.invariant_instances(arch, head_dim_v)])
 
 
-def for_plan(
-    arch: ArchSpec, head_dim_v: int, rows: int, batch: int, merges: bool
-) -> ResidentCombineConfig | PersistentCombineConfig | None:
+def for_plan(problem: Problem, arch: ArchSpec, merges: bool) -> ResidentCombineConfig | PersistentCombineConfig | None:
     """The configuration for a plan; None for other widths, and for so few rows that several waves share one.
 
     `merges` says that decode merges some rows itself. The persistent combine serves more rows than the device has room
     for at once: it has been measured there, the other has not (csrc/sm_90/plan/PERF.md, R13).
     """
-    if head_dim_v != 512:
+    if problem.head_dim_v != 512:
         return None
-    every_row = combine.rule(arch, head_dim_v, rows * batch, 2)
+    rows = problem.rows * problem.batch
+    every_row = combine.rule(arch, problem.head_dim_v, rows, 2)
     if every_row.parts > 1:
         return None
-    if every_row.grid(rows * batch) > every_row.resident * arch.compute_units:
-        return PersistentCombineConfig(arch, head_dim_v)
-    return ResidentCombineConfig(arch, head_dim_v, merges)
+    if every_row.grid(rows) > every_row.resident * arch.compute_units:
+        return PersistentCombineConfig(arch, problem.head_dim_v)
+    return ResidentCombineConfig(arch, problem.head_dim_v, merges)
 
 
-def streaming(
-    arch: ArchSpec, head_dim_v: int, rows: int, batch: int, splits: int, busy: int, runs: int
-) -> StreamingCombineConfig | None:
-    """The configuration that combines `splits` of each sequence of `rows` rows while decode, on `busy` compute units,
-    goes on; None if there is none.
+def streaming(problem: Problem, arch: ArchSpec, busy: int, runs: int) -> StreamingCombineConfig | None:
+    """The configuration that combines while decode, on `busy` compute units, goes on; None if there is none.
 
     All its workgroups must find room beside decode. Decode stores `runs` of a row at the same time: 2 where a block has
     whole rows, 4 where two blocks share them. Not for more than MAX_STREAMED_ROWS whole rows of neighbouring units:
     they share one way to memory, which then takes longer to fill the sentinels than a kernel takes to end.
     """
-    if head_dim_v != 512 or splits > MAX_STREAMED_SPLITS:
+    if problem.head_dim_v != 512 or problem.mean_splits > MAX_STREAMED_SPLITS:
         return None
-    if busy > arch.compute_units // 2 and 2 * rows > MAX_STREAMED_ROWS and runs == 2:
+    if busy > arch.compute_units // 2 and 2 * problem.rows > MAX_STREAMED_ROWS and runs == 2:
         return None
-    points = (StreamingCombineConfig(arch, head_dim_v, *point, runs) for point in STREAMING_POINTS)
-    return next((p for p in points if p.grid(rows * batch) <= p.resident * (arch.compute_units - busy)), None)
+    rows, free = problem.rows * problem.batch, arch.compute_units - busy
+    points = (StreamingCombineConfig(arch, problem.head_dim_v, *point, runs) for point in STREAMING_POINTS)
+    return next((point for point in points if point.grid(rows) <= point.resident * free), None)
 
 
 def bounded(launch: LaunchSpec) -> LaunchSpec:
@@ -168,26 +164,18 @@ def of_states(launch: LaunchSpec, rows: int) -> LaunchSpec:
 
 
 def config_for(
-    arch: ArchSpec,
-    head_dim_v: int,
-    out_dtype: torch.dtype,
-    rows: int,
-    batch: int,
-    splits: int,
-    fixed: bool,
-    planned: bool,
-    merges: bool = False,
-    folds: bool = False,
+    problem: Problem, arch: ArchSpec, *, fixed: bool, planned: bool, merges: bool = False, folds: bool = False
 ) -> CombineKernel:
-    """The kernel that combines `splits` per sequence of `rows` rows, or those of a plan; `fixed` asks for the one that
+    """The kernel for partials that an attention kernel leaves, with a plan if `planned`; `fixed` asks for the one that
     does not depend on the batch, and folds partials to nodes if `folds`; `merges` says that a decode with a plan merges
     some rows itself."""
     if fixed and folds:
-        merge = combine.invariant(arch, head_dim_v, rows * batch)
-        return FoldCombineConfig(arch, head_dim_v, merge.rows, merge.vec, merge.waves, merge.slices)
+        merge = combine.invariant(arch, problem.head_dim_v, problem.rows * problem.batch)
+        return FoldCombineConfig(arch, problem.head_dim_v, merge.rows, merge.vec, merge.waves, merge.slices)
     if planned and not fixed:
-        chosen = for_plan(arch, head_dim_v, rows, batch, merges)
+        chosen = for_plan(problem, arch, merges)
         if chosen is not None:
             return chosen
-        splits *= 2  # the longest sequence of a plan has more splits than the mean, and its combine ends last
-    return combine.config_for(arch, head_dim_v, out_dtype, rows, batch, splits, fixed)
+        # The longest sequence of a plan has more splits than the mean, and its combine ends last.
+        problem = problem._replace(splits=2 * problem.batch * problem.mean_splits)
+    return combine.config_for(problem, arch, fixed)

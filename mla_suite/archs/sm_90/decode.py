@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import cached_property
 
 import torch
 
@@ -38,7 +37,7 @@ from mla_suite.archs.sm_90.tile import (
     swap_ab_bytes,
 )
 from mla_suite.build.params import divisor
-from mla_suite.core.dispatch import Supported, Unsupported
+from mla_suite.core.dispatch import Supported, Unsupported, cached
 from mla_suite.launch import missing, tensor_map
 from mla_suite.launch.spec import CallSpec, Copy, LaunchSpec, Temporary
 from mla_suite.ops.combine.reference import LseLayout
@@ -57,6 +56,8 @@ ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: 
 ROPE = 64
 MASKED_WIDTH = SCALED_WIDTH = FOLDED_WIDTH = 576
 FOLDING_MODES = ("none", "share_kv")
+VARIANTS = {"plain": "{}", "masked": "masked_{}_masked-1", "scaled": "scaled_{}_scaleq-1", "folding": "fold_{}_fold-1"}
+"""Variants of an instance, and how each is named after the plain one."""
 _NARROW = "decode_narrow_dtype-{dtype}_dqk-{width}_kvsource-{kv_load}_clustermode-none_dv-{head_dim_v}"
 ROTATED_KEY_BYTES = 4 * ROPE  # beside an un-rotated key: its angles
 
@@ -73,10 +74,12 @@ class Sm90Config:
               of their last work tiles where these are splits of one sequence ('reduce_last'). Or they have two row
               tiles of a sequence, whose keys each loads half of for both ('share_kv'); 'none' without a cluster
     q_rows    query rows of a CTA at most; fewer than 64 only with 'swap_ab'
-    masked    it has windows and trees, whose code would make a short call of the others longer
-    scaled    bf16 queries of e4m3 rows are multiplied as fp16, to which keys are converted in fewer instructions; each
-              row is scaled to it first, which only long work tiles repay (csrc/sm_90/decode/scaled_queries.hpp)
-    folds     its work tiles are nodes of batch-invariant splits, whose results a CTA adds (csrc/sm_90/decode/fold.hpp)
+    variant   one of VARIANTS:
+              'masked' has windows and trees, whose code would make a short call of the others longer;
+              'scaled' multiplies bf16 queries of e4m3 rows as fp16, to which keys are converted in fewer instructions,
+              and scales each row to it first, which only long work tiles repay (csrc/sm_90/decode/scaled_queries.hpp);
+              work tiles of 'folding' are nodes of batch-invariant splits, whose results a CTA adds
+              (csrc/sm_90/decode/fold.hpp)
     """
 
     arch: ArchSpec = field(repr=False)
@@ -85,9 +88,7 @@ class Sm90Config:
     kv_load: str
     cluster_mode: str = "none"
     q_rows: int = BLOCK_M
-    masked: bool = False
-    scaled: bool = False
-    folds: bool = False
+    variant: str = "plain"
 
     def __post_init__(self) -> None:
         if self.arch.name != "sm_90":
@@ -97,11 +98,12 @@ class Sm90Config:
         self._check("dtype", self.load.narrow if self.narrow else self.load.dtypes)
         self._check("cluster_mode", self.load.modes(self.width, self.dtype, self.masked))
         self._check("q_rows", tuple([rows for width, rows in self.load.stages if width == self.width]))
+        self._check("variant", tuple(VARIANTS))
         if self.masked and (self.width != MASKED_WIDTH or self.load.rotates):
             self._raise(f"windows and trees are of rotated rows of {MASKED_WIDTH}")
         if self.masked and self.fp8_scores:
             self._raise("windows and trees are of keys in full precision")
-        if self.scaled and not self.may_scale:
+        if self.variant == "scaled" and not self.may_scale:
             self._raise(f"only bf16 queries of e4m3 rows of {SCALED_WIDTH} without windows and trees are scaled")
         if self.folds and not (self.may_fold and self.cluster_mode in FOLDING_MODES):
             modes = " and ".join(FOLDING_MODES)
@@ -116,6 +118,14 @@ class Sm90Config:
     def _raise(self, why: str) -> None:
         point = f"dtype={self.dtype} width={self.width} kv_load={self.kv_load}"
         raise ValueError(f"decode: no kernel at {point} on {self.arch.name}: {why}")
+
+    @property
+    def masked(self) -> bool:
+        return self.variant == "masked"
+
+    @property
+    def folds(self) -> bool:
+        return self.variant == "folding"
 
     @property
     def may_scale(self) -> bool:
@@ -181,12 +191,7 @@ class Sm90Config:
     def instance(self) -> str:
         if self.narrow:
             return _NARROW.format_map({**vars(self), "head_dim_v": self.head_dim_v})
-        name = self.load.instance.format_map(vars(self))
-        if self.scaled:
-            return f"scaled_{name}_scaleq-1"
-        if self.folds:
-            return f"fold_{name}_fold-1"
-        return f"masked_{name}_masked-1" if self.masked else name
+        return VARIANTS[self.variant].format(self.load.instance.format_map(vars(self)))
 
     @cached_property
     def cost_model_key(self) -> str:
@@ -196,28 +201,28 @@ class Sm90Config:
     @cached_property
     def clustered(self) -> dict[str, Sm90Config]:
         """The instance with each cluster mode. Another kernel may replace one without clusters."""
-        point, own = (self.arch, self.dtype, self.width), self.load.modes(self.width, self.dtype, self.masked)
-        other = self.load.clusters_of or self.kv_load
-        modes = KV_LOADS[other].modes(self.width, self.dtype, self.masked)
-        return {
-            mode: _config(*point, self.kv_load, mode, self.q_rows, self.masked)
-            if mode in own
-            else _config(*point, other, mode, BLOCK_M, self.masked)
-            for mode in modes
-        }
+        own, replacement = self.load, self.load.clusters_of or self.kv_load
+        variant = "masked" if self.masked else "plain"
+
+        def with_mode(mode: str) -> Sm90Config:
+            replaced = mode not in own.modes(self.width, self.dtype, self.masked)
+            kv_load, q_rows = (replacement, BLOCK_M) if replaced else (self.kv_load, self.q_rows)
+            return _config(self.arch, self.dtype, self.width, kv_load, mode, q_rows, variant)
+
+        return {mode: with_mode(mode) for mode in KV_LOADS[replacement].modes(self.width, self.dtype, self.masked)}
 
     @cached_property
     def scaling(self) -> Sm90Config:
         """The instance that scales queries; the same one where there is none."""
-        point = (self.arch, self.dtype, self.width, self.kv_load, self.cluster_mode, self.q_rows, self.masked)
-        return _config(*point, True) if self.may_scale else self
+        return self._variant("scaled", self.cluster_mode) if self.may_scale else self
 
     @cached_property
     def folding(self) -> dict[str, Sm90Config]:
         """Cluster modes -> the instance that folds splits with each; none where there is none."""
-        point = self.arch, self.dtype, self.width, self.kv_load
-        modes = FOLDING_MODES if self.may_fold else ()
-        return {mode: _config(*point, mode, self.q_rows, False, False, True) for mode in modes}
+        return {mode: self._variant("folding", mode) for mode in FOLDING_MODES} if self.may_fold else {}
+
+    def _variant(self, variant: str, cluster_mode: str) -> Sm90Config:
+        return _config(self.arch, self.dtype, self.width, self.kv_load, cluster_mode, self.q_rows, variant)
 
     @cached_property
     def built_from(self) -> tuple[str, ...]:
@@ -242,27 +247,35 @@ class Sm90Config:
         return _spec(self, outputs, args)
 
 
-@lru_cache(maxsize=256)
-def _config(*point: Any) -> Sm90Config:
+@cached
+def _config(
+    arch: ArchSpec,
+    dtype: str,
+    width: int,
+    kv_load: str,
+    cluster_mode: str = "none",
+    q_rows: int = BLOCK_M,
+    variant: str = "plain",
+) -> Sm90Config:
     """A configuration, which takes 15 us to prove itself legal: calls share those that there are."""
-    return Sm90Config(*point)
+    return Sm90Config(arch, dtype, width, kv_load, cluster_mode, q_rows, variant)
 
 
 def config_for(problem: Problem, arch: ArchSpec) -> Sm90Config:
     """The instance for a problem. It sees neither batch nor lengths, so a batch-invariant call may use it."""
-    masked = problem.window or problem.tree
+    element, width = ELEMENTS[problem.q_dtype], problem.head_dim
+    masked, whole_stages = problem.window or problem.tree, problem.page_size % BLOCK_N == 0
+    q_rows = BLOCK_M
     if problem.kv_format == "fp8":
-        element, rows = ELEMENTS[problem.q_dtype], problem.heads * problem.q_len
-        for width, q_rows in KV_LOADS["swap_ab"].stages:
-            if width == problem.head_dim and rows <= q_rows:
-                return _config(arch, element, width, "swap_ab", "none", q_rows, masked)
-        fits = element == "fp8" and problem.head_dim == SCALED_WIDTH and problem.page_size % BLOCK_N == 0 and not masked
+        rows = problem.heads * problem.q_len
+        few = [most for of_width, most in KV_LOADS["swap_ab"].stages if of_width == width and rows <= most]
+        fits = element == "fp8" and width == SCALED_WIDTH and whole_stages and not masked
         kv_load = "fp8_scores" if fits and problem.precision == "fp8" else "fp8"
-        return _config(arch, element, problem.head_dim, kv_load, "none", BLOCK_M, masked)
-    kv_load = "tma" if problem.page_size % BLOCK_N == 0 else "cp_async"
-    if problem.rope:
-        kv_load += "_rotated"
-    return _config(arch, ELEMENTS[problem.q_dtype], problem.head_dim, kv_load, "none", BLOCK_M, masked)
+        if few:
+            kv_load, q_rows = "swap_ab", few[0]
+    else:
+        kv_load = ("tma" if whole_stages else "cp_async") + ("_rotated" if problem.rope else "")
+    return _config(arch, element, width, kv_load, q_rows=q_rows, variant="masked" if masked else "plain")
 
 
 def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
@@ -373,8 +386,14 @@ def _spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArg
     merge = None
     if slots:
         merges = config.cluster_mode == "reduce_last"
-        how = splits.size > 0, shape.plan_words > 0, merges, config.may_fold and (states or not config.folds)
-        chosen = streaming or combine.config_for(config.arch, args.head_dim_v, *shape.partials(slots), *how)
+        chosen = streaming or combine.config_for(
+            shape.combine_problem(args.head_dim_v, slots),
+            config.arch,
+            fixed=splits.size > 0,
+            planned=shape.plan_words > 0,
+            merges=merges,
+            folds=config.may_fold and (states or not config.folds),
+        )
         # A plan says itself how many partials a sequence has; which of them decode merges depends on `groups`.
         merge = combined(chosen, args, shape, results, wanted_lse, groups if merges else splits.partials, merges)
         if streaming is not None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mla_suite.archs import ArchSpec
 from mla_suite.archs.attention import Shape, Splits, decode_shape
 from mla_suite.archs.sm_90 import combine
 from mla_suite.archs.sm_90.costs import NODE_SPLITS, Estimate, best_splits, pairing_pays, scaling_pays
@@ -22,14 +23,19 @@ def round_up_to_block_n(split_size: int) -> int:
     return -(-split_size // BLOCK_N) * BLOCK_N
 
 
+def _estimated(config: Sm90Config, shape: Shape) -> tuple[ArchSpec, str, int, int, int]:
+    """What an estimate of a call's time depends on, as `Estimate` has it."""
+    return config.arch, config.cost_model_key, shape.batch, shape.rows, -(-shape.keys // BLOCK_N)
+
+
 def split_count(config: Sm90Config, shape: Shape) -> int:
     """Splits per sequence where arguments say nothing: those of the least estimated time."""
-    return best_splits(config.arch, config.cost_model_key, shape.batch, shape.rows, -(-shape.keys // BLOCK_N))
+    return best_splits(*_estimated(config, shape))
 
 
 def estimate_of(config: Sm90Config, shape: Shape) -> Estimate:
     """What a call is estimated to take, by its split count."""
-    return Estimate(config.arch, config.cost_model_key, shape.batch, shape.rows, -(-shape.keys // BLOCK_N))
+    return Estimate(*_estimated(config, shape))
 
 
 def scaled_for(config: Sm90Config, shape: Shape, splits: Splits) -> Sm90Config:
@@ -77,9 +83,8 @@ def split(
     partials, runs = (count, 2) if mode == "none" else (count // 2, 4)
     streaming = None
     if estimate.streams(count, mode):
-        streaming = combine.streaming(
-            config.arch, args.head_dim_v, shape.rows, shape.batch, partials, estimate.busy(count), runs
-        )
+        merged = shape.combine_problem(args.head_dim_v, shape.batch * partials)
+        streaming = combine.streaming(merged, config.arch, estimate.busy(count), runs)
     splits = Splits(count, partials, size)
     if mode == "none" and streaming is None:
         return unmerged(config, shape, splits), splits, None

@@ -295,8 +295,8 @@ def _spec(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: Spa
     )
     merge = None
     if slots:
-        how = splits.size > 0, shape.plan_words > 0
-        chosen = combine.config_for(config.arch, args.head_dim_v, *shape.partials(slots), *how)
+        merged = shape.combine_problem(args.head_dim_v, slots)
+        chosen = combine.config_for(merged, config.arch, fixed=splits.size > 0, planned=shape.plan_words > 0)
         merge = combined(chosen, args, shape, shape.out, wanted, splits.partials)
     notes = [splits.note(shape, "query token"), *query_notes]
     if config.swaps:
