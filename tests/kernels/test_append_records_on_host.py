@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from hostile_inputs import fused_pairs, raw
-from kernels_on_host import compiled, with_a_fault
+from kernels_on_host import compiled, with_a_fault, written
 from planted import each_of
 
 from mla_suite import archs
@@ -79,17 +78,11 @@ def by_kernel(program, folder, args, group):
     struct = params.load("append_kv")
     numbers = launch.numbers | {field.name: 0 for field in struct.fields if field.name not in launch.numbers}
     numbers["group"] = group
-    given = {"params": None, "kv_c": args.kv_c, "k_pe": args.k_pe, "cache": None, "slots": args.slot_mapping}
+    given = {"params": struct.pack(**numbers), "kv_c": args.kv_c, "k_pe": args.k_pe, "cache": raw(args.kv_cache)}
+    given |= {"slots": args.slot_mapping}
     given |= {} if args.cos_sin is None else {"cos_sin": args.cos_sin, "positions": args.positions}
-    for name, tensor in given.items():
-        if tensor is not None:
-            (folder / name).write_bytes(bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist()))
-    (folder / "params").write_bytes(struct.pack(**numbers))
-    (folder / "cache").write_bytes(bytes(raw(args.kv_cache).tolist()))
-    done = subprocess.run([program, *(folder / name for name in given)], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stdout + done.stderr
-    written = torch.tensor(list((folder / "cache").read_bytes()), dtype=torch.uint8)
-    return written.as_strided(args.kv_cache.shape, args.kv_cache.stride())
+    made = written(program, (), folder, given, "cache")
+    return made.as_strided(args.kv_cache.shape, args.kv_cache.stride())
 
 
 def with_positive_nan(kind, cache):
