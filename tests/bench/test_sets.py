@@ -11,7 +11,6 @@ from mla_suite.core import register
 @pytest.mark.parametrize(
     ("name", "count", "batches", "contexts"),
     [
-        ("aiter-3003", 64, {1, 3, 5, 16, 32, 64, 128, 256}, {21, 64, 256, 512, 1200, 3200, 5200, 8192}),
         ("gpu-mode-2025", 4, {128}, {512, 2048, 4096, 6144}),
         ("gpu-mode-2025-layer", 4, {128}, {513, 2049, 4097, 6145}),
         ("mixed-mla", 8, {4, 32, 64, 256}, {1024, 8192}),
@@ -35,12 +34,6 @@ def test_every_set_has_distinct_ids_and_honest_sizes(name: str) -> None:
         assert case.sample.flops > 0 or case.op == "plan"
 
 
-def test_heads_and_queries_of_the_aiter_grid() -> None:
-    for case in sets.named("aiter-3003"):
-        assert (case.facts["heads"], case.facts["q_len"]) == (32, 4)
-        assert "-p1-fp8" in case.shape
-
-
 def test_bytes_of_the_contest_shape_by_hand() -> None:
     (case,) = (case for case in sets.named("gpu-mode-2025") if case.facts["kv_len"] == 6144)
     cache = 128 * 6144 * 576 * 2
@@ -53,10 +46,3 @@ def test_uneven_lengths_have_the_mean_they_are_named_by() -> None:
     case = next(case for case in sets.named("flashmla") if "-kv~4096-" in case.shape and case.facts["heads"] == 16)
     cache = case.sample.bytes - 128 * 16 * (576 * 2 + 512 * 2 + 4)
     assert math.isclose(cache / (128 * 1152), 4096, rel_tol=0.1)
-
-
-def test_unknown_names_are_refused_with_what_there_is() -> None:
-    with pytest.raises(ValueError, match="no set of shapes 'fast'; there are quick, flashmla"):
-        sets.named("fast")
-    with pytest.raises(ValueError, match="set 'v4' has no case of 'combine'; it has sparse_decode"):
-        sets.named("v4", "combine")

@@ -62,6 +62,22 @@ def check(program: Path, problem: str) -> None:
     assert done.returncode == 0, f"{problem}: {done.stdout}{done.stderr}"
 
 
+def written(
+    program: Path, words: Sequence[object], folder: Path, given: Mapping[str, bytes | torch.Tensor | None], result: str
+) -> torch.Tensor:
+    """Runs a program with these words and files of bytes in `folder`, "-" for None; the bytes of one of them then."""
+    for name, content in given.items():
+        if isinstance(content, torch.Tensor):
+            content = bytes(content.contiguous().view(-1).view(torch.uint8).tolist())
+        if content is not None:
+            (folder / name).write_bytes(content)
+    files = ["-" if content is None else str(folder / name) for name, content in given.items()]
+    command = [str(program), *map(str, words), *files]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return torch.tensor(list((folder / result).read_bytes()), dtype=torch.uint8)
+
+
 class HostKernel(NamedTuple):
     """A kernel whose headers lie in `folder` of csrc, in the program `source` of cuda_on_host."""
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import kernels_on_host
 import torch
 from merges import exact, partials
 
 import mla_suite
 from mla_suite.archs import combine as native
+from mla_suite.build.params import load
 from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.plan.metadata import Plan
 from mla_suite.testing import assert_close, poison
@@ -55,6 +57,15 @@ class PlanMerge:
             (LseLayout.contiguous(self.heads), False),
             *(True, torch.float32, self.heads, num_splits, (skip_none, False), POINTERS),
         )
+
+    def run_on_host(self, program, launch, blocks, parts=None):
+        """Runs a launch in `blocks` blocks by a program of cuda_on_host/combine; `parts` stand for the partials."""
+        params = load("combine").pack(**{**launch.numbers, **dict.fromkeys(POINTERS, 0), "workgroups": blocks})
+        nothing = torch.zeros(0, dtype=torch.int32)
+        tokens, sink = self.tokens if self.ragged else nothing, nothing if self.sink is None else self.sink
+        arrays = *(parts or (self.partial_out, self.partial_lse)), self.plan, tokens, sink, self.out, self.lse
+        done = kernels_on_host.merged(program, blocks, params, arrays, seed=1)
+        assert done.returncode == 0, done.stdout + done.stderr
 
     def check(self):
         """Asserts that `split` sequences are merged and all else is as it was."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from hostile_inputs import raw
-from kernels_on_host import compiled, with_a_fault
+from kernels_on_host import compiled, with_a_fault, written
 from planted import each_of
 
 from mla_suite import archs
@@ -74,19 +73,11 @@ def by_kernel(program, folder, args):
     (launch,) = answer.config.spec((), args).launches
     struct = params.load("convert_kv")
     numbers = launch.numbers | {item.name: 0 for item in struct.fields if item.name not in launch.numbers}
-    given = dict(source=raw(args.source), destination=raw(args.destination))
+    given = dict(params=struct.pack(**numbers), source=raw(args.source), destination=raw(args.destination))
     given |= dict(source_slots=args.source_slots, destination_slots=args.destination_slots)
     given |= dict(source_descale=args.source_descale, destination_descale=args.destination_descale)
-    names = ["-" if tensor is None else str(folder / name) for name, tensor in given.items()]
-    for name, tensor in zip(names, given.values(), strict=True):
-        if tensor is not None:
-            (folder / name).write_bytes(bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist()))
-    (folder / "params").write_bytes(struct.pack(**numbers))
-    config = answer.config
-    command = [program, config.source, config.destination, str(launch.grid[0]), folder / "params", *names]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return torch.tensor(list((folder / "destination").read_bytes()), dtype=torch.uint8)
+    words = answer.config.source, answer.config.destination, launch.grid[0]
+    return written(program, words, folder, given, "destination")
 
 
 def by_reference(args):
@@ -170,8 +161,8 @@ FAULTS = {
     ),
     "an amax that is not divided exactly": (
         *(
-            STORE,
-            "__fmaf_rn(__fmaf_rn(-near, place.divisor, most), place.reciprocal, near)",
+            CODES,
+            "__fmaf_rn(__fmaf_rn(-near, rule.divisor, largest), reciprocal, near)",
             "near",
             "fp32",
             "v32_nope",

@@ -9,18 +9,16 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
-import kernels_on_host
 import pytest
 import torch
 from kernels_on_host import HOST, with_a_fault
 from kernels_on_host import compiled as compiled_program
-from plan_merges import POINTERS, PlanMerge
+from plan_merges import PlanMerge
 from planted import each_of
 
 from mla_suite import archs
 from mla_suite.archs.sm_90 import combine
 from mla_suite.archs.sm_90.costs import NODE_SPLITS
-from mla_suite.build.params import load
 from mla_suite.ops.combine import Problem
 from mla_suite.testing import poison
 
@@ -49,18 +47,9 @@ def instance(request, tmp_path_factory):
 def run_and_check(program, rows, merge, states=None):
     config = config_of(rows)
     launch = merge.prepared(config)
-    partial_out, partial_lse = merge.partial_out, merge.partial_lse
     if states is not None:
         launch = combine.of_states(launch, merge.heads * merge.q_len)
-        partial_out, partial_lse = states
-    fields = load("combine")
-    params = fields.pack(**{**launch.numbers, **dict.fromkeys(POINTERS, 0)})
-    nothing = torch.zeros(0, dtype=torch.int32)
-    tokens, sink = merge.tokens if merge.ragged else nothing, nothing if merge.sink is None else merge.sink
-    arrays = partial_out, partial_lse, merge.plan, tokens, sink, merge.out, merge.lse
-    blocks = config.grid(merge.batch * merge.heads * merge.q_len)
-    done = kernels_on_host.merged(program, blocks, params, arrays, seed=1)
-    assert done.returncode == 0, done.stdout + done.stderr
+    merge.run_on_host(program, launch, config.grid(merge.batch * merge.heads * merge.q_len), states)
     merge.check()
 
 

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import kernels_on_host
 import plan_merges
 import pytest
 import torch
 from hostile_inputs import in_turn
 from kernels_on_host import HOST, with_a_fault
 from kernels_on_host import compiled as compiled_program
-from plan_merges import POINTERS, PlanMerge
+from plan_merges import PlanMerge
 from planted import each_of
 
 from mla_suite import archs
 from mla_suite.archs import combine as native
 from mla_suite.archs.sm_90.combine import ResidentCombineConfig
-from mla_suite.build.params import load
 from mla_suite.ops.plan.metadata import OPEN, Plan, Word
 
 KERNEL = "sm_90/combine/resident_combine.hpp"
@@ -71,20 +69,10 @@ class Merge(PlanMerge):
     def split(self):
         return [b for b in super().split if b not in self.merged]
 
-    def run(self, program, blocks, seed=1):
-        launch = self.prepared(CONFIG, self.groups, native.MAY_BE_MERGED if self.groups else 1)
-        fields = load("combine")
-        values = {**launch.numbers, **dict.fromkeys(POINTERS, 0)}
-        params = fields.pack(**{**values, "workgroups": blocks})
-        nothing = torch.zeros(0, dtype=torch.int32)
-        tokens, sink = self.tokens if self.ragged else nothing, nothing if self.sink is None else self.sink
-        arrays = self.partial_out, self.partial_lse, self.plan, tokens, sink, self.out, self.lse
-        done = kernels_on_host.merged(program, blocks, params, arrays, seed)
-        assert done.returncode == 0, done.stdout + done.stderr
-
 
 def run_and_check(program, merge, blocks):
-    merge.run(program, blocks)
+    launch = merge.prepared(CONFIG, merge.groups, native.MAY_BE_MERGED if merge.groups else 1)
+    merge.run_on_host(program, launch, blocks)
     merge.check()
 
 

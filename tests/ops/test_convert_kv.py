@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hostile_inputs import raw
+from hostile_inputs import filled, raw
 
 import mla_suite
 from mla_suite import kv_formats
@@ -18,13 +18,6 @@ FP4 = ("v41_fp4", "v41_fp4_interleaved")
 COPIED = {(a, b) for alike in (FP8, FP4) for a in alike for b in alike} | {("v32_pow2", "v32")}
 
 
-def filled(name, pages, page, width=512):
-    kind = KV_FORMATS[name]
-    cache = kv_formats.empty(kind.sized(width, 0) if kind.dense else kind, pages, page)
-    raw(cache).fill_(0xAA)
-    return cache
-
-
 def rows(name, pages, page, seed=0):
     draw = torch.Generator().manual_seed(seed)
     values = torch.randn(pages, page, KV_FORMATS[name].head_dim, generator=draw)
@@ -32,7 +25,8 @@ def rows(name, pages, page, seed=0):
 
 
 def converted(source, a, b, slots, targets, pages=3, page=5, width=512):
-    made = filled(b, pages, page, width)
+    kind = KV_FORMATS[b]
+    made = filled(kind.sized(width, 0) if kind.dense else kind, pages, page)
     mla_suite.convert_kv(source, made, slots, targets, source_format=a, destination_format=b)
     return made
 
@@ -86,7 +80,7 @@ def test_descales():
     values = rows("bf16", 2, 4)
     old, new = torch.tensor(0.25), torch.tensor([0.5])
     source = kv_formats.pack("fp8", values, descale=old)
-    made = filled("fp8", 2, 4, 576)
+    made = filled("fp8", 2, 4)
     call = (source, made, torch.arange(8), torch.arange(8))
     mla_suite.convert_kv(*call, old, new, source_format="fp8", destination_format="fp8")
     expected = kv_formats.pack("fp8", kv_formats.unpack("fp8", source, descale=old), descale=new)

@@ -9,6 +9,7 @@ import torch
 from hostile_inputs import hostile, pairwise_cover
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_checks import make
 
 import mla_suite
 from mla_suite import kv_formats
@@ -159,22 +160,17 @@ def test_a_row_that_sees_nothing(sink):
 # Plans
 
 
-def planned(lens, rows=16, num_sm_parts=8, **split):
-    seq_lens = torch.tensor(lens, dtype=torch.int32)
-    return mla_suite.plan(seq_lens, num_heads=rows, num_sm_parts=num_sm_parts, max_seqlen_kv=8192, **split)
-
-
 @pytest.mark.parametrize("split", [{}, {"num_splits": 5}, {"split_size": 512}], ids=["balanced", "forced", "sized"])
 @pytest.mark.parametrize("made_at", [[1, 1, 1], [5000, 5000, 5000], [0, 0, 8000], [4000, 1, 64]], ids=str)
 def test_a_plan_serves_lengths_it_was_not_made_for(made_at, split):
     """Also a plan made at q_len 1 serves q_len 4."""
     args, kwargs = problem(BASE | {"q_len": 4}, lens=(5000, 0, 130))
-    plan = planned(made_at, **split)
+    plan = make(made_at, **split)
     assert_close(*mla_suite.decode(*args[:11], plan, **kwargs), exact_decode(*args, **kwargs))
 
 
 def test_one_plan_serves_any_heads():
-    plan = planned([3000, 700], rows=16)
+    plan = make([3000, 700])
     for heads in (1, 24, 128):
         args, kwargs = problem(BASE | {"heads": heads}, lens=(3000, 700))
         assert_close(*mla_suite.decode(*args[:11], plan, **kwargs), exact_decode(*args, **kwargs))

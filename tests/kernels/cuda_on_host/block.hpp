@@ -5,13 +5,14 @@
 #include <ucontext.h>
 
 #include <csetjmp>
+#include <memory>
 #include <random>
 
 #include "sm_90/ptx/tma.hpp"
 
 class Block {
  public:
-  explicit Block(uint32_t seed) : random_(seed), stacks_(BLOCK_THREADS * STACK_BYTES) { running_ = this; }
+  explicit Block(uint32_t seed) : random_(seed), stacks_(new char[BLOCK_THREADS * STACK_BYTES]) { running_ = this; }
 
   // False where threads wait for what never comes.
   bool run(void (*kernel)()) {
@@ -104,7 +105,7 @@ class Block {
 
   static inline Block* running_ = nullptr;
   std::mt19937 random_;
-  std::vector<char> stacks_;
+  std::unique_ptr<char[]> stacks_;  // not cleared, since most of its pages are never touched
   void (*kernel_)() = nullptr;
   jmp_buf scheduler_;
   Thread threads_[BLOCK_THREADS];

@@ -172,7 +172,7 @@ inline uint16_t float_to_fp16(float value) {
 inline float e4m3_to_float(uint8_t bits) {
   const int exponent = bits >> 3 & 15, fraction = bits & 7;
   const float size = exponent == 15 && fraction == 7 ? NAN
-                     : exponent == 0                 ? std::ldexp(static_cast<float>(fraction), -9)
-                                                     : std::ldexp(static_cast<float>(8 + fraction), exponent - 10);
+                     : exponent == 0                 ? static_cast<float>(fraction) * 0x1p-9f
+                                                     : bits_to_float((exponent + 120) << 23 | fraction << 20);
   return bits >> 7 ? -size : size;
 }
