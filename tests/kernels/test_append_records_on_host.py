@@ -1,5 +1,4 @@
-"""sm_90's blocks of few tokens of records that scale all values, run on a CPU (kernels_on_host.py): the reference's
-bytes exactly."""
+"""sm_90's blocks of records that scale all values, run on a CPU (kernels_on_host.py): the reference's bytes exactly."""
 
 from __future__ import annotations
 
@@ -23,6 +22,8 @@ from mla_suite.ops.append_kv import APPEND_KV, AppendKvArgs, reference
 TOKENS, PAGES, PAGE = 24, 9, 5
 ANGLES = {"none": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 build = partial(compiled, "append_records.cpp")
+WARPS_OF_A_TOKEN = {"HOST_BLOCK_THREADS": 256, "TOKENS": 8}
+BULK = {"HOST_BLOCK_THREADS": 1024, "TOKENS": 512}
 
 
 def rows_of(seed):
@@ -102,20 +103,26 @@ def differs(program, folder, args, group):
     return int((with_positive_nan(kind, got) != with_positive_nan(kind, args.kv_cache)).sum())
 
 
-def differences(program, folder, name):
-    """Bytes that differ from the reference's, over all ways to rotate."""
+def differences(program, folder, name, group=8):
+    """Bytes that differ from the reference's, over all ways to rotate, by blocks of `group` tokens or a few less."""
     found = 0
     for seed, angles in enumerate(ANGLES if RECORDS[name] != "v32nope" else ["none"]):
         for interleaved in (True, False) if angles != "none" else (True,):
-            found += differs(program, folder, arguments(name, seed, angles, interleaved), 8 - seed)
+            found += differs(program, folder, arguments(name, seed, angles, interleaved), group - seed)
     return found
 
 
 @pytest.fixture(scope="module", params=["v41", "v41_fp4", "v32nope"])
 def instance(request, tmp_path_factory):
     """A record, and the program of its kernel."""
-    constants = {"FORMAT": request.param, "HOST_BLOCK_THREADS": 256}
+    constants = {"FORMAT": request.param, **WARPS_OF_A_TOKEN}
     return request.param, build(tmp_path_factory.mktemp("append") / "append", constants)
+
+
+@pytest.fixture(scope="module", params=["v41_fp4", "v41", "v32nope"])
+def bulk(request, tmp_path_factory):
+    """A record, and the program of its kernel for many tokens."""
+    return request.param, build(tmp_path_factory.mktemp("bulk") / "append", {"FORMAT": request.param, **BULK})
 
 
 def test_the_references_bytes(instance, tmp_path):
@@ -147,8 +154,23 @@ def test_the_last_of_a_slots_tokens_is_written(instance, tmp_path, tokens, wide,
     assert differs(program, tmp_path, repeated(tokens, wide, tokens), group) == 0
 
 
+@pytest.mark.parametrize("bulk", ["v41_fp4", pytest.param("v32nope", marks=pytest.mark.full)], indirect=True)
+def test_the_references_bytes_of_many_tokens(bulk, tmp_path):
+    record, program = bulk
+    assert differences(program, tmp_path, next(name for name, of in RECORDS.items() if of == record), TOKENS) == 0
+
+
+@pytest.mark.parametrize("bulk", ["v41"], indirect=True)
+@pytest.mark.parametrize(("tokens", "wide", "group"), [(60, True, 23), (1100, False, 400)])
+def test_the_last_of_a_slots_tokens_is_written_of_many(bulk, tmp_path, tokens, wide, group):
+    _, program = bulk
+    assert differs(program, tmp_path, repeated(tokens, wide, tokens), group) == 0
+
+
 ROUNDED = "__fmaf_rn(__fmaf_rn(-near, scale, value), inverse, near)"
-ROW, CODES, WARPS = (f"sm_90/append_kv/{name}.hpp" for name in ("record_row", "record_codes", "append_by_warps"))
+ROW, CODES, WARPS, MANY = (
+    f"sm_90/append_kv/{name}.hpp" for name in ("record_row", "record_codes", "append_by_warps", "append_bulk")
+)
 FAULTS = {
     "rotated values rounded to zero": (
         ROW,
@@ -174,6 +196,8 @@ FAULTS = {
         "token + i * threads < p.tokens ? later[i].slot(p) : -1",
         "later[i].slot(p)",
     ),
+    "rows that later blocks write": (MANY, "if (rows == 0) return;", "return;"),
+    "angles of the row before": (MANY, "list[i + ahead].position", "list[i].position"),
     "a quotient that is not rounded": (CODES, f"copysignf({ROUNDED}", "copysignf(near"),
     "-0 becomes +0": (CODES, f"copysignf({ROUNDED}, value)", ROUNDED),
 }
@@ -190,8 +214,10 @@ FAULTY = {
 @each_of(FAULTS, "a tie goes up", place=lambda header, right, broken: (header, right))
 def test_a_fault_is_found(tmp_path, name):
     changed = with_a_fault(tmp_path / "csrc", *FAULTS[name])
-    record = FAULTY.get(name, "v41" if FAULTS[name][0] == WARPS else "v41_fp4")
-    program = build(tmp_path / "append", {"FORMAT": RECORDS[record], "HOST_BLOCK_THREADS": 256}, changed)
-    looks = FAULTS[name][0] == WARPS
-    found = differs(program, tmp_path, repeated(1100, False, 3), 8) if looks else differences(program, tmp_path, record)
-    assert found > 0
+    record = FAULTY.get(name, "v41" if FAULTS[name][0] in (WARPS, MANY) else "v41_fp4")
+    constants, group = (BULK, 400) if FAULTS[name][0] == MANY else (WARPS_OF_A_TOKEN, 8)
+    program = build(tmp_path / "append", {"FORMAT": RECORDS[record], **constants}, changed)
+    if FAULTS[name][0] in (WARPS, MANY):
+        assert differs(program, tmp_path, repeated(1100, False, 3), group) > 0
+    else:
+        assert differences(program, tmp_path, record) > 0

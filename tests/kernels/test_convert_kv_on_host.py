@@ -161,8 +161,8 @@ FAULTS = {
     ),
     "an amax that is not divided exactly": (
         *(
-            STORE,
-            "__fmaf_rn(__fmaf_rn(-near, place.divisor, most), place.reciprocal, near)",
+            CODES,
+            "__fmaf_rn(__fmaf_rn(-near, rule.divisor, largest), reciprocal, near)",
             "near",
             "fp32",
             "v32_nope",

@@ -17,23 +17,25 @@ struct AppendBulk {
   static constexpr int waves = 32, most_tokens = 512;
   static constexpr int ahead = 2;  // rows of a warp in flight; 1, 3 and 4 are slower
 
-  // A row to be written: its offset from the cache's beginning, or a negative number where it is not to be written.
+  // A row to be written where `to` says, if that exists.
+  template <class Place>
   struct Pending {
-    int64_t to;
+    Place to;
     int token, position;
   };
+  template <class Place>
   struct Shared {
     LastWriters table;
-    Pending rows[waves][most_tokens / waves];
+    Pending<Place> rows[waves][most_tokens / waves];
   };
 
   MLA_DEVICE static void run(const Params& p) {
-    MLA_SHARED Shared shared;
+    MLA_SHARED Shared<PlainPlace> shared;
     with_row_of<PlainRow>(p, [&](auto row) { write(p, shared, row); });
   }
 
-  template <class Row>
-  MLA_DEVICE static void write(const Params& p, Shared& shared, Row row) {
+  template <class Row, class Place>
+  MLA_DEVICE static void write(const Params& p, Shared<Place>& shared, Row row) {
     Wave::wait_for_producer();
     Wave::release_consumer();
     LastWriters& table = shared.table;
@@ -43,17 +45,20 @@ struct AppendBulk {
     const int count = p.tokens - first < p.group ? p.tokens - first : p.group;
     const int end = first + count;
     const int rows = (count - wave + waves - 1) / waves;  // of this warp
-    Pending* list = shared.rows[wave];
+    Pending<Place>* list = shared.rows[wave];
     const RowRing<Row> ring(wave);
+    RowSource<Row> source(p, lane);
+    source.keep();
+    row.keep();
 
     // Lane i loads slot and position of the warp's i-th token.
-    Pending own{-1, first + wave + waves * lane, 0};
+    Pending<Place> own{Place{}, first + wave + waves * lane, 0};
     RawIndex index, where;
     if (lane < rows) index.load(p.slot_mapping, p.wide_slots, own.token);
     if (Row::rotated && lane < rows) where.load(p.positions, p.wide_positions, own.token);
     LaterDuplicateScan later(p, end, thread);
     for (int i = 0; i < ahead; ++i)
-      if (i < rows) ring[i].copy(p, first + wave + waves * i, lane);
+      if (i < rows) source.copy(p, first + wave + waves * i, ring[i]);
 
     table.clear(thread);
     mla::block_sync();
@@ -62,21 +67,21 @@ struct AppendBulk {
     if (slot >= 0) own.position = static_cast<int>(where.low);
     for (int i = 0; i < ahead; ++i) {
       const int position = Wave::from_lane(own.position, i);
-      if (i < rows) ring[i].copy_angle(p, position, lane);
+      if (i < rows) source.copy_angle(p, position, ring[i]);
       cp_async_commit();
     }
     const int entry = table.enter(slot, own.token);
-    if (entry >= 0) own.to = Row::offset(p, slot);
+    if (entry >= 0) own.to = Row::place(p, slot);
     if (lane < rows) list[lane] = own;
     __syncwarp();
     LaterDuplicateScan::scan_rest(p, table, end, thread);
 
-    write_list(p, ring, list, rows, lane, row, [&] {
+    write_list(p, source, ring, list, rows, row, [&] {
       if (later.left > 0) later.scan(p, table, end);
     });
     while (later.left > 0) later.scan(p, table, end);
     mla::block_sync();
-    correct_duplicates(p, ring, list, entry >= 0 ? table.last[entry] : 0, end, lane, row);
+    correct_duplicates(p, source, ring, list, entry >= 0 ? table.last[entry] : 0, end, row);
   }
 
   // The shared memory of a warp's rows in flight.
@@ -94,22 +99,22 @@ struct AppendBulk {
   };
 
   // Writes the rows of a list, the first of which are in flight, and calls `between` before each.
-  template <class Row, class Between>
-  MLA_DEVICE static void write_list(const Params& p, const RowRing<Row>& ring, const Pending* list, int rows, int lane,
-                                    Row& row, Between between) {
+  template <class Row, class Place, class Between>
+  MLA_DEVICE static void write_list(const Params& p, const RowSource<Row>& source, const RowRing<Row>& ring,
+                                    const Pending<Place>* list, int rows, Row& row, Between between) {
     RowBuffer<Row> stage = ring[0];
 #pragma unroll 1
     for (int i = 0; i < rows; ++i) {
       between();
       cp_async_wait<ahead - 1>();
       __syncwarp();
-      row.read(p, stage.at, lane);
-      const int64_t to = list[i].to;
-      if (to >= 0) row.store(p, to, lane);
+      row.read(p, stage.at, source.lane);
+      const Place to = list[i].to;
+      if (to.exists()) row.store(p, to, source.lane);
       __syncwarp();
       if (i + ahead < rows) {
-        stage.copy(p, list[i + ahead].token, lane);
-        stage.copy_angle(p, list[i + ahead].position, lane);
+        source.copy(p, list[i + ahead].token, stage);
+        source.copy_angle(p, list[i + ahead].position, stage);
       }
       cp_async_commit();
       stage.at = stage.at == ring[ahead - 1].at ? ring.begin : stage.at + RowBuffer<Row>::bytes;
@@ -117,28 +122,28 @@ struct AppendBulk {
   }
 
   // Writes over each row whose slot a later block's token has the row of the last such token.
-  template <class Row>
-  MLA_DEVICE static void correct_duplicates(const Params& p, const RowRing<Row>& ring, Pending* list, int last,
-                                            int end, int lane, Row& row) {
+  template <class Row, class Place>
+  MLA_DEVICE static void correct_duplicates(const Params& p, const RowSource<Row>& source, const RowRing<Row>& ring,
+                                            Pending<Place>* list, int last, int end, Row& row) {
     const unsigned wrong = __ballot_sync(~0u, last >= end);
     const int rows = __popc(wrong);
     if (rows == 0) return;
-    Pending right{0, last, 0};
+    Pending<Place> right{Place{}, last, 0};
     if (last >= end) {
-      right.to = list[lane].to;
+      right.to = list[source.lane].to;
       if (Row::rotated) right.position = static_cast<int>(RawIndex::at(p.positions, p.wide_positions, last).low);
     }
     __syncwarp();
-    if (last >= end) list[__popc(wrong & ((1u << lane) - 1))] = right;
+    if (last >= end) list[__popc(wrong & ((1u << source.lane) - 1))] = right;
     __syncwarp();
     for (int i = 0; i < ahead; ++i) {
       if (i < rows) {
-        ring[i].copy(p, list[i].token, lane);
-        ring[i].copy_angle(p, list[i].position, lane);
+        source.copy(p, list[i].token, ring[i]);
+        source.copy_angle(p, list[i].position, ring[i]);
       }
       cp_async_commit();
     }
-    write_list(p, ring, list, rows, lane, row, [] {});
+    write_list(p, source, ring, list, rows, row, [] {});
   }
 };
 

@@ -30,20 +30,21 @@ struct AppendByWarps {
     const int count = p.tokens - first < p.group ? p.tokens - first : p.group;
     const bool writes = warp < count;
     const RowBuffer<Row> buffer{smem_address(shared.rows) + warp * row_bytes};
+    const RowSource<Row> source(p, lane);
     Wave::wait_for_producer();
     Wave::release_consumer();
     RawIndex own, position, later[ahead];
     if (lane < count) own.load(p.slot_mapping, p.wide_slots, first + lane);
     if (writes) {
       if constexpr (Row::rotated) position.load(p.positions, p.wide_positions, token);
-      buffer.copy(p, token, lane);
+      source.copy(p, token, buffer);
     }
     int base = first + count;
     load(p, base + thread, later);
     const int slots = own.slot(p);  // lane i has the i-th token's
     const int slot = Wave::from_lane(slots, warp);
     const bool again = Wave::any(lane > warp && slots == slot);
-    if (writes && slot >= 0) buffer.copy_angle(p, position.low, lane);
+    if (writes && slot >= 0) source.copy_angle(p, position.low, buffer);
     cp_async_commit();
     uint32_t seen = 0;
 #pragma unroll 1
@@ -62,7 +63,7 @@ struct AppendByWarps {
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < warps; ++i) seen |= shared.found[i];
-    if (slot >= 0 && !again && (seen >> warp & 1) == 0) encoded.store(p, slot, lane);
+    if (slot >= 0 && !again && (seen >> warp & 1) == 0) encoded.store(Row::place(p, slot), lane);
   }
 
  private:

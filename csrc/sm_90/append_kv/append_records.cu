@@ -15,14 +15,14 @@ MLA_DEVICE void with_row(const mla::AppendKvParams& p, Body body) {
   if constexpr (mla::sm_90::FORMAT::ROTATES)
     mla::sm_90::with_row_of<Row>(p, body);
   else
-    body(Row<0>());
+    body(Row<0>(p));
 }
 }  // namespace
 
 MLA_KERNEL(Kernel::threads, Kernel::min_waves) void MLA_SUITE_KERNEL(mla::AppendKvParams p) {
   using namespace mla::sm_90;
   if constexpr (bulk) {
-    MLA_SHARED AppendBulk::Shared shared;
+    MLA_SHARED AppendBulk::Shared<RecordPlace> shared;
     with_row(p, [&](auto row) { AppendBulk::write(p, shared, row); });
   } else {
     MLA_SHARED AppendByWarps::Shared shared;

@@ -29,8 +29,8 @@ struct AppendSingle {
     const int slot = own.slot(p);
     if (wave == 1 && slot >= 0) row.load_angle(p, position.low, lane);
     if (__syncthreads_or(later) != 0 || slot < 0) return;
-    if (wave == 0) row.store_latent(p, Row::offset(p, slot), lane);
-    if (wave == 1) row.store_rope(p, Row::offset(p, slot), lane);
+    if (wave == 0) row.store_latent(p, Row::place(p, slot), lane);
+    if (wave == 1) row.store_rope(p, Row::place(p, slot), lane);
   }
 
  private:

@@ -8,6 +8,18 @@
 
 namespace mla::sm_90 {
 
+// The scale of a tile by its largest magnitude, as mla::tile_scale has it: NaN if that is NaN or infinity. The ratio is
+// the rounded quotient, by two fused steps from the rounded reciprocal of the rule's divisor; a division takes ten
+// instructions more. As integers, positive numbers are in order.
+template <class Rule>
+MLA_DEVICE float scale_of_tile(const Rule& rule, float reciprocal, float largest) {
+  const float near = largest * reciprocal;
+  const int ratio = bit_cast<int>(__fmaf_rn(__fmaf_rn(-near, rule.divisor, largest), reciprocal, near));
+  int bits = max(ratio, bit_cast<int>(rule.smallest));
+  if (rule.power_of_two != 0) bits = (bits + 0x7fffff) & 0x7f800000;  // the next power of two unless it is one
+  return bit_cast<float>(bit_cast<int>(largest) < 0x7f800000 ? bits : 0x7fc00000);
+}
+
 // Values as e4m3, each divided by its scale by `quotient`.
 template <class Values, class Quotient>
 MLA_DEVICE void encode_e4m3(const Values& value, uint32_t (&codes)[4], Quotient quotient) {

@@ -66,12 +66,19 @@ struct RopePair {
         apart(neighbours ? 2 : p.rope) {}
 };
 
+// Where a plain row goes: the offset of its latents from the cache's beginning.
+struct PlainPlace {
+  int64_t latents = -1;
+  MLA_DEVICE bool exists() const { return latents >= 0; }
+};
+
 // A bf16 row as its warp holds it: each lane has twice 16 bytes of latents and a pair of rope values with its angle.
 // `bytes_of_angle` is the size of a cosine, 0 without rotation.
 template <int bytes_of_angle>
 struct PlainRow {
   using Octet = mla::Vec<uint32_t, 4>;
   using Params = mla::AppendKvParams;
+  using Place = PlainPlace;
   static constexpr int angle_bytes = bytes_of_angle;
   static constexpr bool rotated = angle_bytes != 0;
   static constexpr uint32_t angle_at = 1152;  // in a RowBuffer
@@ -80,6 +87,9 @@ struct PlainRow {
   Octet latent[2];
   uint32_t low, high;
   uint32_t cos, sin;
+
+  MLA_DEVICE explicit PlainRow(const Params&) {}
+  MLA_DEVICE void keep() {}
 
   MLA_DEVICE void load_latent(const Params& p, int token, int lane) {
     const auto* from = static_cast<const uint8_t*>(p.kv_c) + token * p.kv_c_stride * 2 + lane * 16;
@@ -103,10 +113,9 @@ struct PlainRow {
     sin = mla::load_bits(p.cos_sin, angle_type(p), at + p.rope / 2);
   }
 
-  // The offset of a token's latents from the cache's beginning.
-  MLA_DEVICE static int64_t offset(const Params& p, int slot) {
+  MLA_DEVICE static Place place(const Params& p, int slot) {
     const mla::Record record = mla::AppendKv<Wave, 1>::record_of(p, slot);
-    return record.field(p.latent_per_block, p.latent_stride, p.latent_offset) - p.kv_cache;
+    return {record.field(p.latent_per_block, p.latent_stride, p.latent_offset) - p.kv_cache};
   }
 
   // Reads the row's RowBuffer.
@@ -125,7 +134,7 @@ struct PlainRow {
     }
   }
 
-  MLA_DEVICE void store(const Params& p, int64_t to, int lane) {
+  MLA_DEVICE void store(const Params& p, const Place& to, int lane) {
     uint32_t pair = rope(p);
     Nans nans;
     nans.see(latent[0]);
@@ -139,12 +148,12 @@ struct PlainRow {
     put_latent(p, to, lane);
     put_rope(p, to, pair, lane);
   }
-  MLA_DEVICE void store_latent(const Params& p, int64_t to, int lane) {
+  MLA_DEVICE void store_latent(const Params& p, const Place& to, int lane) {
     make_quiet(latent[0]);
     make_quiet(latent[1]);
     put_latent(p, to, lane);
   }
-  MLA_DEVICE void store_rope(const Params& p, int64_t to, int lane) { put_rope(p, to, quiet(rope(p)), lane); }
+  MLA_DEVICE void store_rope(const Params& p, const Place& to, int lane) { put_rope(p, to, quiet(rope(p)), lane); }
 
  private:
   MLA_DEVICE static int angle_type(const Params& p) { return angle_bytes == 4 ? mla::ENCODED_FP32 : p.angle_type; }
@@ -158,15 +167,15 @@ struct PlainRow {
     return Wave::pack_bf16(a, b);
   }
 
-  MLA_DEVICE void put_latent(const Params& p, int64_t to, int lane) const {
-    uint8_t* latents = p.kv_cache + to + static_cast<uint32_t>(lane) * 16;
+  MLA_DEVICE void put_latent(const Params& p, const Place& to, int lane) const {
+    uint8_t* latents = p.kv_cache + to.latents + static_cast<uint32_t>(lane) * 16;
     for (int i = 0; i < 2; ++i)
       if (lane * 8 + 256 * i < p.latent) *reinterpret_cast<Octet*>(latents + 512 * i) = latent[i];
   }
-  MLA_DEVICE static void put_rope(const Params& p, int64_t to, uint32_t pair, int lane) {
+  MLA_DEVICE static void put_rope(const Params& p, const Place& to, uint32_t pair, int lane) {
     if (2 * lane >= p.rope) return;
     const RopePair place(p, lane);
-    uint8_t* ropes = p.kv_cache + to + (p.rope_offset - p.latent_offset + place.first);
+    uint8_t* ropes = p.kv_cache + to.latents + (p.rope_offset - p.latent_offset + place.first);
     if (place.neighbours) {
       *reinterpret_cast<uint32_t*>(ropes) = pair;
     } else {
@@ -198,15 +207,17 @@ struct PlainRow {
   }
 };
 
-// Calls `body` with the Row of this call's angles.
+// Calls `body` with the Row of this call's angles. Rows without any come last: in this order ptxas finds the warps of all
+// three converged, and keeps what they share in uniform registers.
 template <template <int> class Row, class Body>
 MLA_DEVICE void with_row_of(const mla::AppendKvParams& p, Body body) {
-  if (p.cos_sin == nullptr)
-    body(Row<0>());
-  else if (p.angle_type == mla::ENCODED_FP32)
-    body(Row<4>());
+  const bool rotated = p.cos_sin != nullptr;
+  if (rotated && p.angle_type == mla::ENCODED_FP32)
+    body(Row<4>(p));
+  else if (rotated)
+    body(Row<2>(p));
   else
-    body(Row<2>());
+    body(Row<0>(p));
 }
 
 }  // namespace mla::sm_90

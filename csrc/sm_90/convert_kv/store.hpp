@@ -65,13 +65,7 @@ MLA_DEVICE float common_scale(const KvPlace& place, const Unit& unit) {
   float most = fabsf(unit.largest * unit.factor);
   for (int apart = 1; apart < 1 << place.scale_shift; apart *= 2)
     most = largest_magnitude(most, __shfl_xor_sync(~0u, most, apart));
-  // The rounded quotient: two fused steps from the rounded reciprocal (append_kv/record_codes.hpp). As integers,
-  // positive numbers are in order.
-  const float near = most * place.reciprocal;
-  const int ratio = bit_cast<int>(__fmaf_rn(__fmaf_rn(-near, place.divisor, most), place.reciprocal, near));
-  int bits = max(ratio, bit_cast<int>(place.smallest));
-  if (place.power_of_two != 0) bits = (bits + 0x7fffff) & 0x7f800000;  // the next power of two unless it is one
-  return bit_cast<float>(bit_cast<int>(most) < 0x7f800000 ? bits : 0x7fc00000);
+  return scale_of_tile(place, place.reciprocal, most);
 }
 
 // The value to odd to bf16: between two of these it becomes the one whose last bit is set (append_kv/record_row.hpp).

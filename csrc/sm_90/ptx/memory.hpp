@@ -23,6 +23,8 @@ MLA_DEVICE int warpgroup_thread() { return static_cast<int>(read_thread_id() % 1
 // they are used nor moves what they are computed from behind this point. One after the other, or by one statement, which
 // the compiler orders otherwise.
 MLA_DEVICE void pin_register(uint32_t& word) { asm volatile("" : "+r"(word)); }
+MLA_DEVICE void pin_register(uint64_t& words) { asm volatile("" : "+l"(words)); }
+MLA_DEVICE void pin_register(float& word) { asm volatile("" : "+f"(word)); }
 template <class... Words>
 MLA_DEVICE void pin_registers(Words&... words) {
   (pin_register(words), ...);
@@ -32,6 +34,20 @@ MLA_DEVICE void pin_together(uint32_t& a, uint32_t& b) { asm volatile("" : "+r"(
 MLA_DEVICE void pin_together(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t& e, uint32_t& f,
                              uint32_t& g) {
   asm volatile("" : "+r"(a), "+r"(b), "+r"(c), "+r"(d), "+r"(e), "+r"(f), "+r"(g));
+}
+
+// The address of a row: one instruction, where the compiler multiplies the upper halves, too.
+MLA_DEVICE uint64_t row_address(uint64_t first, uint32_t row, uint32_t stride) {
+  uint64_t address;
+  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(address) : "r"(row), "r"(stride), "l"(first));
+  return address;
+}
+
+// The same pointer, of which the compiler knows that it points to global memory.
+template <class T>
+MLA_DEVICE T* global_pointer(T* pointer) {
+  __builtin_assume(__isGlobal(pointer));
+  return pointer;
 }
 
 template <class Word>

@@ -88,6 +88,12 @@ struct GatherLayout : CopyLayout<Traits> {
   }
 };
 
+// An E8M0 scale as bf16 in both halves of a register: 2^(exponent - 127), a denormal number where the exponent is 0; 255
+// is NaN.
+MLA_DEVICE uint32_t e8m0_to_bf16x2(uint32_t exponent) {
+  return exponent == 255 ? 0x7fff7fffu : max(exponent * 0x00800080u, 0x00400040u);
+}
+
 // 16 values of a lane as they are stored, and their scale. Chunks 0 and 1 are of the first 256 and of the last values
 // of the first two keys, 2 and 3 of the second two.
 template <class Traits>
@@ -115,7 +121,16 @@ struct QuantChunk {
     else if constexpr (KvFormat::ARBITRARY_SCALE)
       dequant_fp32_scale(stored, bit_cast<float>(scale), values);
     else
-      dequant_e8m0_scale(stored, scale, values);
+      dequant_e8m0(values);
+  }
+
+ private:
+  // bf16 holds e4m3 values exactly, so the one product of two of them is rounded as the fp32 product would be.
+  MLA_DEVICE void dequant_e8m0(uint32_t (&values)[8]) const {
+    convert_e4m3<bf16>(stored, values);
+    const uint32_t scales = e8m0_to_bf16x2(scale);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) scale_bf16x2(values[i], scales);
   }
 };
 

@@ -32,6 +32,7 @@ class ProducerDequant : ProducerBase<Traits> {
   static constexpr uint32_t BATCH_STAGES = 32 / Traits::OWN_KEYS;  // whose tokens are looked up together, one by a lane
   static constexpr uint32_t STAGE_ROUNDS = Traits::OWN_KEYS / 4;
   static constexpr uint32_t BATCH_ROUNDS = 8;
+  static constexpr bool WHOLE = Traits::RAW_STAGES % STAGE_ROUNDS == 0;  // raw stages hold whole stages
 
  public:
   MLA_DEVICE ProducerDequant(const Params& params, uint32_t shared)
@@ -231,35 +232,37 @@ class ProducerDequant : ProducerBase<Traits> {
     uint32_t raw_stage = at.raw_stage;
     bool empty = at.empty;
 #pragma unroll 1
-    for (uint32_t round = at.round; round < end; ++round) {
-      const uint32_t next = round + RAW_STAGES;
-      if (next % BATCH_ROUNDS == 0 && next < rounds) look_up(next / BATCH_ROUNDS);
-      RopePiece<Traits> rope;
-      if constexpr (Traits::HAS_ROPE) rope.load(raw_stage + layout.rope);
-      now.load(2, raw_stage, layout);
-      const uint32_t in_stage = round % STAGE_ROUNDS;
+    for (uint32_t round = at.round; round < end; round += STAGE_ROUNDS) {
       const uint32_t keys = this->shared_ + kv_.stage * Traits::STAGE_BYTES;
-      const uint32_t to = (keys + layout.to) ^ in_stage * Layout::step(4);
-      if (in_stage == 0 && !empty) this->wait_for_empty(kv_);
-      now.store(0, to, layout);
-      if constexpr (Traits::HAS_ROPE) {
-        const uint32_t row = (keys + layout.row) ^ in_stage * Layout::step(4);
-        rope.store(row);
+      uint32_t present = 0;
+#pragma unroll
+      for (uint32_t in_stage = 0; in_stage < STAGE_ROUNDS; ++in_stage) {
+        const bool last = in_stage + 1 == STAGE_ROUNDS;
+        const uint32_t behind = WHOLE ? in_stage : 0, next = round + in_stage + RAW_STAGES - behind;
+        const bool may_begin = (in_stage + RAW_STAGES) % STAGE_ROUNDS == 0;
+        if (may_begin && next % BATCH_ROUNDS == 0 && next < rounds) look_up(next / BATCH_ROUNDS);
+        RopePiece<Traits> rope;
+        if constexpr (Traits::HAS_ROPE) rope.load(raw_stage + layout.rope);
+        now.load(2, raw_stage, layout);
+        const uint32_t to = (keys + layout.to) ^ in_stage * Layout::step(4);
+        if (in_stage == 0 && !empty) this->wait_for_empty(kv_);
+        now.store(0, to, layout);
+        if constexpr (Traits::HAS_ROPE) rope.store((keys + layout.row) ^ in_stage * Layout::step(4));
+        now.load(3, raw_stage, layout);
+        const Tokens ahead = tokens_of(next % BATCH_ROUNDS + behind, layout);
+        now.store(1, to, layout);
+        cp_async_wait<RAW_STAGES - 2>();
+        __syncwarp();  // every lane's copies have landed, and every lane is done with this raw stage
+        copy_round(next < rounds, ahead, raw_stage, layout);
+        raw_stage = WHOLE && !last ? raw_stage + Traits::RAW_STAGE_BYTES : raw_stage_after(raw_stage);
+        now.load(0, raw_stage, layout);
+        now.load(1, raw_stage, layout);
+        if (last) present = present_of(round / STAGE_ROUNDS);
+        now.store(2, to, layout);
+        if (last) empty = next_stage_is_empty();
+        now.store(3, to, layout);
       }
-      now.load(3, raw_stage, layout);
-      const Tokens ahead = tokens_of(next % BATCH_ROUNDS, layout);
-      now.store(1, to, layout);
-      cp_async_wait<RAW_STAGES - 2>();
-      __syncwarp();  // every lane's copies have landed, and every lane is done with this raw stage
-      copy_round(next < rounds, ahead, raw_stage, layout);
-      raw_stage = raw_stage_after(raw_stage);
-      now.load(0, raw_stage, layout);
-      now.load(1, raw_stage, layout);
-      const uint32_t present = present_of(round / STAGE_ROUNDS);
-      now.store(2, to, layout);
-      if (in_stage + 1 == STAGE_ROUNDS) empty = next_stage_is_empty();
-      now.store(3, to, layout);
-      if (in_stage + 1 == STAGE_ROUNDS) complete(present);
+      complete(present);
     }
     at = {end, raw_stage, empty};
   }

@@ -1,26 +1,44 @@
-// append_kv's records by the source of csrc/sm_90/append_kv/append_by_warps.hpp on a CPU, one block after the other, the
-// last first, so that a row that should not be written stays. FORMAT is the instance's. Arguments: files of
-// AppendKvParams, whose addresses are set here, kv_c, k_pe, the cache, slots, and where they are rotated cos_sin and
+// append_kv's records by the source of csrc/sm_90/append_kv on a CPU, one block after the other, the last first, so that
+// a row that should not be written stays. FORMAT and TOKENS are the instance's. Arguments: files of AppendKvParams, whose addresses are set here, kv_c, k_pe, the cache, slots, and where they are rotated cos_sin and
 // positions. The cache is written back.
 #include "caches_in_files.hpp"
 
+inline int atomicMax(int* word, int value) { return std::exchange(*word, std::max(*word, value)); }
+inline int atomicCAS(int* word, int expected, int value) {
+  return std::exchange(*word, *word == expected ? value : *word);
+}
+inline int __ffs(uint32_t bits) { return __builtin_ffs(bits); }
+inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t by) {
+  return (static_cast<uint64_t>(high) << 32 | low) >> by % 32;
+}
+
+#include "sm_90/append_kv/append_bulk.hpp"
 #include "sm_90/append_kv/append_by_warps.hpp"
 #include "sm_90/append_kv/record_row.hpp"
 
 namespace {
 
-using mla::sm_90::AppendByWarps;
+using mla::sm_90::AppendBulk, mla::sm_90::AppendByWarps;
+constexpr bool bulk = TOKENS > AppendByWarps::warps;
 mla::AppendKvParams params;
-AppendByWarps::Shared shared;
+std::conditional_t<bulk, AppendBulk::Shared<mla::sm_90::RecordPlace>, AppendByWarps::Shared> shared;
 
 template <int angle_bytes>
 using Row = mla::sm_90::RecordRow<mla::sm_90::FORMAT, angle_bytes>;
 
+template <class Row>
+void append(Row row) {
+  if constexpr (bulk)
+    AppendBulk::write(params, shared, row);
+  else
+    AppendByWarps::run(params, shared, row);
+}
+
 void kernel() {
   if constexpr (mla::sm_90::FORMAT::ROTATES)
-    mla::sm_90::with_row_of<Row>(params, [](auto row) { AppendByWarps::run(params, shared, row); });
+    mla::sm_90::with_row_of<Row>(params, [](auto row) { append(row); });
   else
-    AppendByWarps::run(params, shared, Row<0>());
+    append(Row<0>(params));
 }
 
 }  // namespace

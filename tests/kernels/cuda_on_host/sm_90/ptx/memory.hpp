@@ -24,6 +24,11 @@ template <class... Words>
 void pin_together(Words&...) {}
 template <class... Words>
 void materialize(Words...) {}
+inline uint64_t row_address(uint64_t first, uint32_t row, uint32_t stride) { return first + uint64_t{row} * stride; }
+template <class T>
+T* global_pointer(T* pointer) {
+  return pointer;
+}
 inline int warp_uniform(int value) { return __shfl_sync(~0u, value, 0); }
 inline void prefetch_l2(const void*) {}
 inline void prefetch_l1(const void*) {}
