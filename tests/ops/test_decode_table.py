@@ -17,7 +17,6 @@ from mla_suite.archs import decode_table
 from mla_suite.archs.cdna import decode as cdna_decode
 from mla_suite.build import compilers, manifest
 from mla_suite.core import dispatch, tuning
-from mla_suite.launch import has_kernel
 from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode
@@ -33,8 +32,7 @@ NATIVE = "decode_fp8_query-fp8_weight-bf16_rows-16"
 
 @pytest.fixture(autouse=True)
 def gfx950():
-    if not has_kernel("gfx950", NATIVE):
-        pytest.skip(f"{NATIVE} is not built for gfx950; run `python -m mla_suite build --arch gfx950`")
+    require_built("gfx950", NATIVE)
     with mla_suite.emulate("gfx950"):
         yield
 
