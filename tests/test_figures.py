@@ -41,6 +41,7 @@ STATED = {
         "18.4 %, 62.7 % | 19.1 %, 38.2 % | 17.9 %, 71.6 % | 35.7 %, 92.2 %": "what version 2 missed them by",
         "15.4 %, 27.4 % | 14.8 %, 43.0 % | 18.4 %, 71.0 % | 28.6 %, 90.9 %": "what versions 3 and 4 missed them by",
         "| the same | 4 | 0.70; 0.98 | 0 | | the same | 5 | 0.68; 0.95 | 0 |": "what they make of K24 to K26 of gfx950",
+        "| K29 of gfx950 | 5 | 0.66; 0.95 | 0 |": "decode.csv when K29 was added",
         "3.55 us instead of 3.49, 0.814 instead of 0.813 and 0.214 instead of 0.213": "CHIP, EXPOSED; version 4",
         "3.49 us instead of 4.01 for a launch": "timing.CHIP, and what it was with version 2",
         "0.813 instead of 0.816 of memory's rate and 0.213 instead of 0.224 exposed": "the same, and EXPOSED",

@@ -4,8 +4,9 @@
 
 The emulator plays one workgroup of each tile as docs/amd_time_model.md says, which gives its clocks without keys and
 those that a key adds. The clocks of a call are those of the compute unit with the most workgroups; keys, queries and
-results come at what a unit draws, or at its share of what the chip sustains. Nothing is shared between row tiles.
-Splits are those that decode makes by itself, and behind them comes a combine. None of this is a measured time.
+results come at what a unit draws, or at its share of what the chip sustains; keys that several row tiles read take of
+it what the model of time says. Splits are those that decode makes by itself, and behind them comes a combine. None of
+this is a measured time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 
 import mla_suite
 from mla_suite import archs, emulator
-from mla_suite.archs import ArchSpec
+from mla_suite.archs import ArchSpec, decode_table
 from mla_suite.archs.cdna.decode import FP8_KV_FORMATS, FP8_QUERIES, TILE, CdnaConfig, tile_rows
 from mla_suite.archs.cdna.splits import default_splits
 from mla_suite.archs.decode_table import FORMAT
@@ -35,7 +36,9 @@ from mla_suite.ops.plan.scheduler import round_up
 CONFIGS: dict[str, type[CdnaConfig]] = {"gfx942": Gfx942Config, "gfx950": Gfx950Config}
 KINDS = (("16bit", "16bit"), ("16bit", "fp8"), ("fp8", "fp8"))
 BLOCK_MS = (32, 64, 96, 128)
-BATCHES = (1, 2, 4, 8, 16, 32, 64)
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+FULL, FEW_KEYS = 128, 64
+"""Sequences that fill the device; so many with few keys of an fp8 cache take one tile for all rows."""
 TILES = (16, 32, 64)
 LENGTHS = (1024, 1536)  # keys of the workgroup that is played: its loop is steady, in whole periods of its page numbers
 STEP, LONGEST = 256, 1 << 16  # keys
@@ -84,7 +87,8 @@ def modelled(arch: ArchSpec, kind: tuple[str, str], rows: int, tile: int, batch:
     share = min(cost.unit_bytes, cost.chip_bytes / min(groups, arch.compute_units))
     own = tile * (query_bytes + 512 * (4 if splits > 1 else 2))  # bytes that a workgroup moves beside its keys
     keys = ceil_div(round_up(ceil_div(context, splits)), found.keys) * found.keys
-    clocks = found.fixed + keys * max(found.per_key, key_bytes / share) + own * (1 / share - 1 / cost.unit_bytes)
+    fetched = key_bytes * timing.fetched(tiles)
+    clocks = found.fixed + keys * max(found.per_key, fetched / share) + own * (1 / share - 1 / cost.unit_bytes)
     merge = cost.combine + batch * rows * splits * 512 * 4 / cost.chip_bytes if splits > 1 else 0.0
     return ceil_div(groups, arch.compute_units) * clocks + merge
 
@@ -116,7 +120,10 @@ def lines(arch_name: str, commit: str, date: str) -> Iterator[str]:
         for kind, rows in pairs:
             update(description=f"{rows} rows, {kind[0]} queries, {kind[1]} cache")
             for batch in BATCHES:
-                for context, tile in limits(arch, kind, rows, batch):
+                found = list(limits(arch, kind, rows, batch))
+                if found and batch == FULL and kind[1] == "fp8":
+                    found.insert(0, (FEW_KEYS, min(tile for tile in decode_table.TILES.values() if tile >= rows)))
+                for context, tile in found:
                     facts = dict(query=kind[0], cache=kind[1], rows=rows, batch=batch, context=context)
                     provenance = dict(kind="counted", commit=commit, date=date)
                     yield FORMAT.line(dict(policy="default", shape="any", **facts, use=f"rows{tile}", **provenance))

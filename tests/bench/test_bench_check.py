@@ -7,15 +7,13 @@ import re
 import sys
 
 import bench_check
-import pytest
+from built import require_built
 
 from mla_suite.core import check_mode
-from mla_suite.launch import has_kernel
 
 
 def test_it_prints_a_line_for_each_n(monkeypatch, capsys, tmp_path):
-    if not has_kernel("gfx942", "decode_dtype-bf16_rows-16_width-576_rotate-0"):
-        pytest.skip("decode is not built for gfx942; run `python -m mla_suite build`")
+    require_built("gfx942")
     checked = []
     usual = check_mode.difference
     monkeypatch.setattr(check_mode, "difference", lambda call, config: checked.append(call) or usual(call, config))

@@ -9,10 +9,10 @@ import bench_aiter_3003
 import check_h32_q4
 import pytest
 import torch
+from built import require_objects
 
 from mla_suite.bench import sets, timer
 from mla_suite.bench.measure import Measured
-from mla_suite.build import manifest
 
 LONG = [pytest.param(4, ctx, marks=pytest.mark.full) for ctx in (8192, 16384)]
 
@@ -79,8 +79,7 @@ def test_sizes_of_the_grid_can_be_chosen() -> None:
 
 @pytest.mark.parametrize(("batch", "ctx"), [(1, 512), (2, 2048), *LONG])
 def test_accuracy_is_as_published(batch: int, ctx: int) -> None:
-    if isinstance(manifest.locate(), str):
-        pytest.skip("the package's own kernels are not built: run `python -m mla_suite build`")
+    require_objects()
     found = list(check_h32_q4.lines(batch, ctx, torch.device("cpu")))
     assert [line.planned for line in found] == [False, True]
     for line in found:
@@ -91,8 +90,7 @@ def test_accuracy_is_as_published(batch: int, ctx: int) -> None:
 @pytest.mark.parametrize(("batch", "ctx"), [(1, 512), pytest.param(2, 2048, marks=pytest.mark.full), *LONG])
 def test_accuracy_at_the_smaller_softmax_scale_is_as_published(batch: int, ctx: int) -> None:
     """At 1/sqrt(576) scores are closer together and rounding matters more; short work tiles keep bf16 weights."""
-    if isinstance(manifest.locate(), str):
-        pytest.skip("the package's own kernels are not built: run `python -m mla_suite build`")
+    require_objects()
     for line in check_h32_q4.lines(batch, ctx, torch.device("cpu"), 576**-0.5):
         assert line.holds, line.cells
         if line.planned or ctx <= 2048:

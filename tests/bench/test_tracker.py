@@ -12,8 +12,7 @@ from pathlib import Path
 
 import meter
 import pytest
-
-from mla_suite.build import manifest
+from built import require_objects
 
 pytest.importorskip("pytest_benchmark", reason="pytest-benchmark is not installed (pip install 'mla_suite[bench]')")
 
@@ -36,8 +35,7 @@ Emulator.load_text = planted
 
 @pytest.fixture(scope="module", autouse=True)
 def _built() -> None:
-    if isinstance(manifest.locate(), str):
-        pytest.skip("the package's own kernels are not built: run `python -m mla_suite build`")
+    require_objects()
 
 
 # Neither plugin nor rewriting of assertions is needed, and both take seconds to begin.

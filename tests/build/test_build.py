@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from built import require_objects
 from sample_tree import IDS, edit, make, outputs, shell
 
 from mla_suite.build import BuildError, ObjectError, build, compilers, emulator_library, locations, manifest, ninja_plan
@@ -56,8 +57,7 @@ def test_the_text_assembles_to_the_identical_object(built, tmp_path):
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_shipped_text_assembles_to_the_identical_object(tmp_path, every):
     """One instance of each kernel of an arch; a full run takes every one."""
-    if isinstance(manifest.locate(), str):
-        pytest.skip("the package's own kernels are not built: run `python -m mla_suite build`")
+    require_objects()
     entries = [entry for entry in manifest.installed().kernels.values() if entry.text]
     for entry in entries if every else {(entry.arch, entry.kernel): entry for entry in entries}.values():
         assert reassembled(entry, tmp_path) == entry.read_object(), (entry.arch, entry.id)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import random_problems
 import torch
+from built import require_built
 from hostile_inputs import in_turn
 
 import mla_suite
@@ -25,7 +26,6 @@ from mla_suite.build.manifest import KernelEntry
 from mla_suite.core import check_mode, checks, dispatch, register, saved_call
 from mla_suite.errors import WrongResult
 from mla_suite.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
-from mla_suite.launch import launcher
 from mla_suite.ops.decode.samples import decode_sample
 
 ARCHS = ("gfx942", "gfx950")
@@ -47,8 +47,7 @@ Calling = tuple[tuple[Any, ...], dict[str, Any]]
 @pytest.fixture(autouse=True)
 def needs_kernels() -> None:
     for arch in ARCHS:
-        if not launcher.has_kernel(arch, "decode_dtype-bf16_rows-32_width-576_rotate-0"):
-            pytest.skip(f"decode is not built for {arch}; run `python -m mla_suite build`")
+        require_built(arch, "decode_dtype-bf16_rows-32_width-576_rotate-0")
 
 
 @pytest.fixture(autouse=True)

@@ -3,19 +3,18 @@ other, against the definition of one head at a time."""
 
 import pytest
 import torch
+from built import require_built
 from flash_mla_calls import Dense
 
 import mla_suite
 from mla_suite.integrations import flash_mla_kv_heads
 from mla_suite.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
-from mla_suite.launch import has_kernel
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_machine_code_takes_what_the_cache_becomes(arch):
     """Pages of one token are native: the emulator runs the kernel that dispatch names."""
-    if not has_kernel(arch, "decode_dtype-bf16_rows-16_width-576_rotate-0"):
-        pytest.skip(f"decode is not built for {arch}; run `python -m mla_suite build --arch {arch}`")
+    require_built(arch)
     problem = Dense([70, 0, 33], 16, kv_heads=2)
     q = problem.queries(2)
     queries, cache, table, lens = flash_mla_kv_heads.split("a call", q, problem.cache, problem.table, problem.lens)

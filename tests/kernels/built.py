@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from mla_suite.build import manifest, params
@@ -15,6 +17,14 @@ def require_built(arch: str, *instances: str) -> None:
     for instance in instances or (PLAIN_DECODE,):
         if not has_kernel(arch, instance):
             pytest.skip(f"{instance} is not built for {arch}; run `python -m mla_suite build --arch {arch}`")
+
+
+def require_objects() -> Path:
+    """The folder of the package's own kernels. Skips the test where they are not built."""
+    found = manifest.locate()
+    if isinstance(found, str):
+        pytest.skip("the package's own kernels are not built: run `python -m mla_suite build`")
+    return found
 
 
 def assert_built_whole(configs, kernel: str) -> None:

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import sample_tree
 import stub_drivers
+from built import require_built
 from stub_drivers import FakeTorch, Stub, route
 
 from mla_suite import archs
 from mla_suite.build import Manifest, build, compilers
 from mla_suite.core import dispatch
-from mla_suite.launch import has_kernel
 from mla_suite.launch.cuda import CudaDriver
 
 
@@ -31,8 +31,7 @@ def stub_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def h200(stub_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, tuple[object, ...], bytes]]]:
     """CPU tensors stand for those of an H200, over a driver that records: (kernel, its launch, parameters) of each."""
-    if not has_kernel("sm_90", "decode_dtype-bf16_dqk-576_kvsource-tma_clustermode-none"):
-        pytest.skip("decode is not built for sm_90; run `python -m mla_suite build --arch sm_90`")
+    require_built("sm_90", "decode_dtype-bf16_dqk-576_kvsource-tma_clustermode-none")
     record, stub = archs.get("sm_90"), Stub(stub_folder / "libcuda.so.1")
     launches: list[tuple[str, tuple[object, ...], bytes]] = []
     stub.reset(0)

@@ -7,10 +7,10 @@ from typing import Any
 
 import counted_bounds as bounds
 import pytest
+from built import require_objects
 
 from mla_suite import archs as arch_records
 from mla_suite.bench import sets
-from mla_suite.build import manifest
 from mla_suite.emulator import Report, machine
 from mla_suite.emulator.report import Finding
 
@@ -20,8 +20,7 @@ BROKEN = Finding("lds_race", "combine", "ds_read_b32 v1, v0", "combine.hpp:9", 0
 
 @pytest.fixture(params=["gfx942", "gfx950"])
 def arch(request: pytest.FixtureRequest) -> str:
-    if isinstance(manifest.locate(), str):
-        pytest.skip("the package's own kernels are not built: run `python -m mla_suite build`")
+    require_objects()
     name: str = request.param
     return name
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import bench_reduce
 import counted_search
 import pytest
+from built import require_built
 
 from mla_suite import archs
 from mla_suite.archs import combine as combine_config
@@ -23,8 +24,7 @@ ARCH = "gfx942"
 @pytest.fixture(autouse=True)
 def _built(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what a package ships takes part: nothing is compiled."""
-    if not manifest.is_built(ARCH, combine_config.rule(archs.get(ARCH), 512, 16, 8).instance):
-        pytest.skip(f"combine is not built for {ARCH}; run `python -m mla_suite build`")
+    require_built(ARCH, combine_config.rule(archs.get(ARCH), 512, 16, 8).instance)
     monkeypatch.setattr(combine_search, "SPACE", replace(combine_search.SPACE, build=lambda arch, progress: 0))
 
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 import counted_bounds as bounds
 import pytest
 import torch
+from built import require_objects
 from extrapolation import COUNTERS, Tile
 
 from mla_suite.archs import gfx950
 from mla_suite.bench import sets
 from mla_suite.bench.sets import Case
-from mla_suite.build import manifest
 from mla_suite.core import dispatch
 from mla_suite.emulator import Report
 from mla_suite.ops.sparse_decode.samples import PoolShape
@@ -51,8 +51,7 @@ def _fp8_weights(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_counter_is_that_of_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if isinstance(manifest.locate(), str):
-        pytest.skip("the package's own kernels are not built: run `python -m mla_suite build`")
+    require_objects()
     case, arch = CASES[name]
     seen: list[list[Report]] = []
     honest = bounds.clocks

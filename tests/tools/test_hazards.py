@@ -7,11 +7,12 @@ import re
 
 import check_hazards
 import pytest
+from built import require_built
 from hazards import check as hazards
 from hazards.effects import instructions, operation
 from hazards.table import ARCHS, RULES
 
-from mla_suite.build.manifest import installed, is_built
+from mla_suite.build.manifest import installed
 from mla_suite.emulator.program import decode
 
 MFMA4 = "v_mfma_f32_16x16x16_bf16 v[0:3], v[8:9], v[10:11], v[0:3]"  # 4 passes on both archs
@@ -323,8 +324,7 @@ def test_the_sentence():
 
 
 def shipped(arch, name):
-    if not is_built(arch, name):
-        pytest.skip(f"{name} is not built for {arch}; run `python -m mla_suite build --arch {arch}`")
+    require_built(arch, name)
     return installed().find(arch, name).read_text()
 
 

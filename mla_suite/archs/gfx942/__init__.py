@@ -17,7 +17,7 @@ class Gfx942Config(CdnaConfig):
         unit_bytes=38,
         chip_bytes=2054,
         combine=15_000,
-        loop={("16bit", "16bit"): (45, 146, 266), ("16bit", "fp8"): (43, 144, 274), ("fp8", "fp8"): (28, 101, 155)},
+        loop={("16bit", "16bit"): (45, 141, 266), ("16bit", "fp8"): (43, 144, 274), ("fp8", "fp8"): (28, 101, 155)},
     )
 
 

@@ -124,7 +124,10 @@ class RowSplitWave {
     // Begins to read tile n.
     const auto enter = [&] {
       mla::block_sync();
-      if (tiles > 0 && early_keys) read_keys(lds_ + used, 0, keys.group[0]);
+      if (tiles > 0 && early_keys) {
+#pragma unroll
+        for (int g = 0; g < keys_ahead; ++g) read_keys(lds_ + used, g, keys.group[g]);
+      }
     };
     producer.wait(0, used);
     enter();
@@ -198,15 +201,18 @@ class RowSplitWave {
     for (int r = 0; r < tiles; ++r) output_[r].clear();
   }
 
-  // A group of pieces of keys is read while the one before is multiplied, and the first of a tile, where registers last
-  // for it, beside the last products of the tile before.
+  // A group of pieces of keys is read while the one or two before it are multiplied, and the first of a tile, where
+  // registers last for it, beside the last products of the tile before.
   static constexpr int group = pieces % 3 == 0 ? 3 : pieces % 4 == 0 ? 4 : 5;
   static_assert(pieces % group == 0, "row split: whole groups of pieces");
   static constexpr bool early_keys = Partition::max_tiles * sizeof(Query) <= 288;
   using Keys = typename Qk::Keys;
   static constexpr bool converts = Keys::steps > 0;
+  // How many groups are read ahead: LDS serves four waves, and the last of them waits for it.
+  static constexpr int keys_ahead = Partition::max_tiles == 1 && !converts && !Problem::rotate ? 2 : 1;
+  static constexpr int held = keys_ahead + 1;
   struct KeyReads {
-    u32x4 group[2][RowSplitWave::group];
+    u32x4 group[held][RowSplitWave::group];
   };
 
   // QK^T, softmax and PV of the tile at `stage` in LDS whose first key has `position`, counted from whole_.first, and
@@ -237,7 +243,8 @@ class RowSplitWave {
 
   // S^T = K Q^T.
   template <class Copy>
-  MLA_DEVICE void scores(LdsBytes stage, u32x4 (&keys)[2][group], f32x4 (&s)[array][score_tiles], const Copy& copy) {
+  MLA_DEVICE void scores(LdsBytes stage, u32x4 (&keys)[held][group], f32x4 (&s)[array][score_tiles],
+                         const Copy& copy) {
     constexpr int groups = pieces / group * score_tiles;  // of reads
 #pragma unroll
     for (int r = 0; r < tiles; ++r)
@@ -251,9 +258,12 @@ class RowSplitWave {
     Keys left[2];
 #pragma unroll
     for (int g = 0; g < groups; ++g) {
+      if (g + keys_ahead < groups) read_keys(stage, g + keys_ahead, keys[(g + keys_ahead) % held]);
       if (g + 1 < groups) {
-        read_keys(stage, g + 1, keys[(g + 1) % 2]);
-        if (g == 0 || !converts) wait_lgkmcnt<group>();
+        if (keys_ahead > 1 && g + 2 < groups)
+          wait_lgkmcnt<2 * group>();
+        else if (g == 0 || !converts)
+          wait_lgkmcnt<group>();
       } else if (!converts) {
         wait_lgkmcnt<0>();
       }
@@ -261,7 +271,7 @@ class RowSplitWave {
       for (int c = 0; c < group; ++c) {
         const int T = g * group / pieces, n = g * group % pieces + c;
         const int place = g * group + c;
-        if (place == 0 || !converts) convert(keys[g % 2][c], 0, 1, left[place % 2]);
+        if (place == 0 || !converts) convert(keys[g % held][c], 0, 1, left[place % 2]);
         if (converts && c == group - 1) wait_lgkmcnt<0>();
 #pragma unroll
         for (int i = 0; i < Qk::products * array; ++i) {
@@ -269,7 +279,8 @@ class RowSplitWave {
           f32x4& sum = array == 1 && i % 2 == 1 ? odd[T] : s[r][T];
           sum = Qk::multiply(left[place % 2], query_[r], n, i / array, sum);
           if (converts && place + 1 < groups * group) {
-            convert(keys[(place + 1) / group % 2][(place + 1) % group], i, Qk::products * array, left[(place + 1) % 2]);
+            convert(keys[(place + 1) / group % held][(place + 1) % group], i, Qk::products * array,
+                    left[(place + 1) % 2]);
             __builtin_amdgcn_sched_barrier(0);
           }
         }
