@@ -54,15 +54,6 @@ MLA_DEVICE void dequant_fp32_scale(const uint32_t (&stored)[4], float scale, uin
   }
 }
 
-// An E8M0 scale is 2^(exponent - 127), which bf16 holds as a denormal number where the exponent is 0; 255 is NaN. bf16
-// holds e4m3 values exactly, so the one product of two of them is rounded as the fp32 product would be.
-MLA_DEVICE void dequant_e8m0_scale(const uint32_t (&stored)[4], uint32_t exponent, uint32_t (&values)[8]) {
-  const uint32_t scale = exponent == 0 ? 0x0040u : exponent == 255 ? 0x7fffu : exponent << 7;
-  convert_e4m3<bf16>(stored, values);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) scale_bf16x2(values[i], scale * 0x10001u);
-}
-
 // One lane's part of a key: 16 values of each block of 64 columns, FROM_BYTES apart in `from` and TO_BYTES in `to`.
 // `wait_to_store` is called when the first reads are on their way, since each waits for the shared memory that wgmma
 // uses. More blocks ahead take registers that stores need while they wait for it, too.
