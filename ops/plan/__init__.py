@@ -105,7 +105,7 @@ def batch_invariant_split_size(num_heads: int, max_seqlen_q: int = 1) -> int:
     if num_heads < 1 or max_seqlen_q < 1:
         given = f"are {num_heads} and {max_seqlen_q}"
         checks.fail("batch_invariant_split_size", "num_heads and max_seqlen_q", given, "both must be 1 or more")
-    return 512 if num_heads * max_seqlen_q <= 16 else 1024
+    return 512 if num_heads * max_seqlen_q <= 128 else 1024
 
 
 def _check_kinds(seq_lens: Any, num_heads: Any, max_seqlen_q: Any) -> None:

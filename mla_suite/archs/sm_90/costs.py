@@ -51,8 +51,9 @@ class CostModel:
     exchange_streaming_gain: float = 0.7  # as streaming_gain, with exchange_p
     partial_bytes: float = 4.3e6  # bytes of partials that the device writes or reads per microsecond
     invariant_bytes: float = 1.2e6  # bytes of partials per microsecond where every split has one: to begin it, too
-    fold_node: float = 10.0  # a node of 64 rows: its sum begins and ends in L2
-    fold_split: float = 2.0  # more for each split that is added to it
+    shared_invariant_bytes: float = 2.0e6  # where two row tiles share keys, which leaves memory to partials
+    fold_node: float = 6.0  # a node of 64 rows: most of its sum begins and ends in L2
+    fold_split: float = 1.6  # more for each split that is added to it
     joined_partials: float = 200e6  # bytes of a plan's partials from which CTAs fold the splits that they can (D73)
     kept_partials: float = 8e6  # bytes of partials behind which the others take as long as they take to be written
     plan: float = 5.5  # a plan of one tile a CTA: to read it, and to combine its partials behind decode (R17)
@@ -253,7 +254,8 @@ class Estimate:
         if nodes > 1:
             folded += self.combine(self.units - busy, nodes)
         partials = self.batch * self.rows * splits * 2048
-        return folded < self.decode(splits) + FITTED.combine + partials / FITTED.invariant_bytes
+        rate = FITTED.invariant_bytes if self.tiles == 1 else FITTED.shared_invariant_bytes
+        return folded < self.decode(splits) + FITTED.combine + partials / rate
 
     def joining_pays(self, splits: int) -> bool:
         """Whether a plan's partials, of so many `splits` of each sequence, are more than L2 keeps until combine reads
