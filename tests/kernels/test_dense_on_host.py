@@ -160,6 +160,11 @@ FOLD_FAULTS = {
     "the sum so far not scaled": (FOLDED, "fold.hpp", "factors.before[i / 2], four[i]);", "1.0f, four[i]);"),
     "one split's denominator for all": (FOLDED, "fold.hpp", "      inverse[half] = fold.scale();\n", ""),
     "two warpgroups' sums in one place": (FOLDED, "fold.hpp", "(block(params) * 2 + group)", "(block(params) * 2)"),
+    "two warpgroups' sums in one shared place": (
+        *(FOLDED, "fold.hpp"),
+        *("(group * 128 + warpgroup_thread()) * 16", "warpgroup_thread() * 16"),
+    ),
+    "a tile that is not in shared memory": (FOLDED, "fold.hpp", "tile >= SHARED_TILES", "tile > SHARED_TILES"),
     "O not cleared": (
         *(FOLDED, "mainloop_pv.hpp"),
         "i < VALUES; ++i) o_[0][i] = o_[LAST_PRODUCT][i] = 0.0f;\n      command = next_command();\n",

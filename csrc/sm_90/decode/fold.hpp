@@ -1,6 +1,6 @@
 // The sum of a node: a CTA whose work tile is several splits of a sequence adds their results in memory, where no other
-// CTA looks, since the registers have room for one. It stays in L2, and nearly always it is only added to, so that the
-// next split's products do not wait for it.
+// CTA looks, since the registers have room for one. What shared memory has room for lies there. The rest stays in L2, and
+// nearly always it is only added to, so that the next split's products do not wait for it.
 #pragma once
 
 #include "sm_90/decode/epilogue.hpp"
@@ -74,8 +74,10 @@ class NodeSum {
     }
   };
 
-  MLA_DEVICE NodeSum(const DecodeTmaParams& params, int group)
-      : at_(params.partial_out + static_cast<int64_t>(params.fold_slot) * params.rows * WIDEST_HEAD_DIM_V +
+  // `shared` is where the part in shared memory begins.
+  MLA_DEVICE NodeSum(const DecodeTmaParams& params, uint32_t shared, int group)
+      : shared_(shared + (group * 128 + warpgroup_thread()) * 16),
+        at_(params.partial_out + static_cast<int64_t>(params.fold_slot) * params.rows * WIDEST_HEAD_DIM_V +
             (block(params) * 2 + group) * GROUP_VALUES + warpgroup_thread() * 4),
         no_rows_(first_row() + warpgroup_thread() / 32 * 16 >= params.rows) {}
 
@@ -88,7 +90,7 @@ class NodeSum {
       terms(o, tile, factors, four);
 #pragma unroll
       for (int i = 0; i < 4; ++i) four[i] = SplitFold::added(-0.0f, 1.0f, four[i]);
-      st_relaxed_gpu(place(tile), four);
+      store_tile(tile, four);
     });
   }
 
@@ -99,14 +101,19 @@ class NodeSum {
     if (factors.before[0] == 1.0f && factors.before[1] == 1.0f)
       for_each_tile<Accumulator>([&](int tile) {
         float four[4];
-        terms(o, tile, factors, four);
-        red_add_global(place(tile), four);
+        if (tile < SHARED_TILES) {
+          with(o, tile, load_tile(tile), factors, four);
+          store_tile(tile, four);
+        } else {
+          terms(o, tile, factors, four);
+          red_add_global(place(tile), four);
+        }
       });
     else
       for_each_tile<Accumulator>([&](int tile) {
         float four[4];
-        with(o, tile, ld_relaxed_gpu_v4(place(tile)), factors, four);
-        st_relaxed_gpu(place(tile), four);
+        with(o, tile, load_tile(tile), factors, four);
+        store_tile(tile, four);
       });
   }
 
@@ -128,7 +135,7 @@ class NodeSum {
     if (no_rows_) return;
 #pragma unroll
     for (int tile = 0; tile < PRODUCTS * VALUES / 4; ++tile) {
-      const uint4 four = ld_relaxed_gpu_v4(place(tile));
+      const uint4 four = load_tile(tile);
       const uint32_t words[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) o[tile / 16][tile % 16 * 4 + i] = bit_cast<float>(words[i]);
@@ -164,8 +171,23 @@ class NodeSum {
     const int tiles = (params.rows + BLOCK_M - 1) / BLOCK_M;
     return blockIdx.y * tiles + blockIdx.x;
   }
+  MLA_DEVICE uint4 load_tile(int tile) const {
+    if (tile >= SHARED_TILES) return ld_relaxed_gpu_v4(place(tile));
+    uint4 four;
+    ld_shared_v4(shared_place(tile), four.x, four.y, four.z, four.w);
+    return four;
+  }
+  MLA_DEVICE void store_tile(int tile, const float (&four)[4]) const {
+    if (tile < SHARED_TILES)
+      st_shared_v4(shared_place(tile), four);
+    else
+      st_relaxed_gpu(place(tile), four);
+  }
+
+  MLA_DEVICE uint32_t shared_place(int tile) const { return shared_ + tile * 256 * 16; }
   MLA_DEVICE float* place(int tile) const { return at_ + tile * 128 * 4; }
 
+  uint32_t shared_;
   float* at_;
   bool no_rows_;  // this warp has none
 };

@@ -264,7 +264,7 @@ class PvMma {
         NodeSum::of_one(o_, factors);
         break;
       }
-      const NodeSum sum(params_, group_);
+      const NodeSum sum(params_, shared_ + Storage::NODE_SUM, group_);
       if (command & FOLDED)
         sum.add(o_, factors);
       else

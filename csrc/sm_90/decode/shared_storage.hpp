@@ -40,6 +40,9 @@ struct NoStorage {};
 template <class Traits>
 struct RawStorage;  // producer_fp8.hpp
 
+// Tiles of a node's sum that lie in shared memory, of the 32 of every PV thread; the others are in global memory.
+constexpr int SHARED_TILES = 14;
+
 // Bytes that the producer alone has, behind those of a cluster: the ring of e4m3 rows as they are stored; or, with
 // ROTATES, an mbarrier for each stage.
 template <class Traits>
@@ -92,7 +95,10 @@ struct SharedStorage {
   static constexpr int ROPE_FULL = CLUSTER_END;                // with ROTATES, an mbarrier for each stage
   static constexpr int PRODUCER_END = (Traits::CONVERTS_KEYS ? RAW : CLUSTER_END) + producer_bytes<Traits>();
   static constexpr int OUT = (PRODUCER_END + 127) / 128 * 128;  // the epilogue's buffers, where no stage holds them
-  static constexpr int BYTES = Traits::OUT_BYTES == 0 ? PRODUCER_END : OUT + Traits::OUT_BYTES;
+  static constexpr int NODE_SUM = (PRODUCER_END + 15) / 16 * 16;  // with FOLDS, [SHARED_TILES][256 threads][16 B]
+  static constexpr int BYTES = Traits::FOLDS            ? NODE_SUM + SHARED_TILES * 256 * 16
+                               : Traits::OUT_BYTES == 0 ? PRODUCER_END
+                                                        : OUT + Traits::OUT_BYTES;
   static_assert(CLUSTER_PART % alignof(ClusterStorage) == 0, "what a cluster has begins where the block's part ends");
   static_assert(BYTES <= SHARED_MEMORY_LIMIT, "a block has 227 KiB");
 };

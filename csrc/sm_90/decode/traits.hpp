@@ -90,12 +90,12 @@ struct DecodePolicy {
                                                                          : 20;
 };
 
-// There is room for four stages of 576 values beside what is copied of e4m3 rows, and for four of un-rotated rows, which
-// hold what rotates them, too. Of narrow rows more stages keep as many bytes on their way: nine of five column blocks,
+// There is room for four stages of 576 values beside what is copied of e4m3 rows, for four of un-rotated rows, which
+// hold what rotates them, too, and for four beside SHARED_TILES of a node's sum. Of narrow rows more stages keep as many bytes on their way: nine of five column blocks,
 // 15 of three, or eight raw ones.
-template <KvLoad LOAD, class Cluster, int HEAD_DIM_QK, bool ROTATES>
+template <KvLoad LOAD, class Cluster, int HEAD_DIM_QK, bool ROTATES, bool FOLDS>
 MLA_DEVICE constexpr int decode_stages() {
-  if (ROTATES || LOAD == KvLoad::fp8_scores || (LOAD == KvLoad::fp8 && HEAD_DIM_QK == 576)) return 4;
+  if (ROTATES || FOLDS || LOAD == KvLoad::fp8_scores || (LOAD == KvLoad::fp8 && HEAD_DIM_QK == 576)) return 4;
   if (LOAD == KvLoad::fp8 || HEAD_DIM_QK >= 512) return Cluster::STAGES;
   return HEAD_DIM_QK > 192 ? 9 : 15;
 }
@@ -111,7 +111,7 @@ MLA_DEVICE constexpr int raw_stages() {
 // The policy of dense decode.
 template <KvLoad LOAD, class Cluster, int HEAD_DIM_QK, bool ROTATES = false, bool SCALES_Q = false,
           bool FOLDS = false>
-using DecodePolicyOf = DecodePolicy<LOAD, Cluster, decode_stages<LOAD, Cluster, HEAD_DIM_QK, ROTATES>(), ROTATES,
+using DecodePolicyOf = DecodePolicy<LOAD, Cluster, decode_stages<LOAD, Cluster, HEAD_DIM_QK, ROTATES, FOLDS>(), ROTATES,
                                     raw_stages<LOAD, HEAD_DIM_QK>(), SCALES_Q, FOLDS>;
 
 // The type that the tensor cores multiply.

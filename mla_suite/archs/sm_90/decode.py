@@ -46,7 +46,8 @@ from mla_suite.ops.decode import DecodeArgs, Problem
 MAX_M = 2**25 - 1  # query rows of a sequence: 32 bits count its partial results in 16 bytes
 REDUCE_BYTES = 5 * 4 * BLOCK_M + 8 * (4 + 4 * 4)  # cluster_mode reduce_o: the statistics of both splits, and barriers
 SENTINEL_BYTES = 16 + 4096  # streaming combine: one mbarrier and the pattern that the sentinels are filled from
-EXCHANGE_STAGES = 4
+EXCHANGE_STAGES = FOLDING_STAGES = 4
+NODE_SUM_BYTES = 14 * 256 * 16  # variant folding: a part of the sum of a node's splits
 RAW_STAGES = 2  # stages of keys as they are stored, which the producer of e4m3 rows copies ahead
 NARROW_RAW_STAGES = 8
 # cluster_mode exchange_p: two stages of 256 columns of the other CTA's keys, two buffers of its P, the statistics of
@@ -160,6 +161,8 @@ class Sm90Config:
 
     @property
     def stages(self) -> int:
+        if self.folds:
+            return FOLDING_STAGES
         return EXCHANGE_STAGES if self.cluster_mode == "exchange_p" else self.load.stages[self.width, self.q_rows]
 
     @cached_property
@@ -175,8 +178,8 @@ class Sm90Config:
             return rotated + (0 if self.cluster_mode == "none" else REDUCE_BYTES) + 8 * self.stages
         alone = block_bytes(self.width, self.stages, REGISTER_STEPS[self.kv_load])
         reduced = dict.fromkeys(("reduce_o", "reduce_last"), REDUCE_BYTES)
-        others = {"none": 0 if self.folds else SENTINEL_BYTES, "exchange_p": EXCHANGE_BYTES, "share_kv": 0}
-        beside = (others | reduced)[self.cluster_mode]
+        others = {"none": SENTINEL_BYTES, "exchange_p": EXCHANGE_BYTES, "share_kv": 0}
+        beside = NODE_SUM_BYTES if self.folds else (others | reduced)[self.cluster_mode]
         if self.kv_load == "fp8":
             cluster = 0 if self.cluster_mode == "none" else beside
             raw = (NARROW_RAW_STAGES if self.narrow else RAW_STAGES) * (BLOCK_N * self.width + 2 * 8)
