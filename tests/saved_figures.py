@@ -18,14 +18,12 @@ import amd_points
 import bench_flashmla
 import compare_amd_peers
 import fit_amd_time
-import scale_model
 import vllm_engine
 import vllm_server
 from vllm_model import medians
 from vllm_server import Load
 
 from mla_suite import batch_invariant_split_size
-from mla_suite.distributed import peer_memory
 
 ROOT = Path(__file__).parent.parent
 RUNS = ("h200", "h100", "h100_e4m3")
@@ -33,9 +31,9 @@ FLASHMLA, FLASHMLA_H100, FLASHMLA_E4M3 = (f"benchmarks/results/flashmla/{run}.js
 REDUCE = "benchmarks/results/reduce/h200.csv"
 ENGINE, SERVER = "benchmarks/results/vllm/h200.csv", "benchmarks/results/vllm/h200_server.csv"
 BY_BUILDER, DECODE = "benchmarks/results/vllm/h200_plan_by_builder.csv", "benchmarks/results/decode_sm90/h200.json"
-TRANSFORMERS, TWO_GPUS = "benchmarks/results/transformers/h200.csv", "benchmarks/results/distributed/h200x2.csv"
+TRANSFORMERS = "benchmarks/results/transformers/h200.csv"
 DECODE_LOG, COMBINE_LOG = "csrc/sm_90/decode/PERF.md", "csrc/sm_90/combine/PERF.md"
-README, SERVERS, SCALE = "README.md", "docs/vllm_sglang.md", "docs/scale.md"
+README, SERVERS = "README.md", "docs/vllm_sglang.md"
 SERVING, PUBLISHED = "docs/serving_engineer.md", "docs/published_work.md"
 
 
@@ -252,101 +250,6 @@ def hugging_face() -> Iterator[Sourced]:
     yield Sourced(README, TRANSFORMERS, [text])
 
 
-def two_gpus() -> Iterator[Sourced]:
-    took = {
-        what: {name: float(us) for name, us in row.items() if name.endswith("_us") and us}
-        for what, row in scale_model.MEASURED.items()
-    }
-    layers = took["layer B128 kv 512"], took["layer B128 kv 4096"]
-    short, far = (took[f"decode B1 H128 q_len 1 kv {keys}"] for keys in (262_144, 1_048_576))
-    shares = [row["many_us"] / row["one_us"] for row in (*layers, short, far)]
-    yield Sourced(
-        README,
-        TWO_GPUS,
-        [f"takes {shares[0]:.2f} (512 keys) and {shares[1]:.2f} (4,096) of the time, one sequence of a million keys "
-         f"{shares[3]:.2f}"],
-    )  # fmt: skip
-    h200, nccl = scale_model.H200, scale_model.OVER_NCCL
-    modelled = [
-        row[column] / scale_model.tensor_parallel(machine, ranks, 128, keys) / 1e6
-        for row, keys in zip(layers, (512, 4096), strict=True)
-        for column, machine, ranks in (("one_us", h200, 1), ("many_us", h200, 2), ("nccl_us", nccl, 2))
-    ]
-    measured = (scale_model.layers(), *scale_model.collectives().split("\n\n"))
-    sums = [row["nccl_us"] - row["many_us"] for row in (*layers, took["sum 128 x 7168 bf16"])]
-    alone = [(row["own_keys_us"], scale_model.context_decode(h200, 1, 1, keys // 2) * 1e6)
-             for row, keys in ((short, 262_144), (far, 1_048_576))]  # fmt: skip
-    firsts = [row["many_us"] for what, row in took.items() if what.split()[1] == "1"]
-    merge = took["merge 1 x 128 x 512 bf16"]
-    read = scale_model.DOWN_BYTES + 128 * 512 * scale_model.TOKEN_BYTES
-    whole = read + scale_model.HEAD_BYTES / 2
-    largest = max(int(row["sent_bytes"]) for row in scale_model.MEASURED.values() if row["sent_bytes"])
-    yield Sourced(
-        SCALE,
-        TWO_GPUS,
-        [
-            *(" ".join(table.split()) for table in measured),
-            f"took {span(modelled, 1)} times what it says",
-            f"{read / 1e6:.0f} MB of the {whole / 1e6:.0f} MB that it reads at all, {read / h200.memory * 1e6:.0f} of "
-            f"{whole / h200.memory * 1e6:.0f} us at {h200.memory / 1e12:.1f} TB/s",
-            f"costs {sums[0]:.1f} and {sums[1]:.1f} us more than through peer memory, where the same two sums alone "
-            f"are {sums[2]:.1f} us apart",
-            f"took {alone[0][0]:.1f} and {alone[1][0]:.1f} us at 262,144 and 1,048,576 keys; the model says "
-            f"{alone[0][1]:.1f} and {alone[1][1]:.1f}, which is "
-            + " and ".join(f"{100 * (1 - model / us):.0f}" for us, model in alone)
-            + " % less",
-            f"the first token costs {min(firsts):.1f} to {max(firsts):.0f} us",
-            f"these {largest / 1e6:.1f} MB",
-            f"| sum of 128 tokens, us | 10 | {took['sum 128 x 7168 bf16']['many_us']:.1f} |",
-            f"| merge of one token, us | 7 | {merge['many_us']:.1f} |",
-            f"| TP layers, us | 123, 244 | {layers[0]['many_us']:.1f}, {layers[1]['many_us']:.1f} |",
-            f"share of one GPU's time | 0.60, 0.54 | {shares[2]:.2f}, {shares[3]:.2f} |",
-            f"takes {short['own_keys_us']:.1f} us in a graph of such calls and the merge {merge['many_us']:.1f}, but "
-            f"together they take {short['many_us']:.1f}. The other "
-            f"{short['many_us'] - short['own_keys_us'] - merge['many_us']:.0f} us are there through NCCL too "
-            f"({short['nccl_us']:.1f}, although its merge is {merge['nccl_us'] - merge['many_us']:.0f} us longer)",
-        ],
-    )
-    rows = {row["what"]: row for row in scale_model.saved("h100x2.csv")}
-    second = [float(row["in_two_us"]) - float(row["in_one_us"]) for row in rows.values() if row["in_two_us"]]
-    longest = rows["decode B1 H128 q_len 1 kv 4194304"]
-    yield Sourced(
-        SCALE,
-        "benchmarks/results/distributed/h100x2.csv",
-        [
-            " ".join(scale_model.every_way().split()),
-            f"cost {span(second, 1)} us in sums",
-            f"took {float(longest['many_us']) / float(longest['one_us']):.2f} of one GPU's time with CP",
-        ],
-    )
-    send = peer_memory.SECOND_EXCHANGE_BYTES * scale_model.PEER_MEMORY["sum"].per_byte
-    yield Sourced(SCALE, "benchmarks/scale_model.py", [f"sends in about {send * 1e6:.0f} us"])
-    floors = saved(DECODE)["floors"]
-    size, us = floors["read"][-1]
-    yield Sourced(SCALE, DECODE, [f"| H200 | {size / us / 1e6:.1f} TB/s | {round(floors['tflops'], -1):.0f} TFLOP/s |"])
-    gather, amd = scale_model.KINDS["gather"] * 128, scale_model.MACHINES[1:]
-    links = [f"{each.link_to_peer / 1e9:g} GB/s to each of 7 GPUs" for each in amd]
-    yield Sourced(
-        SCALE,
-        "benchmarks/scale_model.py",
-        [
-            *(" ".join(scale_model.table(machine).split()) for machine in scale_model.MACHINES),
-            *(
-                f"| {each.name} | {each.memory / 1e12:.1f} TB/s | {each.matrix / 1e12:.0f} TFLOP/s | {link} | "
-                f"{each.network / 1e9:.0f} GB/s |"
-                for each, link in zip(
-                    scale_model.MACHINES, (f"{h200.link / 1e9:.0f} GB/s to any GPU", *links), strict=True
-                )
-            ),
-            f"taken to cost {h200.network_latency * 1e6:.0f} us",
-            f"NVLink: {2 * h200.link / 1e9:.0f} GB/s both ways",
-            " and ".join(f"{2 * each.link_to_peer / 1e9:g}" for each in amd) + " GB/s both ways",
-            f"{gather / 1e6:.0f} MB per rank, {gather / h200.network * 1e3:.1f} ms on {h200.network / 1e9:.0f} GB/s",
-            f"about half of the link's {h200.link / 1e9:.0f} GB/s",
-        ],
-    )
-
-
 def e4m3_caches() -> Iterator[Sourced]:
     rows = saved(FLASHMLA_E4M3)["rows"]
     columns = [[row[name] / row["peer"] for row in rows] for name in ("plan", "bf16_q", "fp8_plan")]
@@ -424,7 +327,6 @@ SOURCES: tuple[Callable[[], Iterator[Sourced]], ...] = (
     engine,
     server,
     hugging_face,
-    two_gpus,
     e4m3_caches,
     unrotated_caches,
     narrow_latents,

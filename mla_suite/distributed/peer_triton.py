@@ -18,6 +18,7 @@ MAX_PROGRAMS = 128  # of a launch, each with flags of its own; below the compute
 MAX_RANKS = 16
 MAX_BLOCK = 8192  # values in a program's registers: 8 warps of 32
 _MAX_PROGRAMS = tl.constexpr(MAX_PROGRAMS)
+_MAX_RANKS = tl.constexpr(MAX_RANKS)
 FLAG_BYTES = 4 * MAX_RANKS * MAX_PROGRAMS  # [ranks][MAX_PROGRAMS]; behind them every program counts its exchanges
 _CALLS_AT = tl.constexpr(FLAG_BYTES)
 HEADER_BYTES = FLAG_BYTES + 4 * MAX_PROGRAMS
@@ -43,22 +44,30 @@ def _values(peers, owner, writer, call, capacity, like, WORLD: tl.constexpr):
 
 @triton.jit
 def _signal_and_wait(peers, rank, call, polls, WORLD: tl.constexpr):
-    """Tells every peer that this program's data of exchange `call` has arrived there, and waits for theirs."""
+    """Tells every peer that this program's data of exchange `call` has arrived there, and waits for theirs.
+
+    A thread for each peer does both, so that the waits for the links and for the peers run side by side.
+    """
     program = tl.program_id(0)
-    tl.debug_barrier()  # every thread's stores are before the flag
-    for step in tl.static_range(1, WORLD):
-        peer = (rank + step) % WORLD
-        flag = (tl.load(peers + peer) + 4 * (rank * _MAX_PROGRAMS + program)).to(tl.pointer_type(tl.int32))
-        tl.atomic_xchg(flag, call, sem="release", scope="sys")
-    for step in tl.static_range(1, WORLD):
-        peer = (rank + step) % WORLD
-        flag = (tl.load(peers + rank) + 4 * (peer * _MAX_PROGRAMS + program)).to(tl.pointer_type(tl.int32))
-        left = polls
-        # A peer may be one exchange ahead already. The difference stays right when the numbers wrap around.
-        while (tl.atomic_add(flag, 0, sem="acquire", scope="sys") - call < 0) & (left > 0):
-            left -= 1
-        tl.device_assert(left > 0, "a rank did not join a collective within the timeout")
+    peer = tl.arange(0, _MAX_RANKS)
+    others = (peer < WORLD) & (peer != rank)
+    theirs = tl.load(peers + peer, mask=others, other=0) + 4 * (rank * _MAX_PROGRAMS + program)
+    own = tl.load(peers + rank) + 4 * (peer * _MAX_PROGRAMS + program)
+    tl.debug_barrier()  # every thread's stores are before the flags
+    tl.atomic_xchg(theirs.to(tl.pointer_type(tl.int32)), call, mask=others, sem="release", scope="sys")
+    left = polls
+    # A peer may be one exchange ahead already. The difference stays right when the numbers wrap around.
+    while _behind(own.to(tl.pointer_type(tl.int32)), others, call) & (left > 0):
+        left -= 1
+    tl.device_assert(left > 0, "a rank did not join a collective within the timeout")
     tl.debug_barrier()
+
+
+@triton.jit
+def _behind(flags, others, call):
+    """Whether one of the other ranks has not raised its flag for exchange `call`."""
+    raised = tl.atomic_add(flags, 0, mask=others, sem="acquire", scope="sys")
+    return tl.min(tl.where(others, raised - call, 0)) < 0
 
 
 @triton.jit

@@ -2,56 +2,108 @@
 
 from __future__ import annotations
 
-import runpy
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+import scale_model as model
+import scale_tables
+from scale_model import H200, NCCL, PEER_MEMORY, RUNS, Row, sent
+from scale_tables import us_of
 
-ROOT = Path(__file__).parent.parent.parent
-MODEL = runpy.run_path(str(ROOT / "benchmarks" / "scale_model.py"))
+ERRORS = {name: found for name, _, found in scale_tables.errors()}
+BOUNDS = {  # the number of rows, and the largest error in percent
+    "collectives of two and four H200s, peer memory": (21, 17),
+    "collectives of two and four H200s, NCCL": (18, 23),
+    "layers on one H200": (8, 10),
+    "layers over two and four H200s": (26, 15),
+    "layers over two and four H200s, NCCL": (8, 15),
+    "one sequence on one H200": (12, 14),
+    "one sequence over two and four H200s": (7, 19),
+    "one sequence over two and four H200s, NCCL": (7, 9),
+    "collectives of two H100s, peer memory": (9, 25),
+    "layers on one H100": (6, 6),
+    "layers over two H100s": (18, 9),
+    "one sequence over two H100s": (5, 14),
+}
 
 
-def errors(lines: str) -> list[int]:
-    """The percentages in a table."""
-    return [
-        int(cell.removesuffix(" %"))
-        for cell in lines.replace("|", "\n").split("\n")
-        for cell in [cell.strip()]
-        if cell.endswith(" %")
+@pytest.mark.parametrize("name", BOUNDS)
+def test_errors_are_within_what_the_page_says(name: str) -> None:
+    number, bound = BOUNDS[name]
+    assert len(ERRORS[name]) == number
+    assert max(map(abs, ERRORS[name])) <= (bound + 0.5) / 100
+
+
+def test_every_kind_of_row_has_a_bound() -> None:
+    assert list(ERRORS) == list(BOUNDS)
+
+
+@pytest.mark.parametrize("kind", ["sum", "merge"])
+def test_sums_and_merges_are_on_the_lines_of_nccl(kind: str) -> None:
+    """Gathers alone are missed by more than collectives of two H200s were when lines were fitted to these alone."""
+    for ranks, row, way, us in model.measured_collectives(kind, nccl=True):
+        assert H200.collective(kind, row.sizes[0], ranks, way) * 1e6 == pytest.approx(us, rel=0.17)
+
+
+def test_shares_of_one_gpus_time_are_near_what_was_measured() -> None:
+    found = [
+        us_of(row, H200, ranks) / us_of(row, H200, 1) - row.us["many_us"] / row.us["one_us"]
+        for ranks, run in RUNS.items()
+        for row in run
+        if row.kind == "layer"
     ]
+    assert len(found) == 26
+    assert max(map(abs, found)) < 0.08
 
 
-def test_lines_of_collectives_pass_through_what_was_measured():
-    found = errors(MODEL["collectives"]())
-    assert len(found) == 18
-    assert max(map(abs, found)) <= 17
+def test_terms_of_a_fit_are_costs() -> None:
+    """No latency, rate or fixed cost is negative, and decode reaches less than the whole matrix rate."""
+    for line in (*PEER_MEMORY.values(), *NCCL.values()):
+        assert min(line.two_ranks, line.further_rank, line.per_byte) > 0
+        assert 1 / line.per_byte < model.NVLINK
+    assert [kind for kind, line in PEER_MEMORY.items() if line.second_exchange > 0] == ["sum"]
+    assert H200.layer > H200.decode > 0
+    assert 0 < H200.reached < 1
 
 
-def test_floors_of_layers_are_below_what_was_measured():
-    found = errors(MODEL["layers"]())
-    assert len(found) == 15
-    assert max(found) < 0
-    assert min(found) >= -42
-    for row in (row for what, row in MODEL["MEASURED"].items() if what.startswith("layer")):
-        kv_len = int(row["what"].split()[-1])
-        one, two = (MODEL["tensor_parallel"](MODEL["H200"], ranks, 128, kv_len) for ranks in (1, 2))
-        assert abs(float(row["many_us"]) / float(row["one_us"]) - two / one) < 0.12
+def test_a_fit_finds_the_factors_it_was_made_with() -> None:
+    terms = [[1.0, 2.0], [1.0, 5.0], [1.0, 11.0], [0.0, 3.0]]
+    took = [7.0 + 3.0 * a + 0.5 * b for a, b in terms]
+    assert model.fitted(terms, took, [7.0] * 4) == pytest.approx([3.0, 0.5])
 
 
-def test_a_collective_costs_what_its_way_sends():
-    h200 = MODEL["H200"]
-    line = MODEL["PEER_MEMORY"]["sum"]
+def test_a_row_is_read_by_its_words() -> None:
+    assert Row.read({"what": "layer B128 kv 512", "split": "TP2 x CP2", "many_us": "9"}, 4)[:4] == (
+        "layer",
+        (128, 512),
+        {"tp": 2, "cp": 2},
+        {"many_us": 9.0},
+    )
+    assert Row.read({"what": "decode B1 H128 q_len 4 kv 262144"}, 2)[1:3] == ((4, 262_144), {"cp": 2})
+    assert Row.read({"what": "gather 32 x 128 x 576 bf16", "split": ""}, 4)[1:3] == ((32,), {})
+
+
+def test_a_layer_that_is_split_in_both_ways_exchanges_in_groups() -> None:
+    both = model.layer(H200, 128, 4096, tp=2, cp=2)
+    weights = (model.DOWN_BYTES + model.HEAD_BYTES / 4) / H200.memory
+    exchanged = H200.collective("sum", 128, 4) + H200.collective("gather", 64, 2) + H200.collective("merge", 64, 2)
+    assert both == pytest.approx(H200.layer + weights + H200.attention(128, 64, 2048, 128) + exchanged)
+
+
+def test_a_collective_costs_what_its_way_sends() -> None:
+    line = PEER_MEMORY["sum"]
+    waits = line.two_ranks + 6 * line.further_rank
     # Through peer memory each of 7 others gets the whole summand of 2 x 7168 bytes.
-    assert h200.collective("sum", 1, 8) == pytest.approx(line.latency + 7 * 14336 * line.per_byte)
+    assert H200.collective("sum", 1, 8) == pytest.approx(waits + 7 * 14336 * line.per_byte)
     # 128 tokens are summed in two exchanges, in which a rank sends its part of the sum to 7 others, and theirs to them.
-    in_two = (128 * 14336 * 2 * 7 / 8 + MODEL["SECOND_EXCHANGE_BYTES"]) * line.per_byte
-    assert h200.collective("sum", 128, 8) == pytest.approx(line.latency + in_two)
+    in_two = 128 * 14336 * 2 * 7 / 8 * line.per_byte + line.second_exchange
+    assert H200.collective("sum", 128, 8) == pytest.approx(waits + in_two)
     # 1,400 tokens do not fit the 18 MB that eight ranks share.
-    ring = MODEL["NCCL"]["sum"]
-    sent = 1400 * 14336 * 2 * 7 / 8
-    assert h200.collective("sum", 1400, 8) == pytest.approx(ring.latency + sent * ring.per_byte)
-    assert h200.collective("sum", 1, 16) == pytest.approx(20e-6 + 14336 * 2 * 15 / 16 / 50e9)
-    slower = replace(h200, link_to_peer=h200.link / 4)
-    assert slower.collective("merge", 128, 2) > 3 * h200.collective("merge", 128, 2)
-    assert slower.collective("merge", 128, 8) == h200.collective("merge", 128, 8)
+    nccl = NCCL["sum"]
+    whole = 1400 * 14336 * nccl.per_byte
+    assert H200.collective("sum", 1400, 8) == pytest.approx(nccl.two_ranks + 6 * nccl.further_rank + whole)
+    assert sent("gather", 4, 8, "nccl") == sent("gather", 4, 8, "one") == 4 * 147_456 * 7 / 8
+    assert H200.collective("sum", 1, 16) == pytest.approx(20e-6 + 14336 * 2 * 15 / 16 / 50e9)
+    slower = replace(H200, link_to_peer=H200.link / 4)
+    assert slower.collective("merge", 128, 2) > 3 * H200.collective("merge", 128, 2)
+    assert slower.collective("merge", 128, 8) == H200.collective("merge", 128, 8)
