@@ -155,6 +155,13 @@ def four_gpus() -> Iterator[Sourced]:
         ]
         assert sums == [False] * tokens + [True]
     ahead, later = 32 * 4096, 128 * 4096
+    million = keys[1]["many_us"] / keys[1]["one_us"]
+    yield Sourced(
+        README,
+        FOUR,
+        [f"takes {share[128, 512]['TP4']:.2f} (512 keys) and {middle['TP4']:.2f} (4,096) tensor-parallel, one sequence "
+         f"of a million keys {million:.2f}"],
+    )  # fmt: skip
     yield Sourced(
         SCALE,
         FOUR,
