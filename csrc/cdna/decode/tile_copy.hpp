@@ -6,12 +6,12 @@
 
 namespace cdna {
 
-template <class Producer, class Stage>
+template <class Producer>
 struct TileCopy {
   static constexpr int parts = Producer::parts;
   Producer& producer;
   int tile;
-  Stage stage;  // where the tile is copied to, in the producer's words
+  decltype(Producer::next_stage(0)) stage;  // where the tile is copied to, in the producer's words
 
   // Keys that the mainloop has begun to read arrive ahead of what the copy reads.
   MLA_DEVICE void begin() const {
@@ -23,8 +23,6 @@ struct TileCopy {
   }
   MLA_DEVICE void whole() const { producer.copy(tile, stage); }
 };
-template <class Producer, class Stage>
-TileCopy(Producer&, int, Stage) -> TileCopy<Producer, Stage>;
 
 // Ends a turn of a loop behind its products. On the way back LLVM 22 counts the branch that follows the loop's own as a
 // wait state, though it is not executed, and leaves a product one too few. It counts none for assembly.

@@ -132,7 +132,7 @@ class RowSplitWave {
     producer.wait(0, used);
     enter();
     for (; n + Producer::prefetch < count; ++n) {
-      accumulate(lds_ + used, keys, position, TileCopy{producer, n + Producer::prefetch, filled}, [&] {
+      accumulate(lds_ + used, keys, position, TileCopy<Producer>{producer, n + Producer::prefetch, filled}, [&] {
         used = Producer::next_stage(used);
         producer.wait_in_flight(used);
         enter();

@@ -129,7 +129,7 @@ class RowSplitWave {
     for (; Producer::in_parts && n + Producer::prefetch < count; ++n) {
       producer.wait(n, used);
       mla::block_sync();
-      accumulate(lds_ + used, position, TileCopy{producer, n + Producer::prefetch, filled});
+      accumulate(lds_ + used, position, TileCopy<Producer>{producer, n + Producer::prefetch, filled});
       filled = Producer::next_stage(filled);
       used = Producer::next_stage(used);
       position += shared_keys;
