@@ -91,8 +91,8 @@ struct DecodePolicy {
 };
 
 // There is room for four stages of 576 values beside what is copied of e4m3 rows, for four of un-rotated rows, which
-// hold what rotates them, too, and for four beside SHARED_TILES of a node's sum. Of narrow rows more stages keep as many bytes on their way: nine of five column blocks,
-// 15 of three, or eight raw ones.
+// hold what rotates them, too, and for four beside SHARED_TILES of a node's sum. Of narrow rows more stages keep as many
+// bytes on their way: nine of five column blocks, 15 of three, or eight raw ones.
 template <KvLoad LOAD, class Cluster, int HEAD_DIM_QK, bool ROTATES, bool FOLDS>
 MLA_DEVICE constexpr int decode_stages() {
   if (ROTATES || FOLDS || LOAD == KvLoad::fp8_scores || (LOAD == KvLoad::fp8 && HEAD_DIM_QK == 576)) return 4;
