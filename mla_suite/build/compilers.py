@@ -28,6 +28,8 @@ program a wait takes so long only where the previous kernel of the stream does."
 
 PINNED_ZIGLANG = "0.17.0"
 """The ziglang wheel whose objects CI checks for missing wait states. Those of other compilers are checked when made."""
+OLDEST_LLVM = 22
+"""That wheel's LLVM. LLVM 20 and 21 spill registers of some gfx950 kernels, which no budget allows."""
 
 _SDK = Path("/opt/rocm")
 
@@ -51,6 +53,12 @@ class AmdCompiler:
     lld: tuple[str, ...]
     version: str
     pinned: bool = False
+
+    @property
+    def llvm(self) -> int:
+        """The major number of its LLVM; 0 where the version has none."""
+        number = re.search(r"version (\d+)", self.version)
+        return int(number[1]) if number else 0
 
     def to_assembly(self, arch: str) -> list[str]:
         """Command that compiles HIP to assembly; source, output, include and -D flags follow it."""
@@ -106,9 +114,9 @@ class NvidiaCompiler:
 def find_amd(rocm: Path | None = None, archs: Sequence[str] = ()) -> AmdCompiler:
     """The AMD compiler: `rocm` when named, else an installed ROCm, else the ziglang wheel.
 
-    `rocm` is a ROCm root, or the path of one clang program. An installed ROCm that is too old for one of `archs`, or
-    cannot be run, or whose objects cannot be checked here (`wait_states`), is passed over with a sentence on stderr.
-    BuildError says what is missing.
+    `rocm` is a ROCm root, or the path of one clang program. An installed ROCm that is too old for one of `archs`, has an
+    LLVM before OLDEST_LLVM, or cannot be run, or whose objects cannot be checked here (`wait_states`), is passed over
+    with a sentence on stderr. BuildError says what is missing.
     """
     found = _found_amd(rocm, archs)
     if not found.pinned:
@@ -140,6 +148,8 @@ def _found_amd(rocm: Path | None, archs: Sequence[str]) -> AmdCompiler:
         return packaged()
     if too_new:
         return _instead(f"{installed.version} does not know {', '.join(too_new)}")
+    if installed.llvm < OLDEST_LLVM:
+        return _instead(f"{installed.version} has an LLVM before {OLDEST_LLVM}, which spills registers of some kernels")
     if not wait_states.CHECKER.is_file():
         return _instead(f"objects of {installed.version} cannot be checked for missing wait states here")
     return installed

@@ -54,6 +54,16 @@ def test_a_rocm_from_before_gfx950(rocm, csrc, tmp_path, capsys, monkeypatch):
         compilers.find_amd(archs=("gfx950",))
 
 
+def test_a_rocm_whose_llvm_spills_registers_serves_only_who_names_it(rocm, capsys):
+    older = 'case "$*" in *--version*) echo "AMD clang version 20.0.0git (roc-7.0.0)";; *)'
+    root = rocm(f'{older} exec {ZIG} clang "$@";; esac')
+    assert compilers.find_amd(archs=("gfx942", "gfx950")).clang[0] == str(ZIG)
+    said = capsys.readouterr().err
+    assert said.startswith("AMD clang version 20.0.0git (roc-7.0.0) has an LLVM before 22, which spills registers of ")
+    assert said.endswith("of the ziglang wheel is used\n")
+    assert compilers.find_amd(root, ("gfx942", "gfx950")).llvm == 20
+
+
 @pytest.mark.parametrize(
     ("script", "why"), [("exit 3", "cannot be run: .*exit status 3"), ("exit 0", "cannot be run: it does not say its")]
 )

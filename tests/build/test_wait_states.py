@@ -54,13 +54,13 @@ def test_without_the_checker_only_the_pinned_compiler_serves(
     monkeypatch.setattr(compilers, "_SDK", tmp_path / "sdk")
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     for program in ("amdclang++", "ld.lld"):
-        shell(tmp_path / "sdk/llvm/bin" / program, "echo clang version 19.0.0")
-    sentence = r"objects of clang version 19\.0\.0 need a check for missing wait states, .* build in a clone of the"
+        shell(tmp_path / "sdk/llvm/bin" / program, "echo clang version 29.0.0")
+    sentence = r"objects of clang version 29\.0\.0 need a check for missing wait states, .* build in a clone of the"
     with pytest.raises(BuildError, match=sentence):
         compilers.find_amd(tmp_path / "sdk", ["gfx942"])
     assert compilers.find_amd(None, ["gfx942"]) == compilers.packaged()
     said = capsys.readouterr().err
-    assert said.startswith("objects of clang version 19.0.0 cannot be checked for missing wait states here: clang ")
+    assert said.startswith("objects of clang version 29.0.0 cannot be checked for missing wait states here: clang ")
     monkeypatch.setattr(compilers, "PINNED_ZIGLANG", "0.1.0")
     with pytest.raises(BuildError, match=f"^objects of {compilers.packaged().version} need a check"):
         compilers.find_amd(None, ["gfx942"])
