@@ -3,8 +3,9 @@
 usage: python tools/compile_in_space.py clang21|clang22 FOLDER [--record]
 
 A warning is as bad as a broken budget. clang21 is the LLVM of Debian's hipcc, which is what the build is given: it asks
-that one's hipconfig for the clang. It compiles the kernels of gfx942, since it spills registers of some of gfx950. clang22 is the LLVM of the ziglang wheel, so every kernel must have the wheel's
-instructions, line by line. --record writes the row of docs/rocm.md.
+that one's hipconfig for the clang. It compiles the kernels of gfx942, since it spills registers of some of gfx950.
+clang22 is the LLVM of the ziglang wheel, so every kernel must have the wheel's instructions, line by line. --record
+writes the row of docs/rocm.md.
 """
 
 from __future__ import annotations

@@ -114,9 +114,9 @@ class NvidiaCompiler:
 def find_amd(rocm: Path | None = None, archs: Sequence[str] = ()) -> AmdCompiler:
     """The AMD compiler: `rocm` when named, else an installed ROCm, else the ziglang wheel.
 
-    `rocm` is a ROCm root, or the path of one clang program. An installed ROCm that is too old for one of `archs`, has an
-    LLVM before OLDEST_LLVM, or cannot be run, or whose objects cannot be checked here (`wait_states`), is passed over
-    with a sentence on stderr. BuildError says what is missing.
+    `rocm` is a ROCm root, or the path of one clang program. An installed ROCm is passed over with a sentence on stderr
+    if it is too old for one of `archs`, has an LLVM before OLDEST_LLVM, cannot be run, or its objects cannot be checked
+    here (`wait_states`). BuildError says what is missing.
     """
     found = _found_amd(rocm, archs)
     if not found.pinned:
