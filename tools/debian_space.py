@@ -61,7 +61,6 @@ SPACES = {
         {"libamdhip64-7": "7.2.4", "libamd-comgr3": "7.2.4", "libhsa-runtime64-1": "7.2.4"},
         {"libamdhip64-dev": "7.2.4"},
     ),
-    "clang21": Space(("forky",), {"clang-21": "1:21.1.8", "lld-21": "1:21.1.8", "hipcc": "7.0.2"}),
     "clang22": Space(("forky",), {"clang-22": "1:22.1.8", "lld-22": "1:22.1.8"}),
 }
 

@@ -29,7 +29,7 @@ program a wait takes so long only where the previous kernel of the stream does."
 PINNED_ZIGLANG = "0.17.0"
 """The ziglang wheel whose objects CI checks for missing wait states. Those of other compilers are checked when made."""
 OLDEST_LLVM = 22
-"""That wheel's LLVM. LLVM 20 and 21 spill registers of some gfx950 kernels, which no budget allows."""
+"""That wheel's LLVM. LLVM 20 and 21 spill registers of some kernels, which no budget allows."""
 
 _SDK = Path("/opt/rocm")
 

@@ -6,7 +6,6 @@ from importlib.metadata import distributions
 from pathlib import Path
 from zipfile import ZipFile
 
-import compile_strictly
 import pytest
 import rocm_env
 import server_env
@@ -81,13 +80,6 @@ def test_a_newer_server_over_an_older_library(tmp_path):
     }
     assert sorted(path.name for path in site.iterdir()) == ["vllm", "vllm-0.33.0+cpu.dist-info"]
     assert [found.version for found in distributions(path=[str(site)])] == ["0.33.0+cpu"]
-
-
-def test_a_compiler_that_is_not_installed(commands, tmp_path, capsys):
-    ran = commands()
-    assert compile_strictly.main("gfx942", str(tmp_path), "/nowhere/clang-19") == 77
-    assert not ran
-    assert capsys.readouterr().out == "skipped: /nowhere/clang-19 is not installed\n"
 
 
 def test_no_folder_of_tests_is_passed_over(request):
