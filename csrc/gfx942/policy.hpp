@@ -12,6 +12,7 @@ struct Policy : cdna::Elementary {
   static constexpr int waves = 4;  // one per SIMD: a wave may use all 512 registers of its lanes
   static constexpr int lds_bytes = 65536;
   static constexpr bool loads_params_together = true;  // of a work tile: one wait for memory instead of one for each
+  static constexpr bool spares_lds_reads = true;  // rows over waves: three of them read keys at 80 and 96 rows
 
   // Return two values rounded to Element, the first in the low half: to nearest even for results, and by a cheaper
   // rounding for P (this arch has no bf16 conversion).

@@ -11,6 +11,7 @@ struct Policy : cdna::Elementary {
   static constexpr int waves = 4;  // one per SIMD: a wave may use all 512 registers of its lanes
   static constexpr int lds_bytes = 163840;
   static constexpr bool loads_params_together = true;  // of a work tile: one wait for memory instead of one for each
+  static constexpr bool spares_lds_reads = false;
 
   // Return two values rounded to Element, to nearest even, the first in the low half.
   template <class Element>

@@ -13,8 +13,7 @@ AMD = {
     "cdna/common/kernel_params.hpp",
     "cdna/common/lds_copy.hpp",
     "cdna/common/types.hpp",
-    "cdna/decode/mfma_16x16x16/mainloop_row_split.hpp",  # which of its register files holds a wave's number
-    "cdna/decode/mfma_16x16x32/mainloop_row_split.hpp",  # the same
+    "cdna/decode/mainloop_row_split.hpp",  # which of its register files holds a wave's number
     "cdna/decode/mfma_16x16x32/producer_lds_ring.hpp",
     "cdna/decode/tile_copy.hpp",  # a wait state at the end of a turn
     "cdna/sparse_decode/kv_format.hpp",

@@ -9,7 +9,7 @@
 
 #include "cdna/common/lds.hpp"
 #include "cdna/common/score_scale.hpp"
-#include "cdna/decode/mfma_16x16x16/accum_o.hpp"
+#include "cdna/decode/accum_o.hpp"
 #include "cdna/decode/mfma_16x16x16/lds_tile.hpp"
 #include "cdna/decode/mfma_16x16x16/producer_registers.hpp"
 #include "cdna/decode/mfma_16x16x16/products.hpp"
@@ -27,7 +27,7 @@ template <class Problem>
 struct KeySplitLds {
   using Tile = LatentLdsTile<Problem::latent, Problem::Format::bytes>;
   using Output = AccumO<Problem::latent>;
-  static constexpr int part_blocks = Output::blocks > 1 ? 2 : 1;
+  static constexpr int part_blocks = Output::tiles > BLOCK_TILES ? 2 : 1;
   static constexpr int part_bytes = part_blocks * BLOCK_TILES * WAVE * 16;
   static constexpr int wave_bytes = Tile::bytes > part_bytes ? Tile::bytes : part_bytes;
 };
@@ -137,12 +137,11 @@ class KeySplitWave {
     constexpr int part_tiles = Lds::part_blocks * BLOCK_TILES;
     constexpr int tile_bytes = WAVE * 16;
 #pragma unroll
-    for (int part = 0; part < Output::blocks / Lds::part_blocks; ++part) {
+    for (int part = 0; part < Output::tiles / part_tiles; ++part) {
       mla::block_sync();
 #pragma unroll
       for (int n = 0; n < part_tiles; ++n) {
-        lds_write_f32x4(latent_ + n * tile_bytes + lane_.index * 16,
-                        output_.tile[part * Lds::part_blocks + n / BLOCK_TILES][n % BLOCK_TILES]);
+        lds_write_f32x4(latent_ + n * tile_bytes + lane_.index * 16, output_.tile[part * part_tiles + n]);
       }
       mla::block_sync();
       if (part_tiles < 4 * waves && wave_ >= part_tiles / 4) continue;
@@ -216,7 +215,7 @@ class KeySplitWave {
     using Unit = typename Pv::Unit;
     wave_lds_fence();
 #pragma unroll
-    for (int b = 0; b < Output::blocks; ++b) {
+    for (int b = 0; b < Output::tiles / BLOCK_TILES; ++b) {
       Values keys[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) keys[j] = *reinterpret_cast<MLA_LDS Values*>(latent_ + column_map_.of(b, j));
@@ -227,7 +226,7 @@ class KeySplitWave {
         for (int step = 0; step < Unit::steps; ++step) unit.step(keys, u, step);
 #pragma unroll
         for (int c = 0; c < Unit::columns; ++c) {
-          f32x4& sum = output_.tile[b][u * Unit::columns + c];
+          f32x4& sum = output_.tile[b * BLOCK_TILES + u * Unit::columns + c];
           sum = Pv::multiply(unit.column[c], p, sum);
         }
       }

@@ -33,6 +33,7 @@ class KvStageProducer {
       fours * (Rows::instructions + Stage::rope_pieces + (Problem::rotate ? FourWords::instructions : 0));
   static constexpr int four_parts = Rows::instructions + (has_rope ? 1 : 0) + (Problem::rotate ? 1 : 0);
   static constexpr int parts = fours * four_parts;  // see copy_part
+  static constexpr bool in_parts = true;
   static_assert(!Problem::rotate || fours == 1, "stages: rope parts are rotated four keys to a wave");
   static_assert(copies * prefetch < 63, "stages: more copies in flight than can be counted");
 

@@ -88,6 +88,9 @@ struct QkFp8 {
   }
 };
 
+constexpr int BLOCK_COLUMNS = 128;  // output columns that one read of values brings, eight of a lane
+constexpr int BLOCK_TILES = 8;
+
 // PV. One product contracts `keys` keys. A lane reads `Values`, eight columns of a key, and holds the keys whose P it
 // has, four of each 16-key tile. A `Unit` are the operands of `columns` of these columns, made by `steps` vector
 // instructions, one or two in a step, so that the mainloop can place them between products.

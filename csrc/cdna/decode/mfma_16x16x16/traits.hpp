@@ -4,10 +4,11 @@
 
 #include "cdna/decode/epilogue.hpp"
 #include "cdna/decode/kernel.hpp"
+#include "cdna/decode/mainloop_row_split.hpp"
 #include "cdna/decode/mfma_16x16x16/mainloop_key_split.hpp"
-#include "cdna/decode/mfma_16x16x16/mainloop_row_split.hpp"
 #include "cdna/decode/mfma_16x16x16/producer_kv_stage.hpp"
 #include "cdna/decode/mfma_16x16x16/producer_registers.hpp"
+#include "cdna/decode/mfma_16x16x16/row_split_fragments.hpp"
 
 namespace cdna::mfma_16x16x16 {
 
@@ -53,7 +54,7 @@ struct Fp8Mma<Problem, Policy, mla::fp8, mla::fp8> {
 template <class Problem, class Policy, class Mma, bool one_row_tile = Problem::row_tiles == 1>
 struct DecodeTraits {
   using Producer = KvStageProducer<Problem, Policy, Mma::shared_keys>;
-  using Mainloop = RowSplitMainloop<Problem, Policy, Mma>;
+  using Mainloop = RowSplitMainloop<Problem, Policy, Mma, RowSplitFragments>;
 };
 
 // One row tile: every wave holds it and the waves split the keys.

@@ -8,7 +8,7 @@
 
 #include "cdna/common/lds.hpp"
 #include "cdna/common/score_scale.hpp"
-#include "cdna/decode/mfma_16x16x32/accum_o.hpp"
+#include "cdna/decode/accum_o.hpp"
 #include "cdna/decode/mfma_16x16x32/producer_registers.hpp"
 #include "cdna/decode/mfma_16x16x32/products.hpp"
 #include "cdna/decode/row_mask.hpp"

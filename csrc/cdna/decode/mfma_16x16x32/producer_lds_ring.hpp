@@ -48,7 +48,7 @@ class LdsRingProducer {
   static_assert(copies * prefetch < 63, "LDS ring: more copies in flight than can be counted");
 
   MLA_DEVICE LdsRingProducer(const mla::PagedKv& paged_kv, const mla::WorkTile& work_tile, const float* rope_cos_sin,
-                             int tiles, uint32_t lds, const Lane& lane, int wave)
+                             int tiles, LdsBytes lds, const Lane& lane, int wave)
       : paged_kv_(paged_kv),
         first_key_(work_tile.first_key + wave * wave_keys),
         last_key_(work_tile.end_key - 1),
@@ -56,8 +56,8 @@ class LdsRingProducer {
         wave_(wave),
         tiles_(tiles),
         rope_cos_sin_(rope_cos_sin),
-        lds_(lds),
-        pages_(lds + stages * stage_bytes + wave * page_bytes) {
+        lds_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds))),
+        pages_(lds_ + stages * stage_bytes + wave * page_bytes) {
     fetch_pages(0);
   }
 

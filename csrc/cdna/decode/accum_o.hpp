@@ -3,10 +3,10 @@
 
 #include "cdna/common/accum_registers.hpp"
 
-namespace cdna::mfma_16x16x32 {
+namespace cdna {
 
-// O^T of 16 rows of `columns` values. tile[t]: element r of a lane is column 16 t + 4 * lane.group + r of row
-// lane.column.
+// O^T of 16 rows of `columns` values. A lane holds elements of row lane.column; which columns they are is up to the
+// operands of PV, and is written there.
 template <int columns>
 struct AccumO {
   static constexpr int tiles = columns / 16;
@@ -31,4 +31,4 @@ struct AccumO {
   }
 };
 
-}  // namespace cdna::mfma_16x16x32
+}  // namespace cdna
