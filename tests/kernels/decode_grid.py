@@ -19,6 +19,7 @@ from mla_suite.ops.decode import DECODE
 from mla_suite.testing import Exact, exact_decode, poison, ulp
 
 CPU = torch.device("cpu")
+LEAST_NORMAL = torch.finfo(torch.float32).tiny
 FP8_NAN = {"fnuz": 0x80, "ocp": 0x7F}
 
 HEADS = (1, 8, 12, 16, 24, 32, 40, 64, 96, 128)
@@ -81,8 +82,12 @@ def counted(arch: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def assert_within_bound(out: torch.Tensor, lse: torch.Tensor, exact: Exact, rounding: float = 2.0**-8) -> None:
-    """|out - exact| <= rounding * sum(p |v|) + 1 ulp of out; 2^-8 for P rounded to 16 bits. lse within 1e-4."""
-    error, allowed = (out.double() - exact.out).abs(), rounding * exact.magnitude + ulp(exact.out, out.dtype)
+    """|out - exact| <= rounding * sum(p |v|) + 1 ulp of out; 2^-8 for P rounded to 16 bits. lse within 1e-4.
+
+    Arithmetic in fp32 may take what is below its least normal number for 0, as behind a sink that all weight goes to.
+    """
+    error = (out.double() - exact.out).abs()
+    allowed = rounding * exact.magnitude + ulp(exact.out, out.dtype) + LEAST_NORMAL
     worst = float((error / allowed).max()) if error.numel() else 0.0
     assert bool((error <= allowed).all()), f"out is {worst:.3g} times as far from the exact result as it may be"
     empty = exact.lse.isinf()

@@ -11,7 +11,7 @@
 // and three choices that registers and modelled clocks make on each arch:
 //   enters_early          the barrier of the next stage stands where the last values of this one were read
 //   rescales_tiles_alone  a row tile is rescaled only if one of its own rows asks for it, not with the wave's other one
-//   keeps_targets         the targets of both row tiles stay in registers until the rows are stored
+//   keeps_targets         what follows from the lane number for queries and targets stays in registers
 #pragma once
 
 #include "cdna/common/lds_copy.hpp"
@@ -90,8 +90,9 @@ class RowSplitWave {
         wave_(of_this_tile(wave)),
         lds_(lds),
         key_group_(wave_ / Partition::waves),
-        fragments_(lds, lane_, key_group_),
+        fragments_(lds, lane_),
         scale_(score_scale<typename Problem::Format>(p)) {
+    fragments_.skip(key_group_ * tile_keys);
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
       first_row_[r] = first_row + 16 * (wave_ % Partition::waves + r * Partition::busy);
@@ -112,7 +113,7 @@ class RowSplitWave {
     if (tiles > 0) whole_ = WholeTiles::of<tile_keys>(p, rows_, tile_, first_row_[0]);
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
-      const Lane lane = tiles == 1 ? lane_.rematerialized() : lane_;  // the fewest instructions on both archs
+      const Lane lane = Fragments::keeps_targets ? lane_ : lane_.rematerialized();
       query_[r] = Query::load(p, rows_, first_row_[r], lane);
       mask_[r] = RowMask::of(p, rows_, tile_, whole_.first, first_row_[r], lane);
     }
@@ -187,8 +188,8 @@ class RowSplitWave {
 
   template <class Epilogue>
   MLA_DEVICE void store(const mla::DecodeParams& p) {
-    const float value_scale = Epilogue::value_scale(p);
     const Lane once = Fragments::keeps_targets ? lane_.rematerialized() : lane_;
+    const float value_scale = Epilogue::value_scale(p);
     const Epilogue kept[2] = {Epilogue(p, tile_, rows_, first_row_[0] + once.column),
                               Epilogue(p, tile_, rows_, first_row_[array - 1] + once.column)};
     const auto lane_of_target = [&] { return Fragments::keeps_targets ? once : lane_.rematerialized(); };
@@ -297,7 +298,7 @@ class RowSplitWave {
   const int wave_;
   const LdsBytes lds_;
   const int key_group_;
-  const Fragments fragments_;
+  Fragments fragments_;
   const float scale_;
   WholeTiles whole_ = {};
   int first_row_[array];

@@ -59,8 +59,10 @@ class RowSplitFragments {
     Columns group[2][reads];
   };
 
-  MLA_DEVICE RowSplitFragments(LdsBytes lds, const Lane& lane, int key_group) : lds_(lds), read_map_(lane) {
-    if constexpr (Partition::key_groups > 1) read_map_.skip(key_group * score_tiles);
+  MLA_DEVICE RowSplitFragments(LdsBytes lds, const Lane& lane) : lds_(lds), read_map_(lane) {}
+  // Moves to the first key of the wave's group.
+  MLA_DEVICE void skip(int keys) {
+    if constexpr (Partition::key_groups > 1) read_map_.skip(keys / 16);
   }
 
   // Begins to read the stage's first keys.

@@ -50,13 +50,13 @@ class RowSplitFragments {
     u32x2 group[column_group][reads];
   };
 
-  MLA_DEVICE RowSplitFragments(LdsBytes lds, const Lane& lane, int key_group)
-      : lds_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds))), key_map_(lane), column_map_(lane) {
-    if constexpr (Partition::key_groups > 1) {
-      key_map_.first += key_group * (keys_of_wave / 8 * Tile::group_bytes);
-      key_map_.tail += key_group * (keys_of_wave * 64);
-      column_map_.first += key_group * (keys_of_wave / 8 * Tile::group_bytes);
-    }
+  MLA_DEVICE RowSplitFragments(LdsBytes lds, const Lane& lane)
+      : lds_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds))), key_map_(lane), column_map_(lane) {}
+  // Moves to the first key of the wave's group.
+  MLA_DEVICE void skip(int keys) {
+    key_map_.first += keys / 8 * Tile::group_bytes;
+    key_map_.tail += keys * 64;
+    column_map_.first += keys / 8 * Tile::group_bytes;
   }
 
   MLA_DEVICE void enter(uint32_t, Keys&) const {}  // `scores` reads the first keys
