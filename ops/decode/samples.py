@@ -104,9 +104,9 @@ def decode_sample(
 
     token_bytes = fmt.token_bytes if (latent, rope) == (fmt.latent, fmt.rope) else head_dim * fmt.element_bytes
     rows = sum(q_lens) * heads
-    lens = lens if window_left < 0 else [min(n, window_left + each) for n, each in zip(lens, q_lens, strict=True)]
-    moved_bytes = sum(lens) * token_bytes + rows * (head_dim * dtype.itemsize + latent * dtype.itemsize + 4)
-    flops = sum(2 * heads * n * length * (head_dim + latent) for n, length in zip(q_lens, lens, strict=True))
+    read = lens if window_left < 0 else [min(n, window_left + each) for n, each in zip(lens, q_lens, strict=True)]
+    moved_bytes = sum(read) * token_bytes + rows * (head_dim * dtype.itemsize + latent * dtype.itemsize + 4)
+    flops = sum(2 * heads * n * length * (head_dim + latent) for n, length in zip(q_lens, read, strict=True))
     flags = [
         *(["sink"] if sink else []),
         *(["rope"] if rotate else []),
