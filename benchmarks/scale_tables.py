@@ -22,6 +22,15 @@ def way_of(row: Row) -> str:
     return " x ".join(f"{way.upper()}{ranks}" for way, ranks in row.split.items())
 
 
+def by_way(rows: Iterable[Row]) -> dict[tuple[int, ...], dict[str, Row]]:
+    """The layers' rows by batch and keys, and by way."""
+    found: dict[tuple[int, ...], dict[str, Row]] = {}
+    for row in rows:
+        if row.kind == "layer":
+            found.setdefault(row.sizes, {})[way_of(row)] = row
+    return found
+
+
 H100S = model.rows("h100x2.csv", 2)
 BEFORE = {(row.what, way_of(row)): row for row in model.rows("h200x4_predicted.csv", 4)}
 
@@ -73,11 +82,8 @@ def machine_table(machine: Machine) -> str:
 def shares() -> str:
     """What four H200s took of one's time in every way, the least in bold."""
     cells, ways = [], ("TP4", "TP2 x CP2", "CP4", "DP4")
-    found: dict[tuple[int, ...], dict[str, float]] = {}
-    for row in RUNS[4]:
-        if row.kind == "layer":
-            found.setdefault(row.sizes, {})[way_of(row)] = row.us["many_us"] / row.us["one_us"]
-    for (batch, kv_len), took in found.items():
+    for (batch, kv_len), rows in by_way(RUNS[4]).items():
+        took = {way: row.us["many_us"] / row.us["one_us"] for way, row in rows.items()}
         least = min(took.values())
         shown = [f"**{took[way]:.2f}**" if took[way] == least else f"{took[way]:.2f}" for way in ways]
         cells.append([f"{batch} x {kv_len:,}", *shown])
@@ -195,10 +201,9 @@ def behind(batch: int, kv_len: int, ranks: int) -> bool:
 
 def two_h100s() -> str:
     """A layer over two H100s in every way, as a share of one H100's time: measured, and by the model."""
-    by_way = {(row.what, way_of(row)): row for row in H100S}
     cells = []
-    for what in dict.fromkeys(row.what for row in sorted(H100S, key=lambda row: row.sizes) if row.kind == "layer"):
-        ways = [by_way[what, f"{way}2"] for way in ("TP", "CP", "DP")]
+    for _, rows in sorted(by_way(H100S).items()):
+        ways = [rows[f"{way}2"] for way in ("TP", "CP", "DP")]
         shown = [
             cell
             for row in ways

@@ -11,7 +11,7 @@ import scale_model as model
 import scale_tables
 from saved_figures import DECODE, README, Sourced, saved, span
 from scale_model import H200, Row
-from scale_tables import BEFORE, us_of, way_of
+from scale_tables import BEFORE, by_way, us_of
 
 from mla_suite.distributed import peer_memory
 
@@ -25,15 +25,6 @@ TWO, FOUR, PREDICTED, FLAGS, H100S = (
 def by_what(rows: list[Row]) -> dict[str, dict[str, float]]:
     """The times of rows that have one way each."""
     return {row.what: row.us for row in rows}
-
-
-def by_way(rows: list[Row]) -> dict[tuple[int, ...], dict[str, Row]]:
-    """The layers' rows by batch and keys, and by way."""
-    found: dict[tuple[int, ...], dict[str, Row]] = {}
-    for row in rows:
-        if row.kind == "layer":
-            found.setdefault(row.sizes, {})[way_of(row)] = row
-    return found
 
 
 def fastest(rows: dict[str, Row], us: Callable[[Row], float]) -> str:
