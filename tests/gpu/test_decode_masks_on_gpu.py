@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mla_suite.ops.decode.samples import decode_sample
+from mla_suite.testing import exact_decode
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
 
@@ -48,7 +49,8 @@ def drawn(draw, **mask):
 
 def check(sample):
     args, kwargs = sample.make(torch.device("cpu"))
-    calls.check_arguments(hostile_inputs.hostile(args, kwargs.get("window_left", -1)), kwargs)
+    given = hostile_inputs.hostile(args, kwargs.get("window_left", -1))
+    calls.assert_right(*calls.decode(calls.on_gpu(given), kwargs), exact_decode(*args, **kwargs))
 
 
 @pytest.mark.parametrize("seed", range(40))

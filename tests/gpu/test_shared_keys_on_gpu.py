@@ -17,7 +17,6 @@ from decode_calls import (
     decode,
     hostile,
     kernels,
-    on_cpu,
     require_kernels,
 )
 
@@ -63,12 +62,16 @@ SHAPES = {
 }
 
 
+def sample(name):
+    """The problem without its plan."""
+    return decode_sample(seed=len(name), **{key: value for key, value in SHAPES[name].items() if key != "planned"})
+
+
 def made(name):
     """The problem, hostile where its data may be; a plan is of this GPU."""
-    options = dict(SHAPES[name])
-    planned = options.pop("planned", False)
-    args, kwargs = hostile(decode_sample(seed=len(name), **options))
-    if planned:
+    options = SHAPES[name]
+    args, kwargs = hostile(sample(name))
+    if "planned" in options:
         kwargs["max_seqlen_kv"] = longest = max(options["lens"])
         sizes = dict(num_heads=options["heads"], max_seqlen_q=options.get("q_len", 1), max_seqlen_kv=longest)
         sizes |= {name: options[name] for name in ("split_size", "window_left") if name in options}
@@ -82,7 +85,8 @@ def test_shared_keys_give_the_bits_of_keys_that_are_not(rules, name):
     args, kwargs = made(name)
     assert "clustermode-share_kv" in kernels(args, kwargs)[0]
     found = decode(args, kwargs)
-    assert_right(*found, exact_decode(*on_cpu(args), **kwargs))
+    clean, options = sample(name).make(torch.device("cpu"))
+    assert_right(*found, exact_decode(*clean, **options))
     rules(shared=False, pairs=False)
     assert "clustermode-none" in kernels(args, kwargs)[0]
     assert_same_bits([decode(args, kwargs)], [found])
