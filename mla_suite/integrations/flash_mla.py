@@ -28,6 +28,7 @@ from mla_suite.integrations.flash_mla_metadata import get_mla_decoding_metadata 
 from mla_suite.integrations.flash_mla_metadata import get_mla_metadata as get_mla_metadata
 from mla_suite.integrations.flash_mla_prefill import flash_mla_sparse_fwd as flash_mla_sparse_fwd
 from mla_suite.ops.decode import DECODE, PRECISIONS
+from mla_suite.ops.plan.metadata import OPEN
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
 
 _WORDS = {
@@ -194,8 +195,8 @@ def flash_mla_with_kvcache(
             kv_formats.append(extra_stored)
         elif extra_topk_length is not None:
             _refuse(name, "extra_topk_length is given without an extra pool", "pass extra_k_cache and its indices")
-        splits = 1 if enable_batch_invariant else 0
-        call = DirectCall(SPARSE_DECODE, _sparse_tensors, (kv_formats, scale, head_dim_v, splits, 0, True))
+        split_size = OPEN if enable_batch_invariant else 0
+        call = DirectCall(SPARSE_DECODE, _sparse_tensors, (kv_formats, scale, head_dim_v, 0, split_size, True))
     else:
         if extra_k_cache is not None or topk_length is not None or extra_topk_length is not None:
             _refuse(name, "a sparse argument is given without indices", "pass indices, or only the dense arguments")

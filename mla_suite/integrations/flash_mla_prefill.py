@@ -11,6 +11,7 @@ import mla_suite
 from mla_suite.errors import CallError
 from mla_suite.integrations import WIDE, check_kinds, restate
 from mla_suite.integrations import refuse as _refuse
+from mla_suite.ops.plan.metadata import OPEN
 
 NAME = "flash_mla_sparse_fwd"
 _WORDS = {
@@ -33,6 +34,7 @@ def flash_mla_sparse_fwd(
     return_log2_lse: bool | None = None,
     *,
     out: torch.Tensor | None = None,
+    enable_batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Sparse prefill: every query token attends to its own selection of unpaged keys.
 
@@ -43,13 +45,15 @@ def flash_mla_sparse_fwd(
     without the sink. A query token without keys gives out 0, max_logits -inf, lse +inf. With return_log2_lse=True both
     have base 2, with False None stands for each. use_legacy is not read: it chooses between FlashMLA's own kernels.
     `out` [s_q, heads, d_v] is written and returned, head slices included; the kernel writes there with
-    return_log2_lse=False, and otherwise its result is copied.
+    return_log2_lse=False, and otherwise its result is copied. With enable_batch_invariant keys are not split, so the
+    bits of a query token do not depend on the others; by default few query tokens share their keys out among CTAs.
 
     On an H100 or H200 with bf16 rows of 576 or 512 values the kernel stores max_logits, in eager and compiled calls; it
     ignores scores that are NaN. Elsewhere torch computes it, which takes many times as long as the rest.
     """
     optional = dict(attn_sink=attn_sink, topk_length=topk_length, out=out)
-    check_kinds(NAME, dict(q=q, kv=kv, indices=indices), optional, dict(d_v=d_v))
+    flags = dict(enable_batch_invariant=enable_batch_invariant)
+    check_kinds(NAME, dict(q=q, kv=kv, indices=indices), optional, dict(d_v=d_v), flags)
     if kv.dim() != 3 or kv.shape[1] != 1 or indices.dim() != 3 or indices.shape[1] != 1:
         shapes = f"kv has shape {tuple(kv.shape)} and indices {tuple(indices.shape)}"
         _refuse(NAME, shapes, "they take [s_kv, 1, head_dim] and [s_q, 1, topk]")
@@ -63,6 +67,7 @@ def flash_mla_sparse_fwd(
         _refuse(NAME, f"out is {out.dtype} {tuple(out.shape)}", f"it takes {q.dtype} {wanted}, what is returned")
     tensors = q, [kv], [indices.squeeze(1)], [None], [topk_length], attn_sink, None  # pages of one token
     options: dict[str, Any] = dict(kv_formats=[WIDE[kv.dtype]], softmax_scale=sm_scale, head_dim_v=d_v)
+    options["split_size"] = OPEN if enable_batch_invariant else 0
     try:
         if return_log2_lse is False:
             if out is None:

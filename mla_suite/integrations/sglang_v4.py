@@ -81,6 +81,9 @@ def check(model_runner: Any) -> None:
     if getattr(options, "enable_hisparse", False):
         possible = f"keys are read from the GPU alone: serve without it, or {OTHERWISE}"
         refuse("sglang_v4", "--enable-hisparse is given", possible, NotImplementedError)
+    if getattr(options, "enable_deterministic_inference", False):
+        possible = f"SGLang has no deterministic inference of V4: serve without it, or {OTHERWISE}"
+        refuse("sglang_v4", "--enable-deterministic-inference is given", possible, NotImplementedError)
     for name in ("attn_cp_size", "dcp_size"):
         ranks = getattr(options, name, None) or 1
         if ranks > 1:

@@ -16,6 +16,7 @@ import torch
 
 from mla_suite.errors import CallError
 from mla_suite.integrations import check_kinds, refuse, restate
+from mla_suite.ops.plan.metadata import OPEN
 
 NAME = "rocm_sparse_attn_decode"
 HEAD_DIM, NOPE, ROPE = 512, 448, 64
@@ -58,6 +59,8 @@ def rocm_sparse_attn_decode(
     inv_rope_positions: torch.Tensor | None = None,
     inv_rope_cos_sin_cache: torch.Tensor | None = None,
     output_mxfp8: tuple[torch.Tensor, torch.Tensor] | None = None,
+    *,
+    enable_batch_invariant: bool = False,
 ) -> int:
     """Attend from each decode token to its window and, unless swa_only, to its selected compressed keys.
 
@@ -68,7 +71,8 @@ def rocm_sparse_attn_decode(
     *_indices    int32 [tokens, topk] or [tokens, 1, topk] slots, *_lens int32 [tokens]: that many of them count; used
                  where the ragged pair, int32 [n] and [tokens + 1], is None
     The window's records are FNUZ where vLLM's platform says so, the compressed ones are always OCP.
-    extra_cache_nan_free and adaptive_splits change no result and are not used.
+    extra_cache_nan_free and adaptive_splits change no result and are not used. enable_batch_invariant is ours alone:
+    keys are then not split, so a token's bits do not depend on its batch.
 
     Returns how many leading rows are turned by the inverse rope: with output none, so the caller turns all of them.
     """
@@ -108,6 +112,7 @@ def rocm_sparse_attn_decode(
             None if attn_sink is None else attn_sink[: q.shape[1]].float(),
             kv_formats=formats,
             softmax_scale=scale,
+            split_size=OPEN if enable_batch_invariant else 0,
             out=rows,
             lse=q.new_empty(q.shape[:-1], dtype=torch.float32),
         )

@@ -4,7 +4,7 @@
 
 vLLM's code of these models names its attention class and its kernels itself and asks no selector. So `plugins.vllm`
 registers this module's models in the place of vLLM's own. They are vLLM's own classes; asking for one changes what its
-module names, and that only where the flag is given.
+module names, and that only where the flag is given. With VLLM_BATCH_INVARIANT our functions do not split keys.
 
 On CUDA decode goes to `flash_mla_with_kvcache` and prefill to `flash_mla_sparse_fwd`, both of
 `mla_suite.integrations.flash_mla`, with as many heads as vLLM's fused writer of queries can lay out. On ROCm decode
@@ -100,8 +100,9 @@ def attention_class(kernels: ModuleType) -> type:
     base = kernels.DeepseekV4FlashMLAAttention
     interface.has(base.__name__, base, ("get_padded_num_q_heads", "_forward_decode", "_forward_prefill"))
     interface.warn_if_newer(stacklevel=3)
-    kernels.flash_mla_with_kvcache = flash_mla_with_kvcache  # type: ignore[attr-defined]
-    kernels.flash_mla_sparse_fwd = partial(flash_mla_sparse_fwd, return_log2_lse=False)  # type: ignore[attr-defined]
+    prefill = partial(flash_mla_sparse_fwd, return_log2_lse=False)
+    kernels.flash_mla_with_kvcache = _invariant(flash_mla_with_kvcache)  # type: ignore[attr-defined]
+    kernels.flash_mla_sparse_fwd = _invariant(prefill)  # type: ignore[attr-defined]
 
     class MLASuiteV4Attention(base):  # type: ignore[misc, valid-type]
         @classmethod
@@ -143,16 +144,24 @@ def take_decode_on_rocm(kernels: ModuleType) -> None:
     interface = vllm_interface.installed("vllm_v4")
     interface.has(kernels.__name__, kernels, (vllm_rocm.NAME, "_aiter_sparse_mla_enabled"))
     interface.warn_if_newer(stacklevel=3)
-    kernels.rocm_sparse_attn_decode = vllm_rocm.rocm_sparse_attn_decode  # type: ignore[attr-defined]
+    kernels.rocm_sparse_attn_decode = _invariant(vllm_rocm.rocm_sparse_attn_decode)  # type: ignore[attr-defined]
     kernels._aiter_sparse_mla_enabled = lambda *_: False  # type: ignore[attr-defined]
+
+
+def _invariant(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, batch-invariant where vLLM is asked to be, which calls FlashMLA's without saying so."""
+    return partial(function, enable_batch_invariant=True) if envs.VLLM_BATCH_INVARIANT else function
 
 
 def _asked(vllm_config: Any, kernels: ModuleType) -> bool:
     """Whether the flag is given. vLLM gives draft layers no backend of their own: they follow the model's."""
     backend = vllm_config.attention_config.backend
     if backend is None:
-        ours = flash_mla_with_kvcache, vllm_rocm.rocm_sparse_attn_decode
-        return any(getattr(kernels, function.__name__, None) is function for function in ours)
+        for ours in (flash_mla_with_kvcache, vllm_rocm.rocm_sparse_attn_decode):
+            found = getattr(kernels, ours.__name__, None)
+            if getattr(found, "func", found) is ours:
+                return True
+        return False
     name: str = backend.name
     return name == V4_NAME
 

@@ -143,9 +143,11 @@ def splits_of(max_seqlen_kv: Size, split_size: Size, may_have_sink: bool) -> Siz
     some of them empty.
 
     Where there may be an attention sink, two at least: max_seqlen_kv may be that of a batch, and a merge divides by the
-    sink otherwise than a kernel whose result is final. Without a sink a single split passes a merge unchanged.
+    sink otherwise than a kernel whose result is final. Without a sink a single split passes a merge unchanged, and with
+    a split_size of OPEN no sequence ever has two.
     """
-    return torch.sym_max((max_seqlen_kv + split_size - 1) // split_size, 2 if may_have_sink else 1)
+    least = 2 if may_have_sink and split_size < OPEN else 1
+    return torch.sym_max((max_seqlen_kv + split_size - 1) // split_size, least)
 
 
 def smallest_words(batch: Size) -> Size:

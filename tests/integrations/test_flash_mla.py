@@ -174,7 +174,7 @@ def test_arguments_are_flash_mlas():
         "enable_batch_invariant=False use_legacy=False kv_format=None descale_q=None descale_k=None out=None "
         "precision=full",
         flash_mla_sparse_fwd: "q kv indices sm_scale d_v=512 attn_sink=None topk_length=None use_legacy=False "
-        "return_log2_lse=None out=None",
+        "return_log2_lse=None out=None enable_batch_invariant=False",
         get_mla_decoding_metadata: "seqlens_k num_q_tokens_per_head_k h_k h_q=None is_fp8_kvcache=False topk=None "
         "use_legacy=False",
     }

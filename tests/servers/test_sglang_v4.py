@@ -94,6 +94,7 @@ def test_our_functions_are_taken_once_asked_for(calls):
     [
         (dict(disaggregation_mode="prefill"), "--disaggregation-mode is prefill"),
         (dict(enable_hisparse=True), "--enable-hisparse is given"),
+        (dict(enable_deterministic_inference=True), "--enable-deterministic-inference is given"),
         (dict(attn_cp_size=2), "--attn-cp-size is 2"),
         (dict(dcp_size=4), "--dcp-size is 4"),
         (dict(enable_prefill_cp=True), "--enable-prefill-cp is given"),

@@ -153,6 +153,19 @@ class TestTheFlag:
         monkeypatch.setattr(kernels, "flash_mla_with_kvcache", None)
         assert model_code._select_dsv4_attn_cls(draft) is kernels.DeepseekV4FlashMLAAttention
 
+    def test_it_is_batch_invariant_where_vllm_is_asked_to_be(self, model_code, monkeypatch):
+        """vLLM's code calls FlashMLA's functions the same way whether VLLM_BATCH_INVARIANT is set or not."""
+        kernels = v4.kernels_of(v4.V4)
+        names = "flash_mla_with_kvcache", "flash_mla_sparse_fwd"
+        for name in names:
+            monkeypatch.setattr(kernels, name, getattr(kernels, name))
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+        vllm_v4.attention_class.__wrapped__(kernels)
+        assert all(getattr(kernels, name).keywords["enable_batch_invariant"] for name in names)
+        draft = v4.config(v4.V4)
+        draft.attention_config.backend = None
+        assert vllm_v4._asked(draft, kernels), "drafts follow the model"
+
     @pytest.mark.parametrize(
         ("where", "value", "message"),
         [
@@ -233,7 +246,8 @@ class TestOnRocm:
         found = {"amd.model": model_code, "amd.rocm": kernels}
         monkeypatch.setattr(vllm_v4, "import_module", lambda name: found[name.split(".", 1)[1]])
         monkeypatch.setattr(vllm_v4, "current_platform", SimpleNamespace(is_rocm=lambda: True))
-        monkeypatch.setattr(vllm_v4, "envs", SimpleNamespace(VLLM_ROCM_MONO_DECODE=False))
+        none_set = SimpleNamespace(VLLM_ROCM_MONO_DECODE=False, VLLM_BATCH_INVARIANT=False)
+        monkeypatch.setattr(vllm_v4, "envs", none_set)
         return model_code, kernels, Theirs
 
     @pytest.mark.parametrize("version", [v4.V4, v4.V41], ids=lambda version: version.package)
@@ -261,4 +275,8 @@ class TestOnRocm:
         monkeypatch.setattr(vllm_v4.envs, "VLLM_ROCM_MONO_DECODE", False)
         assert isinstance(make(v4.config(version)), theirs)
         assert kernels.rocm_sparse_attn_decode is vllm_rocm.rocm_sparse_attn_decode
+        monkeypatch.setattr(vllm_v4.envs, "VLLM_BATCH_INVARIANT", True)
+        vllm_v4.take_decode_on_rocm(kernels)
+        assert kernels.rocm_sparse_attn_decode.keywords == {"enable_batch_invariant": True}
+        assert vllm_v4._asked(other, kernels), "drafts follow the model"
         assert not kernels._aiter_sparse_mla_enabled(False)
