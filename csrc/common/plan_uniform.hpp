@@ -3,6 +3,7 @@
 
 #include "common/plan_prefix_sum.hpp"
 #include "common/plan_words.hpp"
+#include "common/split_keys.hpp"
 
 namespace mla {
 
@@ -24,7 +25,7 @@ struct UniformPlan : PlanPrefixSum<Wave, waves>, PlanWords {
     int whole, splits;
 
     MLA_DEVICE Equal(const PlanParams& p, int64_t keys) : splits(p.splits) {
-      chunk = p.split_size;
+      chunk = split_keys(p.split_size, static_cast<int>(keys));
       if (GIVEN == Given::either ? p.num_splits == 0 : GIVEN == Given::split_size) {
         const int64_t needed = larger(divide(keys + chunk - 1, chunk), int64_t{1});
         if (needed < splits) splits = static_cast<int>(needed);

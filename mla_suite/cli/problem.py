@@ -34,7 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "precision": dict(choices=PRECISIONS, help="decode's; fp8 allows sums in fewer bits (default full)"),
     "plan": dict(action="store_true", default=None, help="with a plan"),
     "num_splits": dict(type=int, help="splits of a sequence (default 0: the kernel's own)"),
-    "split_size": dict(type=int, help="keys of a split in batch-invariant mode (default 0: off)"),
+    "split_size": dict(type=int, help="most keys of a split in batch-invariant mode (default 0: off)"),
 }
 
 

@@ -162,8 +162,8 @@ def decode(
     causal        query token i of n sees keys up to seq_lens - n + i; otherwise all keys
     kv_format     a name of `python -m mla_suite formats`
     num_splits    > 0: the number of equal splits of each sequence. With a plan it repeats what the plan was made with
-    split_size    > 0: the keys of each split. Results are then batch-invariant among calls of one max_seqlen_q. With a
-                  plan it repeats what the plan was made with
+    split_size    > 0: the most keys of a split, as `plan` says. Results are then batch-invariant among calls of one
+                  max_seqlen_q. With a plan it repeats what the plan was made with
     cp_world_size, cp_rank, cp_interleave  with cp_world_size > 1, kv_cache, block_table and seq_lens are those of rank
                   cp_rank, which has the keys at global positions p with p // cp_interleave % cp_world_size == cp_rank,
                   in order and without gaps. The causal limit is on global positions; `combine` merges the results

@@ -12,7 +12,7 @@ from mla_suite import kv_formats
 from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.combine import CombineArgs
 from mla_suite.ops.combine.reference import run as combine
-from mla_suite.ops.plan.metadata import OPEN, Plan
+from mla_suite.ops.plan.metadata import OPEN, Plan, split_keys
 from mla_suite.ops.plan.reference import equal_chunk
 from mla_suite.ops.plan.window import first_key, origin
 
@@ -192,5 +192,9 @@ def _splits(seq_lens: torch.Tensor, num_splits: int, split_size: int) -> Sequenc
         counts = [min(num_splits, -(-length // chunk)) for length, chunk in zip(lens, chunks, strict=True)]
         return [[(s * chunk, (s + 1) * chunk) for s in range(n)] for n, chunk in zip(counts, chunks, strict=True)]
     if split_size > 0:
-        return [[(key, key + split_size) for key in range(0, max(length, 1), split_size)] for length in lens]
+        sizes: list[int] = split_keys(seq_lens, split_size).tolist()
+        return [
+            [(key, key + size) for key in range(0, max(length, 1), size)]
+            for length, size in zip(lens, sizes, strict=True)
+        ]
     return [[(0, OPEN)]] * len(lens)

@@ -24,6 +24,7 @@ from mla_suite.ops.combine.triton import finish, lse_numbers, lse_offset
 from mla_suite.ops.decode.triton_blocks import Tile, natural_lse, rope_queries, rope_scores, softmax_step
 from mla_suite.ops.plan.metadata import HEADER_WORDS, WORK_TILE_WORDS, Word, most_work_tiles, splits_of
 from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT
+from mla_suite.ops.plan.triton import split_keys
 
 DOT_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 KV_FORMATS = ("bf16", "fp16", "fp32", "fp8")
@@ -121,7 +122,7 @@ def decode_kernel(
             present = kv_len - origin
             if plan is None:
                 split = tile % num_splits
-                chunk = split_size
+                chunk = split_keys(split_size, present)
                 if split_size == 0:
                     kv_blocks = (present + ALIGNMENT - 1) // ALIGNMENT
                     chunk = tl.maximum((kv_blocks + num_splits - 1) // num_splits, 1) * ALIGNMENT

@@ -70,14 +70,14 @@ def plan(
     num_sm_parts  parts that share the work, 1..1024; None: one for each group of compute units that holds all query
                   rows of a sequence. More give the same results, but their work tiles wait for each other
     num_splits    > 0: this number of equal splits per sequence
-    split_size    > 0: a split at every multiple of this number of keys, whatever length and batch (batch-invariant), as
-                  `batch_invariant_split_size` proposes
+    split_size    > 0: a split at every multiple of this number of keys, or at quarters of a sequence that is longer than
+                  one but not than four, whatever the batch (batch-invariant); `batch_invariant_split_size` proposes one
     window_left   >= 0: the plan is for a decode with this window, and counts the keys in it alone; sequences without
                   cu_seqlens_q have max_seqlen_q query tokens then
 
     -> int32 [words], laid out as `ops/plan/metadata.py` says: batch + num_sm_parts work tiles when balanced,
-    batch x num_splits when forced, at most batch x ceil(max_seqlen_kv / split_size) when batch-invariant;
-    ValueError above 64 MiB.
+    batch x num_splits when forced, at most batch x ceil(max_seqlen_kv / split_size) when batch-invariant, or four for
+    each sequence; ValueError above 64 MiB.
 
     One plan serves every layer of a step, any heads and query length. The last work tile of each sequence is open, so a
     plan made for other lengths is slower, never wrong: it may be captured once and replayed while sequences grow. Only

@@ -147,7 +147,20 @@ def splits_of(max_seqlen_kv: Size, split_size: Size, may_have_sink: bool) -> Siz
     a split_size of OPEN no sequence ever has two.
     """
     least = 2 if may_have_sink and split_size < OPEN else 1
-    return torch.sym_max((max_seqlen_kv + split_size - 1) // split_size, least)
+    whole = (max_seqlen_kv + split_size - 1) // split_size
+    four = torch.sym_min(4 * (whole - 1), 4)  # where there is more than one
+    return torch.sym_max(torch.sym_max(whole, four), least)
+
+
+def split_keys(kv_lens: torch.Tensor, split_size: int) -> torch.Tensor:
+    """Keys of each split of sequences of these lengths in batch-invariant mode: split_size, or a quarter of the keys, in
+    whole blocks of 64, if that is less and they do not fit in one split.
+
+    So few and short sequences keep more of a GPU busy, while long ones leave as few partial results as before. Nothing
+    but a sequence's own length decides, so its bits stay those of any batch.
+    """
+    quarter = ((kv_lens + 255) // 256 * 64).clamp(max=split_size)
+    return torch.where((kv_lens > split_size) & (kv_lens <= 4 * split_size), quarter, split_size)
 
 
 def smallest_words(batch: Size) -> Size:

@@ -36,7 +36,7 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         splits = torch.full_like(kv_lens, args.num_splits)
         parts = _uniform(kv_lens, equal_chunk(kv_lens, args.num_splits), splits, capacity, costs, args.num_sm_parts)
     elif args.split_size > 0:
-        size = torch.full_like(kv_lens, args.split_size)
+        size = words.split_keys(kv_lens, args.split_size)
         splits = ((kv_lens + size - 1) // size).clamp(min=1, max=capacity // max(batch, 1))
         parts = _uniform(kv_lens, size, splits, capacity, costs, args.num_sm_parts)
     else:

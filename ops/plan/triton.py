@@ -145,6 +145,14 @@ def sequences_kernel(
     tl.store(words + PARTIAL_ROW, tl.full(b.shape, -1, tl.int32), mask=unused)
 
 
+@triton.jit
+def split_keys(split_size, kv_len):
+    """`metadata.split_keys` of one length or of many, in their type. No sum leaves 32 bits."""
+    size = tl.zeros_like(kv_len) + split_size
+    in_four = (kv_len > size) & ((kv_len - 1) // 4 < size)
+    return tl.where(in_four, tl.minimum(size, (kv_len - 1) // 256 * 64 + 64), size)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def count_kernel(
     seq_lens, cu_seqlens_q, begin, split_indptr, batch, num_splits, split_size, splits, q_len, window_left,
@@ -159,7 +167,8 @@ def count_kernel(
         kv_len = present_keys(seq_lens, cu_seqlens_q, q_len, window_left, b, b < batch)
         own = tl.zeros_like(kv_len) + splits
         if num_splits == 0:
-            own = tl.minimum(tl.maximum((kv_len + split_size - 1) // split_size, 1), splits)
+            size = split_keys(split_size, kv_len)
+            own = tl.minimum(tl.maximum((kv_len + size - 1) // size, 1), splits)
         own = tl.where(b < batch, own, 0)
         partial = tl.where(own > 1, own, 0)
         tl.store(begin + b, tiles + tl.cumsum(own, 0) - own, mask=b <= batch)
@@ -184,7 +193,7 @@ def uniform_kernel(
         split = tile - tl.load(begin + b, mask=used, other=0)
         splits = tl.load(begin + b + 1, mask=used, other=0) - tl.load(begin + b, mask=used, other=0)
         kv_len = present_keys(seq_lens, cu_seqlens_q, q_len, window_left, b, used)
-        chunk = tl.zeros_like(kv_len) + split_size
+        chunk = split_keys(split_size, kv_len)
         if split_size == 0:
             kv_blocks = (kv_len + SPLIT_ALIGNMENT - 1) // SPLIT_ALIGNMENT
             chunk = tl.maximum((kv_blocks + num_splits - 1) // num_splits, 1) * SPLIT_ALIGNMENT

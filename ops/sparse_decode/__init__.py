@@ -102,7 +102,7 @@ def sparse_decode(
     softmax_scale multiplies q . k
     head_dim_v    V is the first head_dim_v values of a row
     num_splits    forced splits per query token; 0 leaves it to the kernel
-    split_size    keys per split in batch-invariant mode; 0 is off
+    split_size    the most keys of a split in batch-invariant mode, as `plan` says; 0 is off
 
     -> out [..., heads, head_dim_v] in q's dtype (bfloat16 for float8), lse [..., heads] fp32 natural log, of the keys
     alone.

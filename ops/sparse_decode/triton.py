@@ -22,6 +22,7 @@ from mla_suite.launch.scratch import partials
 from mla_suite.ops.combine.triton import finish, lse_numbers, lse_offset
 from mla_suite.ops.decode.triton_blocks import Tile, natural_lse, softmax_step
 from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT
+from mla_suite.ops.plan.triton import split_keys
 from mla_suite.ops.sparse_decode import splits_by_size
 from mla_suite.ops.sparse_decode.triton_rows import ENCODINGS, record, row_columns
 
@@ -91,7 +92,7 @@ def sparse_decode_kernel(
     selected = tl.zeros([], tl.int64)
     for i in tl.static_range(POOLS):
         selected += count_of(pools[i], token)
-    chunk = tl.zeros([], tl.int64) + split_size
+    chunk = split_keys(split_size, selected)
     if split_size == 0:
         kv_blocks = (selected + ALIGNMENT - 1) // ALIGNMENT
         chunk = tl.maximum((kv_blocks + num_splits - 1) // num_splits, 1) * ALIGNMENT

@@ -58,7 +58,7 @@ PROBLEMS = {
         ),
         *("8 2 32 1 3 ragged+fold32 100 30 200", *PLANNED_FOLDS),
         "16 1 64 5 2 planned+sink+fold64 300 260 130 40",
-        "100 1 64 1 1 all_keys+fold128 300 65",
+        "100 1 64 3 1 all_keys+fold128 300 65 200",
     ],
     "scores": [
         *(FIRST, "64 1 32 3 2 sink 70 1 0 330", RAGGED, f"48 1 64 3 2 {PLANNED}", "100 1 96 2 1 all_keys 300 65"),

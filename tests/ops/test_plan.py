@@ -23,6 +23,8 @@ from mla_suite.ops.plan.metadata import (
     layout_for,
     most_work_tiles,
     smallest_words,
+    split_keys,
+    splits_of,
 )
 from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT, TILE_COST, scheduler_costs, tile_cost
 
@@ -138,7 +140,7 @@ def test_forced_plans(lens, num_sm_parts, num_splits):
         assert max(sizes) <= -(-length // num_splits) + SPLIT_ALIGNMENT
 
 
-@given(lengths, st.integers(1, 64), st.sampled_from([64, 100, 1024]))
+@given(lengths, st.integers(1, 64), st.sampled_from([64, 100, 1024, 1100]))
 @few
 def test_batch_invariant_plans(lens, num_sm_parts, split_size):
     read = check(
@@ -149,8 +151,21 @@ def test_batch_invariant_plans(lens, num_sm_parts, split_size):
     )
     assert read.header[Word.SPLIT_SIZE] == split_size
     for length, splits in zip(lens, read.splits(), strict=True):
-        number = max(1, min(-(-length // split_size), -(-20000 // split_size)))
-        assert [first for first, _ in splits] == [s * split_size for s in range(number)]
+        size = split_size
+        if split_size < length <= 4 * split_size:
+            size = min(split_size, -(-length // 4 // 64) * 64)
+        assert [first for first, _ in splits] == [s * size for s in range(max(1, -(-length // size)))]
+
+
+@pytest.mark.parametrize("split_size", [1, 48, 64, 100, 128, 1024, 1100])
+def test_room_for_the_splits_of_any_length(split_size):
+    """Of shorter sequences as well, which may have more of them."""
+    lengths = torch.arange(8 * split_size)
+    sizes = split_keys(lengths, split_size)
+    most = torch.cummax((lengths + sizes - 1) // sizes, dim=0).values.clamp(min=1)
+    room = torch.tensor([splits_of(length, split_size, may_have_sink=False) for length in lengths.tolist()])
+    assert (room >= most).all()
+    assert (room == torch.where(lengths > split_size, most.clamp(min=4), 1)).all()
 
 
 def test_work_is_shared_when_splits_are_forced():

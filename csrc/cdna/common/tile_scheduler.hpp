@@ -6,6 +6,7 @@
 #include "common/params/decode.hpp"
 #include "common/params/sparse_decode.hpp"
 #include "common/plan_header.hpp"
+#include "common/split_keys.hpp"
 #include "common/work_tile.hpp"
 
 namespace cdna {
@@ -27,7 +28,7 @@ struct SparseQueryTokens {
 
 // The work tiles of one workgroup. With a plan it takes every grid_stride-th SM part of the plan, so any number of
 // workgroups processes all of it. Without a plan it takes every grid_stride-th of `num_splits` splits per sequence,
-// which are equal or of split_size keys.
+// which are equal or of the keys that split_size says.
 template <class Sequences>
 class TileScheduler {
   using Params = typename Sequences::Params;
@@ -69,7 +70,7 @@ class TileScheduler {
       tile.sequence = sequence(p);
       keys = keys_of(tile.sequence);
       const int split = next_ - tile.sequence * p.num_splits;
-      const int length = p.split_size > 0 ? p.split_size : split_length(p, keys);
+      const int length = p.split_size > 0 ? mla::split_keys(p.split_size, keys) : split_length(p, keys);
       tile.first_key = split * length;
       tile.end_key = split + 1 == p.num_splits ? mla::PlanHeader::open_end : tile.first_key + length;
       tile.partial_row = p.num_splits > 1 ? next_ : -1;

@@ -5,6 +5,7 @@
 // next stage's Q K^T is nearly done.
 #pragma once
 
+#include "common/split_keys.hpp"
 #include "sm_90/decode/cluster/pair_lse_merge.hpp"
 #include "sm_90/decode/descales.hpp"
 #include "sm_90/decode/fold.hpp"
@@ -259,7 +260,7 @@ class QkSoftmax {
     MaxLogits::publish(params_, shared_, p_stage());
     int command = FINISH;
     if constexpr (Traits::FOLDS) {
-      command |= first - tile_.first_key < params_.fold_size ? 0 : FOLDED;
+      command |= first - tile_.first_key < split_keys(params_.fold_size, tile_.length) ? 0 : FOLDED;
       command |= first + BLOCK_N < tile_.end_key ? GOES_ON : 0;
     }
     write_command(command);
@@ -400,8 +401,9 @@ class QkSoftmax {
   // The splits of a work tile that is a node, each as if it were the tile, but for the queries.
   MLA_DEVICE void fold_splits() {
     folds_ = RowFolds();
+    const int keys = split_keys(params_.fold_size, tile_.length);
     for (int first = tile_.first_key; first < tile_.end_key;) {
-      const int end = min(first + params_.fold_size, tile_.end_key);
+      const int end = min(first + keys, tile_.end_key);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (row_max_[half] != INFINITE) row_max_[half] = LOWEST;  // a row without a query stays one

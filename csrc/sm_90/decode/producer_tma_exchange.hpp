@@ -39,7 +39,7 @@ class ProducerTmaExchange : ProducerTmaStreaming<Traits, Scheduler> {
     this->load_q(sequence, kv, Base::Q_WARP * 32);
     const int32_t* pages = this->pages_of(scheduler);
     scheduler.resolve_bounds();
-    const EvenSplit split = Cluster::peer_split(params_, sequence, scheduler.tile().length);
+    const EvenSplit<false> split = Cluster::peer_split(params_, sequence, scheduler.tile().length);
     PipelineState<Traits::PEER_STAGES> peer;
     if (split.first >= split.end) return;
     for (int first = split.first & -BLOCK_N; first < split.end; first += BLOCK_N) {

@@ -68,7 +68,7 @@ class ProloguePrefetch {
     const int number = part_ - sequence * params_.num_splits;
     const int length = ld_relaxed_gpu(params_.seq_lens + sequence);
     const int begin = HAS_MASKS ? first_key(length, params_.q_len, params_.window_left) : 0;
-    const int first = EvenSplit(params_, number, length, begin, BLOCK_N).first & -BLOCK_N;
+    const int first = EvenSplit<Traits::FOLDS>(params_, number, length, begin, BLOCK_N).first & -BLOCK_N;
     const int in_table = divided(first, params_.page_reciprocal, params_.page_shift);
     if (static_cast<uint32_t>(in_table) >= static_cast<uint32_t>(params_.page_ids_width)) return;
     const int page = ld_relaxed_gpu(pages_of(sequence) + in_table);
@@ -94,7 +94,7 @@ class ProloguePrefetch {
     const int length = ld_relaxed_gpu(params_.seq_lens + sequence);
     if (params_.plan == nullptr) {
       const int begin = HAS_MASKS ? first_key(length, params_.q_len, params_.window_left) : 0;
-      first = EvenSplit(params_, part_ - sequence * params_.num_splits, length, begin, BLOCK_N).first;
+      first = EvenSplit<Traits::FOLDS>(params_, part_ - sequence * params_.num_splits, length, begin, BLOCK_N).first;
     }
     const int64_t key = (first & -BLOCK_N) + static_cast<int64_t>(stage) * BLOCK_N;
     if (key < 0 || key >= length) return;

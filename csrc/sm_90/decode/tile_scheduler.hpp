@@ -3,6 +3,7 @@
 
 #include "common/division.hpp"
 #include "common/plan_header.hpp"
+#include "common/split_keys.hpp"
 #include "sm_90/combine/sentinel.hpp"
 #include "sm_90/decode/node_state.hpp"
 #include "sm_90/decode/query_rows.hpp"
@@ -27,12 +28,14 @@ MLA_DEVICE bool walks_backwards(const DecodeTmaParams& params, int part, int pla
 
 // Split `number` of a sequence, without a plan. Splits are multiples of `block` keys, so that only the last one has
 // unused keys in a stage. They count from the origin of a window that begins at key `begin`.
+// With NODES split_size is of nodes, whose splits the CTA folds.
+template <bool NODES>
 struct EvenSplit {
   int first;
   int end;
   MLA_DEVICE EvenSplit(const DecodeTmaParams& params, int number, int length, int begin, int block) {
     const int splits = params.num_splits, origin = window_origin(begin), keys = length - origin;
-    int size = params.split_size;
+    int size = NODES ? params.split_size : split_keys(params.split_size, keys);
     if (size == 0) {
       const uint32_t blocks = (keys + block - 1) / block;
       size = divided(blocks + splits - 1, params.splits_reciprocal, params.splits_shift) * block;
@@ -108,7 +111,7 @@ class TileSchedulerOf {
       tile_.end_key = origin + min(end, keys);
       return;
     }
-    const EvenSplit split(params_, tile_.first_key, tile_.length, begin, block_);
+    const EvenSplit<FOLDS> split(params_, tile_.first_key, tile_.length, begin, block_);
     tile_.first_key = split.first;
     tile_.end_key = split.end;
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/plan_header.hpp"
+#include "common/split_keys.hpp"
 #include "sm_90/decode/pipeline.hpp"
 #include "sm_90/sparse_decode/traits.hpp"
 
@@ -58,7 +59,7 @@ class SparseTileScheduler {
     } else {
       const int splits = params_.num_splits;
       const int split = cursor - token * splits;
-      int size = params_.split_size;
+      int size = split_keys(params_.split_size, keys);
       if (size == 0) size = ((keys + BLOCK_N - 1) / BLOCK_N + splits - 1) / splits * BLOCK_N;
       const int64_t first = static_cast<int64_t>(split) * size;
       tile.first_key = first < keys ? static_cast<int>(first) : keys;

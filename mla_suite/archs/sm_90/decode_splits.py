@@ -98,7 +98,7 @@ def folded(config: Sm90Config, args: DecodeArgs, shape: Shape) -> int:
     """
     size, may_have_sink = round_up_to_block_n(args.split_size), args.attn_sink is not None
     splits = int(splits_of(shape.keys, size, may_have_sink))
-    nodes = int(splits_of(shape.keys, size * NODE_SPLITS, may_have_sink))
+    nodes = max(-(-shape.keys // (size * NODE_SPLITS)), 2 if may_have_sink else 1)
     estimate = estimate_of(config, shape)
     return nodes if config.folding and estimate.folding_pays(splits, nodes) else 0
 

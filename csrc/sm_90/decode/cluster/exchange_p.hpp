@@ -74,7 +74,7 @@ struct ClusterExchangeP : ClusterPair {
   }
 
   // The peer's split of the sequence.
-  MLA_DEVICE static EvenSplit peer_split(const DecodeTmaParams& params, int sequence, int length) {
+  MLA_DEVICE static EvenSplit<false> peer_split(const DecodeTmaParams& params, int sequence, int length) {
     const int number = (static_cast<int>(blockIdx.y) - sequence * params.num_splits) ^ 1;
     return {params, number, length, first_read(params, sequence, length), BLOCK_N};
   }

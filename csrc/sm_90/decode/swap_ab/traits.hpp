@@ -41,6 +41,7 @@ struct SwapAbTraits : Policy {
   static constexpr int PRODUCER_GROUPS = 1;
   static constexpr bool HAS_KV_DESCALE = true;
   static constexpr bool STREAMABLE = false;
+  static constexpr bool FOLDS = false;
   static constexpr int HEAD_DIM_QK = Problem::HEAD_DIM_QK;
   static constexpr bool WHOLE_BLOCKS = true;
   static constexpr int COLUMN_BLOCKS = HEAD_DIM_QK / 64;

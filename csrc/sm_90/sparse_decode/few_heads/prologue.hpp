@@ -5,6 +5,7 @@
 #pragma once
 
 #include "common/division.hpp"
+#include "common/split_keys.hpp"
 #include "sm_90/ptx/memory.hpp"
 #include "sm_90/ptx/tma.hpp"
 #include "sm_90/sparse_decode/few_heads/traits.hpp"
@@ -25,7 +26,7 @@ class FewHeadsPrologue {
     const int token = blockIdx.y / params.num_splits, split = blockIdx.y % params.num_splits;
     int keys = 0;
     for (int i = 0; i < params.pools; ++i) keys += count_of(pool_at(params, i), token);
-    int size = params.split_size;
+    int size = split_keys(params.split_size, keys);
     if (size == 0) size = ((keys + BLOCK_N - 1) / BLOCK_N + params.num_splits - 1) / params.num_splits * BLOCK_N;
     int key = split * size + thread_id();
     for (int i = 0; i < params.pools; ++i) {
