@@ -51,7 +51,7 @@ def cosine_distance(a, b):
 
 
 def with_weights(arch, fp8_weights, args, kwargs):
-    """Runs the instance of 128 rows with these weights, whatever would be chosen."""
+    """Runs the instance of 128 rows with these weights, whatever would be chosen; gfx942 has it with fp8 ones alone."""
     config = CONFIGS[arch](archs.get(arch), "fp8", "fp8", 128, 576, False, fp8_weights)
     out, lse = torch.empty(*args[0].shape[:-1], 512, dtype=torch.bfloat16), torch.empty(args[0].shape[:-1])
     BackendCalls(DECODE, "native").run(config, (out, lse), *args, **kwargs)
@@ -72,6 +72,7 @@ def test_fp8_weights_are_as_near_as_their_rounding_allows(arch, length, scale, m
 
 
 @pytest.mark.parametrize("length", [512, 2048])
+@pytest.mark.parametrize("arch", ["gfx950"], indirect=True)
 def test_bf16_weights(arch, length):
     args, kwargs = normal(arch, 1, length, 192)
     exact = exact_decode(*args, **kwargs)
@@ -101,12 +102,12 @@ def test_rows_alone_decide_on_gfx942(arch, rows, fp8_weights):
     assert archs.kernels(archs.get(arch)).decode_config(problem, 128).fp8_weights is fp8_weights
 
 
-@pytest.mark.parametrize(("arch", "bf16", "fp8"), [("gfx942", 100, 68), ("gfx950", 52, 40)], indirect=["arch"])
-def test_bf16_weights_cost_half_as_many_clocks_again(arch, bf16, fp8):
+@pytest.mark.parametrize("arch", ["gfx950"], indirect=True)
+def test_bf16_weights_cost_a_third_more_clocks(arch):
     counted_by_packaged_compiler(arch, SMALLEST)
     args, kwargs = decode_sample((1024,), heads=128, num_splits=1, **stored(arch)).make(CPU)
     with emulator.configured(collect=True) as reports:
         with_weights(arch, False, args, kwargs)
     (report,) = reports
-    assert report.bound(archs.get(arch)).matrix == bf16 * 1024
-    assert counted(arch, args, kwargs).bound(archs.get(arch)).matrix <= fp8 * 1024
+    assert report.bound(archs.get(arch)).matrix == 52 * 1024
+    assert counted(arch, args, kwargs).bound(archs.get(arch)).matrix <= 40 * 1024

@@ -13,10 +13,11 @@ from decode_grid import CPU, counted, counted_by_packaged_compiler
 
 import mla_suite
 from mla_suite import archs
-from mla_suite.archs.cdna.decode import MAX_BF16_P_ROWS, NARROW_ROWS, tile_rows
+from mla_suite.archs.cdna.decode import MAX_BF16_P_ROWS, MAX_ROWS, tile_rows
 from mla_suite.archs.gfx942 import Gfx942Config
-from mla_suite.archs.gfx950 import Gfx950Config
+from mla_suite.archs.gfx950 import MAX_ONE_TILE_KEYS, Gfx950Config
 from mla_suite.build import manifest
+from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
 
 KV = 1024
@@ -49,12 +50,18 @@ INSTANCES: dict[str, dict[str, dict[str, Any]]] = {
 """Instances of an arch, by rows -> what their calls store. Of the two for fp8 queries the rows decide which runs."""
 
 
-def built_rows(arch, instance):
-    """gfx942 has fp8 weights where they are chosen; gfx950 also in smaller tiles."""
-    return [rows for rows in TILES if arch == "gfx950" or "weight-fp8" not in instance or rows > MAX_BF16_P_ROWS]
-
-
 NARROW = ((256, 64), (256, 32), (128, 32))  # latents and rope parts
+
+
+def called(arch):
+    """The instances that calls get, of every kind and with every number of rows, in short contexts and in long ones."""
+    kernels = archs.kernels(archs.get(arch))
+    narrow = [dict(latent=latent, rope=rope) for latent, rope in NARROW]
+    for options in (*INSTANCES[arch].values(), *narrow):
+        args, kwargs = decode_sample((KV,), heads=1, **options).make(CPU)
+        problem = DECODE.problem(*args, **kwargs)
+        for rows, context in itertools.product(TILES, (MAX_ONE_TILE_KEYS, KV)):
+            yield kernels.decode_config(problem._replace(heads=rows, context=context), MAX_ROWS).instance
 
 
 def config_of(arch, constants):
@@ -66,19 +73,14 @@ def config_of(arch, constants):
 
 @pytest.mark.parametrize("arch", INSTANCES)
 def test_every_instance_is_built_as_its_config_says(arch):
-    """No instance spills or uses scratch, and each has the LDS that its config promises."""
+    """There is one for each call and none besides; none spills or uses scratch, and each has the LDS of its config."""
     require_built(arch)
     entries = [
         entry
         for (name, _), entry in manifest.installed().kernels.items()
         if name == arch and entry.kernel.startswith("decode")
     ]
-    narrow = {
-        f"decode_narrow_dtype-bf16_rows-{rows}_width-{latent + rope}_dv-{latent}"
-        for (latent, rope), rows in itertools.product(NARROW, NARROW_ROWS)
-    }
-    dense = {name.format(rows) for name in INSTANCES[arch] for rows in built_rows(arch, name)}
-    assert {entry.id for entry in entries} == dense | narrow
+    assert {entry.id for entry in entries} == set(called(arch))
     for entry in entries:
         config = config_of(arch, entry.constants)
         assert entry.id == config.instance
@@ -288,7 +290,8 @@ def test_tiles_are_near_equal():
         ({"width": 320, "rows": 48}, "narrow rows are bf16, with 16, 32, 64, 128 query rows"),
         ({"rotate": True, "width": 512}, "un-rotated"),
         ({"arch": archs.get("sm_90")}, "not an AMD arch"),
-        ({"cache": "fp8", "fp8_weights": True}, "fp8 weights come with fp8 queries"),
+        ({"cache": "fp8", "rows": 128, "fp8_weights": True}, "fp8 weights come with fp8 queries"),
+        ({"query": "fp8", "cache": "fp8", "rows": 96, "fp8_weights": True}, "in tiles of more than 96 rows"),
     ],
 )
 def test_an_illegal_config_says_why(changed, sentence):

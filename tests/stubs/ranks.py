@@ -18,8 +18,12 @@ import torch.multiprocessing as processes
 
 
 def forking() -> BaseContext:
-    """Processes that fork from a server have what it imported: importing torch takes longer than most tests do."""
-    multiprocessing.set_forkserver_preload(["torch.distributed", "mla_suite.distributed", "mla_suite.models", "pytest"])
+    """Processes that fork from a server have what it imported: importing torch takes longer than most tests do.
+
+    The first collective of a process imports torch._dynamo, which is as much again.
+    """
+    imported = ["torch.distributed", "torch._dynamo", "mla_suite.distributed", "mla_suite.models", "pytest"]
+    multiprocessing.set_forkserver_preload(imported)
     return multiprocessing.get_context("forkserver")
 
 

@@ -58,7 +58,8 @@ class CdnaConfig:
     rows         query rows (query token x head) that a workgroup holds
     width        values of a cached row
     rotate       the cache holds an un-rotated rope part
-    fp8_weights  the softmax weights are rounded to fp8 before they meet the values, which needs fp8 queries
+    fp8_weights  the softmax weights are rounded to fp8 before they meet the values, which needs fp8 queries,
+                 in tiles of more than MAX_BF16_P_ROWS rows
     """
 
     costs: ClassVar[LoopCosts]
@@ -87,8 +88,8 @@ class CdnaConfig:
             self._raise("only bf16 rows of 576 values have un-rotated instances")
         if self.narrow and (self.cache != "bf16" or self.rows not in NARROW_ROWS):
             self._raise(f"narrow rows are bf16, with {', '.join(map(str, NARROW_ROWS))} query rows")
-        if self.fp8_weights and self.query != "fp8":
-            self._raise("fp8 weights come with fp8 queries")
+        if self.fp8_weights and (self.query != "fp8" or self.rows <= MAX_BF16_P_ROWS):
+            self._raise(f"fp8 weights come with fp8 queries, in tiles of more than {MAX_BF16_P_ROWS} rows")
         if self.lds > self.arch.lds_bytes:
             self._raise(f"it needs {self.lds} bytes of LDS of {self.arch.lds_bytes}")
 

@@ -43,7 +43,7 @@ class Gfx950Config(CdnaConfig):
         """Static LDS in bytes: outputs and statistics to merge, or stages of shared keys and their page numbers."""
         if self.rows == TILE:
             output = TILE * self.head_dim_v * 4  # rows of one wave, where those of four are combined
-            return WAVES * output + (3 if self.fp8_weights else 2) * WAVES * TILE * 4
+            return WAVES * output + 2 * WAVES * TILE * 4
         value = 1 if self.cache == "fp8" else 2
         stage, pages = self.keys * self.width * value, WAVES * 512
         if self.rotate:
