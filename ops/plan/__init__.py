@@ -70,8 +70,8 @@ def plan(
     num_sm_parts  parts that share the work, 1..1024; None: one for each group of compute units that holds all query
                   rows of a sequence. More give the same results, but their work tiles wait for each other
     num_splits    > 0: this number of equal splits per sequence
-    split_size    > 0: a split at every multiple of this number of keys, or at quarters of a sequence that is longer than
-                  one but not than four, whatever the batch (batch-invariant); `batch_invariant_split_size` proposes one
+    split_size    > 0: a split at every multiple of this number of keys, or at quarters of a sequence of more than one
+                  and up to four, whatever the batch (batch-invariant); `batch_invariant_split_size` proposes one
     window_left   >= 0: the plan is for a decode with this window, and counts the keys in it alone; sequences without
                   cu_seqlens_q have max_seqlen_q query tokens then
 

@@ -153,8 +153,8 @@ def splits_of(max_seqlen_kv: Size, split_size: Size, may_have_sink: bool) -> Siz
 
 
 def split_keys(kv_lens: torch.Tensor, split_size: int) -> torch.Tensor:
-    """Keys of each split of sequences of these lengths in batch-invariant mode: split_size, or a quarter of the keys, in
-    whole blocks of 64, if that is less and they do not fit in one split.
+    """Keys of each split of sequences of these lengths in batch-invariant mode: split_size, or a quarter of the keys,
+    in whole blocks of 64, if that is less and they do not fit in one split.
 
     So few and short sequences keep more of a GPU busy, while long ones leave as few partial results as before. Nothing
     but a sequence's own length decides, so its bits stay those of any batch.
