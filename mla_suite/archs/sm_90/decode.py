@@ -408,5 +408,6 @@ def _spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArg
     pairs = "" if mode == "none" else f"; clusters of two CTAs: the call has cluster_mode {mode}"
     notes.append(f"{splits.note(shape, 'sequence')}{beside}{pairs}")
     if config.folds:
-        notes.append(f"a work tile is up to {NODE_SPLITS} splits of {args.split_size} keys, whose results its CTA adds")
+        tile = f"a work tile is up to {NODE_SPLITS} splits of at most {args.split_size} keys"
+        notes.append(f"{tile}, whose results its CTA adds")
     return call_of(launch, merge, shape, partials, args.head_dim_v, copies, temporaries, notes, 1 + states)

@@ -111,7 +111,8 @@ def joins_splits(config: Sm90Config, args: DecodeArgs, shape: Shape) -> bool:
     """
     if not config.folding or args.split_size == 0 or args.split_size % BLOCK_N != 0:
         return False
-    return estimate_of(config, shape).joining_pays(-(-shape.keys // args.split_size))
+    splits = int(splits_of(shape.keys, args.split_size, may_have_sink=False))
+    return estimate_of(config, shape).joining_pays(splits)
 
 
 def unmerged(config: Sm90Config, shape: Shape, splits: Splits) -> Sm90Config:
