@@ -118,6 +118,12 @@ def test_sparse_decode_beside_fp64_by_the_formula():
     assert_edges(call)
 
 
+def test_the_largest_scores_of_several_pools():
+    (q, *rest), kwargs = sparse_problems.problem(sparse_problems.POOLS["three pools"], 4, 16, 5, 0.2)
+    call = made("sparse_decode.max_logits", (q, *rest[:4], torch.randn(16)), kwargs)
+    assert_edges(call)
+
+
 def test_combine_beside_fp64_by_the_formula():
     partial_out, partial_lse = merges.partials(8, 6)
     kwargs = dict(out_dtype=torch.bfloat16)
