@@ -108,6 +108,15 @@ def test_ragged_dense_and_lengths() -> None:
     compare(batched, kv_caches, [dense[0], ragged], names, [None, indptr], [per_sequence, None], split_size=4)
 
 
+def test_a_length_counts_no_more_entries_than_there_are() -> None:
+    """A GPU does not look at lengths: what lies behind a query token's entries are the next one's."""
+    q, kv_caches, indices, names = problem([("fp32", 3, 16, 12)], 2, 4)
+    kwargs = dict(kv_formats=names, softmax_scale=0.05)
+    lengths = torch.tensor([17, 2**31 - 1], dtype=torch.int32)
+    found = run(sparse, "sparse_decode", (q, kv_caches, indices, [None], [lengths]), kwargs)
+    assert all(map(torch.equal, found, run(sparse, "sparse_decode", (q, kv_caches, indices, [None], [None]), kwargs)))
+
+
 @pytest.mark.parametrize("sink", [None, 0.0, torch.inf, -torch.inf])
 @pytest.mark.parametrize("num_splits", [1, 2])
 def test_a_token_without_keys(sink: float | None, num_splits: int) -> None:
