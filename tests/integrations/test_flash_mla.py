@@ -5,8 +5,8 @@ import inspect
 import numpy as np
 import pytest
 import torch
+from backend_calls import Asked
 from flash_mla_calls import Dense, check
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_suite.integrations import metadata_convert
 from mla_suite.integrations.flash_mla import (
@@ -92,26 +92,13 @@ def test_sink_in_a_dense_call():
     problem.check(problem.queries(2, 4), causal=True, attn_sink=sink)
 
 
-class Precisions(TorchDispatchMode):
-    """The precision that each call of decode asks for."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.mla_suite.decode.out:
-            self.seen.append(kwargs.get("precision", "full"))
-        return func(*args, **(kwargs or {}))
-
-
 def test_precision_is_what_the_operator_is_asked_for():
     """No kernel that the CPU runs differs by it."""
     problem = Dense([90, 5])
-    with Precisions() as precisions:
+    with Asked(torch.ops.mla_suite.decode.out, "precision", "full") as asked:
         for given in ({}, {"precision": "fp8"}, {"precision": "full"}):
             problem.call(problem.queries(), **given)
-    assert precisions.seen == ["full", "fp8", "full"]
+    assert asked.values == ["full", "fp8", "full"]
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
