@@ -44,9 +44,9 @@ def one_case(draw: random.Random, parallel: Parallel) -> None:
     everything = torch.arange(batch, dtype=torch.int32)[:, None]
     exact, exact_lse = mla_suite.decode(q, whole, seq_lens, everything, attn_sink=sink, max_seqlen_q=q_len, **options)
     chosen = draw.choice(["all_to_all", "all_gather"])
-    out, lse = cp_decode(
-        q, cache, seq_lens, order, shard=shard, group=parallel.cp_group, exchange=chosen, attn_sink=sink, **options
-    )
+    spread = {"shard": shard, "group": parallel.cp_group, "exchange": chosen, "attn_sink": sink}
+    longest = draw.choice([0, max(lens)])  # which a rank's own lengths are checked against, by a bound of its own
+    out, lse = cp_decode(q, cache, seq_lens, order, max_seqlen_kv=longest, **spread, **options)
     own = heads // parallel.cp_size if chosen == "all_to_all" else heads
     first = parallel.cp_rank * own if chosen == "all_to_all" else 0
     where = f"lens {lens} q_len {q_len} heads {heads} {shard} page {page_size} {dtype} {chosen}"
