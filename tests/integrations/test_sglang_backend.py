@@ -13,6 +13,7 @@ import pytest
 import torch
 from server_calls import HEADS, LATENT, WIDTH, fresh, modules
 
+import mla_suite
 from mla_suite.integrations import sglang_trees
 from mla_suite.ops.plan.metadata import Plan, Word
 
@@ -82,7 +83,7 @@ class Pool:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("page", "dtype"), [(64, torch.bfloat16), (1, torch.bfloat16), (16, torch.float8_e4m3fn)])
-def test_sglang_steps(sglang, page, dtype, deterministic):
+def test_sglang_steps(sglang, page, dtype, deterministic, monkeypatch):
     """Two tokens of three requests, a step's rows in two parts and in one, its tensors updated in place between them,
     as a server's graph has it."""
     lengths, rows, slots, scale = [300, 9, 64], [4, 0, 2], 1024, 0.5 if dtype.itemsize == 1 else 1.0
@@ -94,6 +95,8 @@ def test_sglang_steps(sglang, page, dtype, deterministic):
     runner = SimpleNamespace(use_mla_backend=True, page_size=page, token_to_kv_pool=pool, deterministic=deterministic)
     runner.req_to_token_pool = SimpleNamespace(req_to_token=req_to_token)
     backend = sglang.MLASuiteAttnBackend(runner)
+    asked, decode = [], mla_suite.decode
+    monkeypatch.setattr(mla_suite, "decode", lambda *args, **given: asked.append(given) or decode(*args, **given))
     mode = SimpleNamespace(is_target_verify=lambda: False, is_extend=lambda: False)
     batch = SimpleNamespace(seq_lens=torch.tensor(lengths), seq_lens_cpu=torch.tensor(lengths), forward_mode=mode)
     batch.req_pool_indices, batch.out_cache_loc = torch.tensor(rows), torch.zeros(3, dtype=torch.int64)
@@ -113,6 +116,8 @@ def test_sglang_steps(sglang, page, dtype, deterministic):
         else:
             out = backend.forward_decode(q.flatten(1), k, k[..., :LATENT], layer, batch)
         assert out.shape == (3, HEADS * LATENT)
+        stored = pool.rows.view(torch.uint8)[batch.out_cache_loc]
+        assert torch.equal(stored, (k / scale).to(dtype).view(torch.uint8)), "rows are divided by k_scale"
         for b, (row, length) in enumerate(zip(rows, now, strict=True)):
             own = pool.rows.view(torch.uint8)[req_to_token[row, :length].long(), 0]  # torch 2.9 does not index float8
             keys = own.view(dtype).float() * scale
@@ -120,6 +125,7 @@ def test_sglang_steps(sglang, page, dtype, deterministic):
             torch.testing.assert_close(out[b].view(HEADS, LATENT).float(), want, rtol=2**-8, atol=2e-5)
     assert Plan.read(backend._plan).header[Word.SPLIT_SIZE] == backend._split_size
     assert (backend._split_size > 0) == deterministic
+    assert [given["split_size"] for given in asked] == [backend._split_size] * 2
 
 
 @pytest.mark.parametrize("extends", [False, True], ids=["drafts", "short extends"])
