@@ -151,7 +151,7 @@ def samples() -> Sequence[Sample]:
         decode_sample([130, 0, 7], planned=True),
         decode_sample([70, 200, 33, 5], heads=8, q_len=3, page=16, sink=True, varlen=True, ragged_pages=True),
         decode_sample([300, 129], heads=24, q_len=2, kv_format="fp8", num_splits=3),
-        decode_sample([130, 3, 0, 400], heads=8, q_len=4, page=16, ranks=(4, 1, 16)),
+        decode_sample([147, 18, 0, 400], heads=8, q_len=4, page=16, ranks=(4, 1, 16)),
         decode_sample([96, 40], q_len=2, page=1, rotate=True, causal=False, split_size=64),
         decode_sample([500, 0, 90, 131], heads=8, q_len=3, page=16, window_left=100, varlen=True),
         decode_sample([300, 5], heads=8, q_len=5, tree=True, num_splits=2),

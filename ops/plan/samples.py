@@ -24,7 +24,8 @@ def sample(
 ) -> Sample:
     def make(device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
         seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
-        cu_seqlens_q = torch.arange(len(lens) + 1, dtype=torch.int32, device=device) if varlen else None
+        q_lens = [1 + b % max_seqlen_q for b in range(len(lens))]
+        cu_seqlens_q = torch.tensor([0, *q_lens], device=device).cumsum(0).to(torch.int32) if varlen else None
         sizes = dict(
             num_heads=num_heads, max_seqlen_q=max_seqlen_q, num_sm_parts=num_sm_parts, max_seqlen_kv=max_seqlen_kv
         )

@@ -304,6 +304,19 @@ def test_a_call_that_cannot_be_checked_says_so_once(reports, monkeypatch):
     assert said.startswith("a call of decode is not checked: a CUDA graph captures it: run the model without graphs")
 
 
+def test_a_reference_that_runs_out_of_memory_says_so(problem, reports, monkeypatch):
+    def fails(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    dispatch.clear_caches()
+    monkeypatch.setattr(check_mode, "difference", fails)
+    args, kwargs = problem
+    with mla_suite.emulate("gfx942"), mla_suite.check(on_difference="raise"):
+        mla_suite.decode(*args, **kwargs)
+    (said,) = reports()
+    assert said == "a call of decode is not checked: the reference needs more memory than is free: no room"
+
+
 def test_values_that_a_gpu_does_not_look_at_are_not_given_to_the_reference(problem, reports):
     (q, cache, seq_lens, block_table, *rest), kwargs = problem
     op = register.get("decode")

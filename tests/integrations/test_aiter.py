@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from aiter_steps import MADE, Step, attend
+from backend_calls import Asked
 
 from mla_suite.integrations import aiter
 
@@ -62,6 +63,17 @@ def test_reduce_decode_is_decode():
     step = Step([200, 3], [1, 2])
     _, lse = aiter.mla_reduce_decode(*step.args, num_kv_splits=4, return_lse=True)
     step.check(lse, step.expected())
+
+
+def test_the_splits_of_a_call_are_those_of_the_operator():
+    """They change no result beyond rounding; metadata has its own."""
+    step = Step([200, 3], [1, 1])
+    with Asked(torch.ops.mla_suite.decode.out, "num_splits", 0) as asked:
+        aiter.mla_decode_fwd(*step.args)
+        aiter.mla_decode_fwd(*step.args, num_kv_splits=3)
+        aiter.mla_reduce_decode(*step.args, num_kv_splits=4)
+        aiter.mla_decode_fwd(*step.args, num_kv_splits=3, **step.metadata(16))
+    assert asked.values == [0, 3, 4, 0]
 
 
 def test_without_a_mask_and_without_lse():

@@ -5,6 +5,7 @@ import inspect
 import numpy as np
 import pytest
 import torch
+from backend_calls import Asked
 from flash_mla_calls import Dense, check
 
 from mla_suite.integrations import metadata_convert
@@ -89,6 +90,15 @@ def test_holder_outlives_its_lengths():
 def test_sink_in_a_dense_call():
     problem, sink = Dense([100, 0]), torch.tensor([0.5, -torch.inf, torch.inf, 3.0])
     problem.check(problem.queries(2, 4), causal=True, attn_sink=sink)
+
+
+def test_precision_is_what_the_operator_is_asked_for():
+    """No kernel that the CPU runs differs by it."""
+    problem = Dense([90, 5])
+    with Asked(torch.ops.mla_suite.decode.out, "precision", "full") as asked:
+        for given in ({}, {"precision": "fp8"}, {"precision": "full"}):
+            problem.call(problem.queries(), **given)
+    assert asked.values == ["full", "fp8", "full"]
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])

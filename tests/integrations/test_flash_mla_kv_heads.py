@@ -4,7 +4,7 @@ other, against the definition of one head at a time."""
 import pytest
 import torch
 from built import require_built
-from flash_mla_calls import Dense
+from flash_mla_calls import Dense, check
 
 import mla_suite
 from mla_suite.integrations import flash_mla_kv_heads
@@ -37,6 +37,12 @@ def test_the_cache_and_single_query_tokens_are_not_copied():
     out, lse = torch.empty(8, 1, 2, 512), torch.empty(8, 2, 1)
     joined = flash_mla_kv_heads.join(out, lse, 4)
     assert [tensor.data_ptr() for tensor in joined] == [out.data_ptr(), lse.data_ptr()]
+
+
+def test_a_descale_of_queries_counts():
+    problem = Dense([40, 7], kv_heads=2)
+    q = problem.queries(1, 8)
+    check(*problem.call(q, descale_q=torch.tensor([0.5])), problem.expected(q * 0.5))
 
 
 INDICES = torch.zeros(2, 1, 4, dtype=torch.int32)

@@ -100,6 +100,13 @@ def test_older_sparse_form():
     check(out, lse, sparse_expected(q, [(values, indices, None)], 576**-0.5))
 
 
+def test_older_metadata_with_topk_is_of_that_many_keys():
+    lens = torch.tensor([90_000, 100], dtype=torch.int32)
+    given = get_mla_metadata(lens, 128, 1, 128, True, 64)
+    assert all(map(torch.equal, given, get_mla_metadata(torch.full_like(lens, 64), 128, 1)))
+    assert not torch.equal(given[0], get_mla_metadata(lens, 128, 1)[0])
+
+
 def test_dense_over_records():
     packed, values = records("v32", 3, 64)
     block_table, lengths = torch.tensor([[2, 0], [1, 7]], dtype=torch.int32), [100, 64]

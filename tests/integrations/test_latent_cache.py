@@ -10,6 +10,7 @@ pytest.importorskip("transformers", reason="transformers is missing: pip install
 
 import latent_models
 from deepseek_models import VOCAB, left_padded, make_model
+from transformers import DynamicCache
 
 from mla_suite.integrations import transformers_interface
 from mla_suite.integrations.transformers import LatentCache, patch, unpatch
@@ -60,6 +61,22 @@ def test_a_cache_without_room_is_refused(sizes):
 def test_tokens_to_forget_are_counted_from_the_end():
     with pytest.raises(ValueError, match=r"crop\(3\); give -3 to drop that number of tokens"):
         LatentCache(make_model("v3"), 3, 16).crop(3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("forgets", ["crop", "reset"])
+def test_a_cache_that_has_forgotten_all_is_as_new(forgets):
+    """More tokens than there are may be cropped; a mask that hid tokens before a reset is not asked for any more."""
+    model = make_model("v3")
+    ids, mask = left_padded()
+    with patch(model):
+        expected = model(input_ids=ids).logits
+        held = DynamicCache() if forgets == "reset" else LatentCache(model, 3, 32)
+        model(input_ids=ids, past_key_values=held, attention_mask=mask if forgets == "reset" else None)
+        held.reset() if forgets == "reset" else held.crop(-100)
+        assert int(held.get_seq_length()) == 0
+        logits_close(model(input_ids=ids, past_key_values=held).logits, expected)
+        assert int(held.get_seq_length()) == ids.shape[1]
 
 
 def prompt():

@@ -13,6 +13,8 @@ import pytest
 import torch
 from server_calls import HEADS, LATENT, WIDTH, fresh, modules
 
+import mla_suite
+from mla_suite.integrations import sglang_trees
 from mla_suite.ops.plan.metadata import Plan, Word
 
 
@@ -81,7 +83,7 @@ class Pool:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("page", "dtype"), [(64, torch.bfloat16), (1, torch.bfloat16), (16, torch.float8_e4m3fn)])
-def test_sglang_steps(sglang, page, dtype, deterministic):
+def test_sglang_steps(sglang, page, dtype, deterministic, monkeypatch):
     """Two tokens of three requests, a step's rows in two parts and in one, its tensors updated in place between them,
     as a server's graph has it."""
     lengths, rows, slots, scale = [300, 9, 64], [4, 0, 2], 1024, 0.5 if dtype.itemsize == 1 else 1.0
@@ -93,6 +95,8 @@ def test_sglang_steps(sglang, page, dtype, deterministic):
     runner = SimpleNamespace(use_mla_backend=True, page_size=page, token_to_kv_pool=pool, deterministic=deterministic)
     runner.req_to_token_pool = SimpleNamespace(req_to_token=req_to_token)
     backend = sglang.MLASuiteAttnBackend(runner)
+    asked, decode = [], mla_suite.decode
+    monkeypatch.setattr(mla_suite, "decode", lambda *args, **given: asked.append(given) or decode(*args, **given))
     mode = SimpleNamespace(is_target_verify=lambda: False, is_extend=lambda: False)
     batch = SimpleNamespace(seq_lens=torch.tensor(lengths), seq_lens_cpu=torch.tensor(lengths), forward_mode=mode)
     batch.req_pool_indices, batch.out_cache_loc = torch.tensor(rows), torch.zeros(3, dtype=torch.int64)
@@ -112,6 +116,8 @@ def test_sglang_steps(sglang, page, dtype, deterministic):
         else:
             out = backend.forward_decode(q.flatten(1), k, k[..., :LATENT], layer, batch)
         assert out.shape == (3, HEADS * LATENT)
+        stored = pool.rows.view(torch.uint8)[batch.out_cache_loc]
+        assert torch.equal(stored, (k / scale).to(dtype).view(torch.uint8)), "rows are divided by k_scale"
         for b, (row, length) in enumerate(zip(rows, now, strict=True)):
             own = pool.rows.view(torch.uint8)[req_to_token[row, :length].long(), 0]  # torch 2.9 does not index float8
             keys = own.view(dtype).float() * scale
@@ -119,6 +125,50 @@ def test_sglang_steps(sglang, page, dtype, deterministic):
             torch.testing.assert_close(out[b].view(HEADS, LATENT).float(), want, rtol=2**-8, atol=2e-5)
     assert Plan.read(backend._plan).header[Word.SPLIT_SIZE] == backend._split_size
     assert (backend._split_size > 0) == deterministic
+    assert [given["split_size"] for given in asked] == [backend._split_size] * 2
+
+
+@pytest.mark.parametrize("extends", [False, True], ids=["drafts", "short extends"])
+def test_sglang_steps_of_several_query_tokens(sglang, extends):
+    """Two drafts of each request, which its length does not count yet, or extends of 1 to 3 tokens, which it does."""
+    lengths, page = [130, 9, 64], 64
+    own = [1, 3, 2] if extends else [2, 2, 2]
+    totals = [length + (0 if extends else n) for length, n in zip(lengths, own, strict=True)]
+    pool = Pool(9 * page, torch.bfloat16)
+    pool.kv_cache_dim, pool.kv_lora_rank = WIDTH, LATENT
+    req_to_token = torch.randperm(9).int().view(3, 3, 1).mul(page).add(torch.arange(page).int()).view(3, -1)
+    runner = SimpleNamespace(use_mla_backend=True, page_size=page, token_to_kv_pool=pool, deterministic=False)
+    runner.req_to_token_pool = SimpleNamespace(req_to_token=req_to_token)
+    backend = sglang.MLASuiteAttnBackend(runner)
+    mode = SimpleNamespace(is_target_verify=lambda: not extends, is_extend=lambda: True, name="EXTEND")
+    batch = SimpleNamespace(seq_lens=torch.tensor(lengths), seq_lens_cpu=torch.tensor(lengths), forward_mode=mode)
+    batch.req_pool_indices, batch.spec_info = torch.arange(3), SimpleNamespace(topk=1)
+    batch.extend_seq_lens, batch.extend_seq_lens_cpu = torch.tensor(own), own
+    layer = SimpleNamespace(layer_id=0, tp_q_head_num=HEADS, head_dim=WIDTH, v_head_dim=LATENT, scaling=0.05)
+    layer.logit_cap, layer.k_scale, layer.tp_k_head_num = 0.0, None, 1
+    q, k = torch.randn(sum(own), HEADS, WIDTH).bfloat16(), torch.randn(sum(own), 1, WIDTH).bfloat16()
+    places = [(b, total - n + i) for b, (total, n) in enumerate(zip(totals, own, strict=True)) for i in range(n)]
+    batch.out_cache_loc = torch.stack([req_to_token[place] for place in places]).long()
+    out = backend.forward_extend(q.flatten(1), k, k[..., :LATENT], layer, batch)
+    for token, (b, position) in enumerate(places):
+        keys = pool.rows[req_to_token[b, : position + 1].long(), 0].float()
+        want = torch.softmax(q[token].float() @ keys.T * 0.05, -1) @ keys[:, :LATENT]
+        torch.testing.assert_close(out[token].view(HEADS, LATENT).float(), want, rtol=2**-8, atol=2e-5)
+
+
+@pytest.mark.parametrize("drafts", [3, 64])
+def test_a_mask_of_drafts_is_a_word_for_each(drafts):
+    """The buffer of a captured step has room behind the masks."""
+    seen = torch.rand(2, drafts, drafts) < 0.5
+    words = sglang_trees.words(torch.cat((seen.flatten(), torch.ones(50).bool())), 2, drafts)
+    assert words.tolist() == [
+        [int.from_bytes(bits(row), "little", signed=drafts == 64) for row in each] for each in seen.tolist()
+    ]
+
+
+def bits(row):
+    """Eight values in a byte, the first in its lowest bit."""
+    return bytes(sum(value << i for i, value in enumerate(row[at : at + 8])) for at in range(0, len(row), 8))
 
 
 def test_sglang_refusals(sglang):

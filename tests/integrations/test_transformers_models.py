@@ -78,15 +78,17 @@ def test_tokens_of_a_model_that_keeps_its_cache(folder, decodes):
 
 
 @torch.no_grad()
-def test_a_window_reaches_into_the_cache_of_an_earlier_chunk():
-    """The second sequence's first real token is the last of the first chunk, so its window is not full."""
+@pytest.mark.parametrize("first", [3, 5])
+def test_a_window_reaches_into_the_cache_of_an_earlier_chunk(first):
+    """The second sequence's first real token is the last of a first chunk of 5, so its window is not full; behind one
+    of 3 it is the second of its chunk, and the padding before it is in no window."""
     model = make("dots3_note")
     ids, mask = left_padded()
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     expected = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
     with patch(model):
         cache, found = LatentCache(model, 2, PROMPT, page_size=4), []
-        for new in (slice(0, 5), slice(5, PROMPT)):
+        for new in (slice(0, first), slice(first, PROMPT)):
             given = dict(input_ids=ids[:, new], attention_mask=mask[:, : new.stop], position_ids=positions[:, new])
             found.append(model(**given, past_key_values=cache).logits)
     torch.testing.assert_close(torch.cat(found, 1)[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4)

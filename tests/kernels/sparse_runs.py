@@ -161,11 +161,12 @@ def far_pool(machine: Machine, name: str) -> None:
 
 
 def strided(device: torch.device) -> tuple[list[Any], dict[str, Any], Result]:
-    """Arguments on the CPU, queries among them that lie apart, and outputs of the same kind on a device."""
+    """Arguments on the CPU, queries and indices among them that lie apart, and outputs of the same kind on a device."""
     args, kwargs = problem(POOLS["v4"], 4, 16)
     q = torch.zeros(2, 2, 16, 516, dtype=torch.bfloat16)[..., 2:514]
     q.copy_(args[0].view(2, 2, 16, 512))
-    args[0], args[2] = q, [index.view(2, 2, -1) for index in args[2]]
+    args[0] = q
+    args[2] = [torch.nn.functional.pad(index.view(2, 2, -1), (3, 5), value=5)[..., 3:-5] for index in args[2]]
     out = torch.zeros(2, 3, 32, 520, dtype=torch.bfloat16, device=device)[:, :2, ::2, :512]
     lse = torch.zeros(2, 3, 32, device=device)[:, :2, :16]
     return args, kwargs, (out, lse)

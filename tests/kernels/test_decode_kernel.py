@@ -23,7 +23,7 @@ from mla_suite.launch import current_arch, scratch
 from mla_suite.models import rope
 from mla_suite.ops.combine import Problem as CombineProblem
 from mla_suite.ops.decode.samples import decode_sample
-from mla_suite.testing import exact_decode
+from mla_suite.testing import exact_decode, poison
 
 FP16 = {"kv_format": "fp16", "dtype": torch.float16}
 FNUZ, FNUZ_QUERY = {"kv_format": "fp8_fnuz"}, {"kv_format": "fp8_fnuz", "dtype": torch.float8_e4m3fnuz}
@@ -235,6 +235,14 @@ def test_strided_queries_and_outputs(target):
     lse = torch.zeros(2, 3, 32)[:, :1, :16]
     torch.ops.mla_suite.decode.out(wide[..., 1:577], *args[1:], **kwargs, out=padded, lse=lse)
     assert_within_bound(padded, lse, exact_decode(*args, **kwargs))
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+def test_blocks_and_rows_of_a_table_that_lie_apart(target, heads):
+    (q, cache, lens, table, *rest), kwargs = decode_sample((100, 7, 70), heads=heads, num_splits=1).make(CPU)
+    blocks = poison(torch.empty(len(cache), 80, 576, dtype=torch.bfloat16))[:, :64].copy_(cache)
+    rows = torch.full((3, 9), 2**31 - 1, dtype=torch.int32)[:, 4:6].copy_(table)
+    assert_right(target, (q, blocks, lens, rows, *rest), kwargs)
 
 
 @pytest.mark.parametrize("heads", [16, 64, 128])

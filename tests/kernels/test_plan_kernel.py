@@ -71,6 +71,13 @@ def test_samples(sample):
     assert choice.backend.name == "native", str(choice)
 
 
+@pytest.mark.parametrize("split", [{}, {"num_splits": 3}, {"split_size": 128}], ids=str)
+def test_windows_behind_query_tokens_of_each_sequence(split):
+    """The window of 898 keys begins at a multiple of 64 for its own two query tokens, that of 5058 right before one."""
+    sizes = arguments(max_seqlen_q=3, num_sm_parts=4, max_seqlen_kv=8192, window_left=512)
+    check((lens(0, 898, 5058, 2), lens(0, 1, 3, 6, 7)), sizes | split)
+
+
 @pytest.mark.parametrize("num_sm_parts", [1, 2, 7, 132, 304])
 @pytest.mark.parametrize("batch", [1, 3, 128])
 def test_balanced(batch, num_sm_parts):

@@ -317,3 +317,16 @@ def test_a_launch(monkeypatch, pools, mode):
         assert name == "q" or read[name] == tensor.data_ptr()
     assert bool(merges) == (read["partial_out"] != 0)
     assert merges or mode in ("one split", "mtp", "ragged")
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_launch_stores_max_logits_where_they_are_wanted(monkeypatch, wanted):
+    seen = record(monkeypatch)
+    mapped_to(monkeypatch, lambda *given: tuple(range(tensor_map.WORDS)))
+    args, kwargs = problem(POOLS["bf16"], 6, 100)
+    config = sm_90.config_for(SPARSE_DECODE.problem(*args, **kwargs), H200)
+    assert config.returns_max_logits
+    outputs = torch.empty(6, 100, 512).bfloat16(), torch.empty(6, 100), torch.empty(6, 100)
+    NATIVE.run(config, outputs if wanted else outputs[:2], *args, **kwargs)
+    read = params.load("sparse_decode_tma").unpack(seen[0][5])
+    assert read["max_logits"] == (outputs[2].data_ptr() if wanted else 0)

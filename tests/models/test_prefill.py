@@ -56,6 +56,22 @@ def test_left_padding_is_never_attended():
     assert tiled.isfinite().all()
 
 
+@pytest.mark.parametrize("hidden", [[], [0, 1, 2], [0, 11, 12, 20, 29]], ids=["none", "left", "between"])
+def test_a_window_counts_the_real_tokens_alone(hidden):
+    q, k, v = random_qkv(1, 30)
+    valid = torch.ones(1, 30, dtype=torch.bool)
+    valid[0, hidden] = False
+    out = causal_attention(q, k, v, softmax_scale=SCALE, valid=valid if hidden else None, window=5)[valid]
+    q, k, v = q[valid], k[valid], v[valid]
+    packed = causal_attention(
+        *(torch.cat((x, x[:7])) for x in (q, k, v)), softmax_scale=SCALE, q_lens=[len(q), 7], window=5
+    )
+    spans = [slice(max(i - 4, 0), i + 1) for i in range(len(q))]
+    expected = torch.stack([exact(q[own], k[own], v[own])[0][-1] for own in spans])
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(packed.double(), torch.cat((expected, expected[:7])), rtol=1e-5, atol=1e-5)
+
+
 def test_packed_sequences_do_not_see_each_other():
     torch.manual_seed(0)
     lens = [5, 1, 0, 290, 33]

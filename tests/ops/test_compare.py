@@ -60,9 +60,15 @@ def test_decode_beside_fp64_by_the_formula(sample):
     if args[10] is None:  # with rope_cos_sin rotated keys may be rounded
         stated = 2.0**-8 * exact.magnitude + ulp(out.exact, call.outputs[0].dtype)
         torch.testing.assert_close(out.allowed, stated, rtol=1e-4, atol=1e-7)
+        stated = 1e-4 * exact.lse.abs().nan_to_num(posinf=0.0).clamp(min=1.0)
+        torch.testing.assert_close(lse.allowed, stated, rtol=1e-4, atol=1e-9)
         assert_edges(call)
     else:
         assert bool((torch.as_tensor(out.allowed) >= 2.0**-8 * exact.magnitude).all())
+        # A score moves by 2^-9 of |q| |k| of its rotated values; here are keys that no sequence has, too.
+        q, keys = (tensor.double()[..., -64:].norm(dim=-1) for tensor in args[:2])
+        off = lse.allowed - 1e-4 * exact.lse.abs().clamp(min=1.0)
+        torch.testing.assert_close(off, 2.0**-9 * q * keys.max() * kwargs["softmax_scale"], rtol=0.1, atol=0)
 
 
 def test_operands_that_kernels_round_move_scores_by_no_more_than_is_allowed():
@@ -104,6 +110,19 @@ def test_weights_in_fp8_have_the_bound_of_their_own():
     config = type("Config", (), {"fp8_weights": True})()
     wide, narrow = compared(call, config)[0].allowed, compared(call)[0].allowed
     assert bool((torch.as_tensor(wide) > 4 * torch.as_tensor(narrow)).all())
+    exact = exact_decode(*args, **kwargs)
+    assert bool((torch.as_tensor(wide) <= 0.14 * exact.magnitude + ulp(exact.out, torch.bfloat16)).all())
+
+
+def test_scores_that_fp8_tensor_cores_sum_have_the_bound_of_their_own():
+    args, kwargs = decode_sample((90,), heads=4, kv_format="fp8", dtype=torch.float8_e4m3fn).make(CPU)
+    call = made("decode", args, kwargs)
+    config = type("Config", (), {"fp8_scores": True})()
+    _, lse = compared(call, config)
+    q, keys = args[0].double(), args[1].view(torch.float8_e4m3fn).double() * args[8]
+    sums = (q.abs()[0, 0] @ keys.flatten(0, 1).abs().T).amax(-1) * kwargs["softmax_scale"]
+    off = torch.as_tensor(lse.allowed)[0, 0] - 1e-4 * lse.exact[0, 0].abs().clamp(min=1.0)
+    assert bool(((off > 0) & (off <= 2.0**-10 * sums)).all())
 
 
 def test_sparse_decode_beside_fp64_by_the_formula():
@@ -115,6 +134,12 @@ def test_sparse_decode_beside_fp64_by_the_formula():
     torch.testing.assert_close(lse.exact, exact.lse, rtol=1e-6, atol=1e-6)
     stated = 2.0**-8 * exact.magnitude + ulp(out.exact, call.outputs[0].dtype)
     torch.testing.assert_close(out.allowed, stated, rtol=1e-4, atol=1e-7)
+    assert_edges(call)
+
+
+def test_the_largest_scores_of_several_pools():
+    (q, *rest), kwargs = sparse_problems.problem(sparse_problems.POOLS["three pools"], 4, 16, 5, 0.2)
+    call = made("sparse_decode.max_logits", (q, *rest[:4], torch.randn(16)), kwargs)
     assert_edges(call)
 
 

@@ -9,6 +9,7 @@ from mla_suite.core import register
 from mla_suite.core.dispatch import Supported
 from mla_suite.ops.decode.samples import decode_sample, random_tree
 from mla_suite.ops.plan.metadata import Plan
+from mla_suite.ops.plan.window import first_key, most_keys, origin
 from mla_suite.testing import assert_close, exact_decode
 
 CPU = torch.device("cpu")
@@ -46,6 +47,16 @@ def test_a_plan_counts_the_keys_of_the_window_alone():
         torch.tensor([560, 536, 40], dtype=torch.int32), num_heads=16, num_sm_parts=8, max_seqlen_q=4
     )
     assert [Plan.read(windowed).splits(), windowed.shape] == [Plan.read(whole).splits(), whole.shape]
+
+
+@pytest.mark.parametrize("q_len", [1, 5])
+@pytest.mark.parametrize("window", [0, 63, 200])
+def test_the_most_keys_of_a_window_are_those_of_some_length(q_len, window):
+    """Splits of a size are counted by it: with fewer the last one would hold more keys than its size."""
+    lens = torch.arange(700)
+    present = lens - origin(first_key(lens, q_len, window))
+    assert int(present.max()) == most_keys(700, q_len, window) - 1  # origins are rounded down by 63 keys at most
+    assert most_keys(40, q_len, 500) == 40
 
 
 @pytest.mark.parametrize("q_len", [1, 5, 64])

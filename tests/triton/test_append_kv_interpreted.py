@@ -84,12 +84,15 @@ def edges(name: str) -> torch.Tensor:
     return torch.cat((exact, exact.nextafter(infinity), exact.nextafter(-infinity)))
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16", "fp8", "fp8_fnuz"])
-def test_rounding_at_every_edge(name: str) -> None:
-    values = edges(name)
+@pytest.mark.parametrize(
+    ("name", "descale"), [("bf16", None), ("fp16", None), ("fp8", None), ("fp8_fnuz", None), ("fp8", 0.1)]
+)
+def test_rounding_at_every_edge(name: str, descale: float | None) -> None:
+    values, factor = edges(name), None if descale is None else torch.tensor(descale)
+    values = values if factor is None else values * factor  # a product with 1 / descale crosses some of the edges
     values = torch.cat((values, values.new_zeros(-values.numel() % 600))).view(-1, 600)
     for rows in values.split(15):
-        assert_same_bytes(both(name, rows[:, :540], rows[:, 540:], torch.arange(len(rows))))
+        assert_same_bytes(both(name, rows[:, :540], rows[:, 540:], torch.arange(len(rows)), factor))
 
 
 @pytest.mark.parametrize("name", ["v32", "v32_pow2", "dsv4", "dsv4_fnuz", "v41", "v41_vllm", "v41_fp4"])
@@ -125,6 +128,11 @@ def test_rotation_of_records_multiplies_and_adds_in_one_rounding() -> None:
     k_pe, slots = torch.stack([a, b], dim=2).flatten(1).bfloat16(), torch.arange(15)
     cos_sin = torch.cat([cos, sin], dim=1)
     assert_same_bytes(both("v41", torch.zeros(15, 448).bfloat16(), k_pe, slots, None, cos_sin, slots))
+
+
+def test_angles_that_are_columns_of_a_wider_table() -> None:
+    cos_sin, positions = torch.randn(9, 70)[:, 3:67], torch.tensor([8, 0, 5])
+    assert_same_bytes(both("bf16", *tokens("bf16", 3), torch.arange(3), None, cos_sin, positions))
 
 
 def test_other_widths_of_dense_rows() -> None:

@@ -29,11 +29,16 @@ DECODE = [
     decode_sample([400, 64], page=61, heads=12, rope=0, **FP32),
     decode_sample([400, 100], page=16, planned=True, sink=True, q_len=2, varlen=True, num_splits=3, **FP32),
     decode_sample([200, 0, 90], heads=2, latent=64, page=16, q_len=2, window_left=80, num_splits=2, **FP32),
-    decode_sample([200, 3], heads=2, latent=64, q_len=3, varlen=True, window_left=70, planned=True, **FP32),
+    decode_sample([200, 150, 3], heads=2, latent=64, q_len=3, varlen=True, window_left=70, planned=True, **FP32),
     decode_sample([130, 65], heads=2, latent=64, page=1, window_left=0, causal=False, split_size=64, **FP32),
     decode_sample([3, 200], heads=2, latent=64, q_len=6, window_left=2**31 - 1, **FP32),
     decode_sample([130, 2, 70], heads=2, latent=64, q_len=6, tree=True, num_splits=2, ragged_pages=True, **FP32),
     decode_sample([100, 70], heads=2, latent=64, q_len=9, tree=True, varlen=True, planned=True, **FP32),
+    decode_sample([70], heads=1, latent=64, q_len=60, tree=True, **FP32),
+    decode_sample([147, 18, 0, 400], heads=2, latent=64, q_len=4, page=16, ranks=(4, 1, 16), **FP32),
+    decode_sample([11, 202, 94], heads=2, latent=64, q_len=3, varlen=True, ranks=(3, 0, 1), num_splits=2, **FP32),
+    decode_sample([70, 40], heads=2, kv_format="fp8", dtype=torch.float32, num_splits=1),
+    decode_sample([200, 40], heads=2, kv_format="fp8", dtype=torch.float32, num_splits=2, sink=True),
 ]
 
 
@@ -46,14 +51,41 @@ def test_decode(sample: Sample) -> None:
         torch.testing.assert_close(mine, reference, atol=3e-6, rtol=1e-5)
 
 
+def test_inputs_that_are_parts_of_larger_tensors() -> None:
+    """Queries, blocks of a cache, rows of a table and words of a tree that lie apart, NaN and -1 between them."""
+
+    def apart(tensor: torch.Tensor, *dims: int) -> torch.Tensor:
+        wider = [size + 2 * (dim in dims) for dim, size in enumerate(tensor.shape)]
+        room = testing.poison(torch.empty(wider, dtype=tensor.dtype))
+        view = room[tuple(slice(1, -1) if dim in dims else slice(None) for dim in range(tensor.dim()))]
+        return view.copy_(tensor)
+
+    args, kwargs = decode_sample([130, 40], heads=2, latent=64, page=16, q_len=3, tree=True, **FP32).make(CPU)
+    expected = mla_suite.decode(*args, **kwargs)
+    q, cache, lens, table, *rest, tree = args
+    given = (apart(q, 2, 3), apart(cache, 1), lens, apart(table, 1), *rest, apart(tree, 1))
+    for mine, reference in zip(run(decode, "decode", given, kwargs), expected, strict=True):
+        torch.testing.assert_close(mine, reference, atol=3e-6, rtol=1e-5)
+
+
+def test_no_key_is_lost_where_a_length_outgrows_its_bound() -> None:
+    """A GPU does not look at lengths: the last split, which the bound says is the only one, has all further keys."""
+    args, kwargs = decode_sample([200, 30], heads=2, latent=64, split_size=64, **FP32).make(CPU)
+    expected = mla_suite.decode(*args, **kwargs)
+    for mine, reference in zip(run(decode, "decode", args, kwargs | {"max_seqlen_kv": 64}), expected, strict=True):
+        torch.testing.assert_close(mine, reference, atol=3e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("sink", [False, True])
-def test_batch_invariant_bits_of_one_split(sink: bool) -> None:
-    """A sequence that fits one split: alone its result needs no combine, beside a longer one it passes through it."""
-    args, kwargs = decode_sample([50, 200], heads=3, split_size=64, sink=sink, **FP32).make(CPU)
+def test_batch_invariant_bits(sink: bool) -> None:
+    """Alone a sequence of one split needs no combine, which it passes through beside longer ones; another has two."""
+    args, kwargs = decode_sample([50, 200, 700], heads=3, latent=64, split_size=128, sink=sink, **FP32).make(CPU)
     together = run(decode, "decode", args, kwargs)
-    one = [args[0][:1], args[1], args[2][:1], args[3][:1], *args[4:]]
-    alone = run(decode, "decode", tuple(one), kwargs | {"max_seqlen_kv": 64})
-    assert all(torch.equal(a[0], t[0]) for a, t in zip(alone, together, strict=True))
+    for b, bound in ((0, 128), (1, 256)):
+        own = slice(b, b + 1)
+        one = [args[0][own], args[1], args[2][own], args[3][own], *args[4:]]
+        alone = run(decode, "decode", tuple(one), kwargs | {"max_seqlen_kv": bound})
+        assert all(torch.equal(a[0], t[b]) for a, t in zip(alone, together, strict=True))
 
 
 @pytest.mark.parametrize("how", [{"num_splits": 1}, {"num_splits": 2}, {"planned": True}, {"varlen": True}], ids=str)

@@ -30,6 +30,13 @@ def test_samples(case: Sample) -> None:
     assert_same_words(case)
 
 
+@pytest.mark.parametrize("split", [{}, {"num_splits": 3}, {"split_size": 128}], ids=str)
+def test_windows_behind_query_tokens_of_each_sequence(split: dict[str, int]) -> None:
+    """The window of 898 keys begins at a multiple of 64 for its own two query tokens, that of 5058 right before one."""
+    sizes = dict(num_heads=16, num_sm_parts=4, max_seqlen_kv=8192, max_seqlen_q=3, window_left=512, varlen=True)
+    assert_same_words(sample([0, 898, 5058, 2], **sizes, **split))
+
+
 def lengths(kind: str, batch: int, random: random.Random) -> list[int]:
     if kind == "equal":
         return [random.choice([0, 1, 64, 512, 4096])] * batch
@@ -90,6 +97,15 @@ def test_more_sequences_than_a_block() -> None:
 def test_lengths_near_the_end_of_int32() -> None:
     assert_same_words(sample([2**31 - 1] * 9 + [2**31 - 64], num_heads=128, num_sm_parts=20, max_seqlen_kv=2**31 - 1))
     assert_same_words(sample([2**31 - 1, 5], num_heads=128, num_sm_parts=20, max_seqlen_kv=2**31 - 1, num_splits=3))
+
+
+def test_lengths_that_outgrow_their_bound_have_no_more_splits_than_there_is_room_for() -> None:
+    kwargs = dict(num_heads=16, max_seqlen_q=1, num_sm_parts=5, max_seqlen_kv=1024, num_splits=0, split_size=256)
+    args = torch.tensor([5000, 70], dtype=torch.int32), None
+    (got,) = run(plan, "plan", args, kwargs)
+    expected = torch.empty_like(got)
+    reference.run(None, (expected,), PLAN.Args(*args, **kwargs))
+    assert torch.equal(got, expected)
 
 
 def test_sequences_without_query_tokens_and_no_sequences() -> None:

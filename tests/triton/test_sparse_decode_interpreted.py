@@ -14,7 +14,7 @@ from backend import check_layouts, run
 from sparse_problems import problem as hostile_problem
 
 from mla_suite.core import register
-from mla_suite.core.dispatch import Unsupported
+from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.kv_formats import KV_FORMATS
 from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.sparse_decode import SparseDecodeArgs
@@ -75,6 +75,20 @@ def test_rows_of_per_tensor_fp8_with_a_descale(width: int, splits: int) -> None:
     compare(q, *rest, sink=torch.randn(16), kv_descale=torch.tensor([0.37]), num_splits=splits)
 
 
+def test_a_descale_of_queries() -> None:
+    """Here of fp32 ones, since float8 queries are multiplied as bf16; an operator refuses it, the kernel does not."""
+    q, kv_caches, indices, names = problem([("v32", 3, 16, 40)], 2, 16)
+    args, scale = (q, kv_caches, indices, [None], [None]), 0.05
+    expected = torch.ops.mla_suite.sparse_decode(*args, kv_formats=names, softmax_scale=scale)
+    answer = sparse.supports(register.get("sparse_decode").problem(*args, kv_formats=names, softmax_scale=scale), None)
+    assert isinstance(answer, Supported)
+    given = dict(kv_formats=names, softmax_scale=scale / 0.375, q_descale=torch.tensor([0.375]))
+    out, lse = torch.empty(2, 16, 512), torch.empty(2, 16)
+    sparse.run(answer.config, (out, lse), SparseDecodeArgs(*args, **given))
+    torch.testing.assert_close(out, expected[0], atol=3e-6, rtol=1e-5)
+    torch.testing.assert_close(lse, expected[1], atol=3e-6, rtol=1e-5)
+
+
 def test_128_heads() -> None:
     compare(*problem(POOLS["two flavours"], 1, 128), sink=torch.randn(128))
 
@@ -92,6 +106,15 @@ def test_ragged_dense_and_lengths() -> None:
     dense = [index.view(2, 3, -1), other.view(2, 3, -1)]
     compare(batched, kv_caches, dense, names, None, [per_sequence, None], num_splits=2)
     compare(batched, kv_caches, [dense[0], ragged], names, [None, indptr], [per_sequence, None], split_size=4)
+
+
+def test_a_length_counts_no_more_entries_than_there_are() -> None:
+    """A GPU does not look at lengths: what lies behind a query token's entries are the next one's."""
+    q, kv_caches, indices, names = problem([("fp32", 3, 16, 12)], 2, 4)
+    kwargs = dict(kv_formats=names, softmax_scale=0.05)
+    lengths = torch.tensor([17, 2**31 - 1], dtype=torch.int32)
+    found = run(sparse, "sparse_decode", (q, kv_caches, indices, [None], [lengths]), kwargs)
+    assert all(map(torch.equal, found, run(sparse, "sparse_decode", (q, kv_caches, indices, [None], [None]), kwargs)))
 
 
 @pytest.mark.parametrize("sink", [None, 0.0, torch.inf, -torch.inf])
@@ -156,6 +179,23 @@ def test_half_precision() -> None:
     # keys and weights are rounded to fp16: half an ulp each is 2^-11 of values of size 1
     torch.testing.assert_close(out, expected_out, atol=2e-3, rtol=2e-3)
     torch.testing.assert_close(lse, expected_lse, atol=2e-3, rtol=1e-3)
+
+
+def test_queries_and_indices_that_are_parts_of_larger_tensors() -> None:
+    q, kv_caches, (index,), names = problem([("v32", 3, 16, 12)], 4, 8)
+    wider_q, wider_index = torch.full((4, 10, 580), torch.nan), torch.full((4, 15), 5, dtype=torch.int32)
+    wider_q[:, 1:9, 2:578], wider_index[:, 2:14] = q, index
+    expected = compare(q, kv_caches, [index], names)
+    got = compare(wider_q[:, 1:9, 2:578], kv_caches, [wider_index[:, 2:14]], names)
+    assert all(map(torch.equal, got, expected))
+
+
+def test_splits_of_a_size_have_the_same_bits_in_wider_lists() -> None:
+    q, kv_caches, (index,), names = problem([("fp32", 3, 64, 150)], 1, 1)
+    wider = torch.nn.functional.pad(index, (0, 350), value=-1)
+    narrow = compare(q, kv_caches, [index], names, split_size=128)
+    lengths = torch.full((1,), 150, dtype=torch.int32)
+    assert all(map(torch.equal, narrow, compare(q, kv_caches, [wider], names, None, [lengths], split_size=128)))
 
 
 def test_outputs_of_the_caller_with_strides_that_do_not_merge() -> None:
