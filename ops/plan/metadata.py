@@ -159,8 +159,9 @@ def split_keys(kv_lens: torch.Tensor, split_size: int) -> torch.Tensor:
     So few and short sequences keep more of a GPU busy, while long ones leave as few partial results as before. Nothing
     but a sequence's own length decides, so its bits stay those of any batch.
     """
-    quarter = ((kv_lens + 255) // 256 * 64).clamp(max=split_size)
-    return torch.where((kv_lens > split_size) & (kv_lens <= 4 * split_size), quarter, split_size)
+    quarter = ((kv_lens - 1) // 256 * 64 + 64).clamp(max=split_size)
+    in_four = (kv_lens > split_size) & ((kv_lens - 1) // 4 < split_size)  # no number leaves 32 bits
+    return torch.where(in_four, quarter, split_size)
 
 
 def smallest_words(batch: Size) -> Size:

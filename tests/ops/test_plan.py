@@ -166,6 +166,8 @@ def test_room_for_the_splits_of_any_length(split_size):
     room = torch.tensor([splits_of(length, split_size, may_have_sink=False) for length in lengths.tolist()])
     assert (room >= most).all()
     assert (room == torch.where(lengths > split_size, most.clamp(min=4), 1)).all()
+    lengths = 2**31 - 1 - lengths
+    assert torch.equal(split_keys(lengths, 2**30 + split_size), split_keys(lengths.int(), 2**30 + split_size).long())
 
 
 def test_work_is_shared_when_splits_are_forced():
