@@ -44,10 +44,7 @@ def pytest_collection_finish() -> None:
 def seeded(request: pytest.FixtureRequest) -> int:
     seed = BASE + zlib.crc32(request.node.nodeid.encode())
     print(f"torch.manual_seed({seed}); MLA_SUITE_TEST_SEED={BASE}")
-    if torch.cuda.is_available():
-        torch.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)  # the other spells a stack for each kind of device that there is not
+    torch.manual_seed(seed)
     return seed
 
 

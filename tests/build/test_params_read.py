@@ -28,7 +28,7 @@ def compile_only(request, tmp_path):
         if nvidia is None:
             pytest.skip("no nvcc of CUDA 12 or later")
         to_text = ["-ptx" if word == "-cubin" else word for word in nvidia.to_object(arch)]
-        return [*to_text, "-Xcicc", "--no_code_gen", "-o", f"{tmp_path}/k.ptx"]
+        return [*to_text, "-Xcicc", "-O0", "-o", f"{tmp_path}/k.ptx"]
 
     return command
 
@@ -56,8 +56,7 @@ def test_kernels_read_every_parameter(arch, tmp_path, compile_only):
         if left:
             constants = [f"-D{name}={value}" for name, value in instance.constants.items()]
             command = [*begin, *constants, f"-DMLA_SUITE_KERNEL={instance.symbol}", f"-I{csrc}"]
-            done = subprocess.run([*command, str(csrc / instance.source)], capture_output=True, text=True)
-            assert "error" not in done.stderr, done.stderr  # nvcc exits with 1, as its compiler has made no text
+            done = subprocess.run([*command, str(csrc / instance.source)], capture_output=True, text=True, check=True)
             left -= set(re.findall(r"read: (\w+)", done.stderr))
     assert unread
     assert not {name: left for name, left in unread.items() if left}
