@@ -12,8 +12,8 @@ from mla_suite import kv_formats
 from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.combine import CombineArgs
 from mla_suite.ops.combine.reference import run as combine
-from mla_suite.ops.plan.metadata import OPEN, Plan, split_keys
-from mla_suite.ops.plan.reference import equal_chunk
+from mla_suite.ops.plan.metadata import OPEN, Plan
+from mla_suite.ops.plan.reference import equal_chunk, split_keys
 from mla_suite.ops.plan.window import first_key, origin
 
 BLOCK = 1024  # keys gathered at once: 2.4 MB of fp32 rows, which stay in a core's cache between the two products

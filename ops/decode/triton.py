@@ -122,10 +122,7 @@ def decode_kernel(
             present = kv_len - origin
             if plan is None:
                 split = tile % num_splits
-                chunk = split_keys(split_size, present)
-                if split_size == 0:
-                    kv_blocks = (present + ALIGNMENT - 1) // ALIGNMENT
-                    chunk = tl.maximum((kv_blocks + num_splits - 1) // num_splits, 1) * ALIGNMENT
+                chunk = split_keys(split_size, num_splits, present)
                 first_key = split * chunk
                 # the last split is open, as in a plan: no key is lost when a length outgrows what was promised
                 end_key = tl.where(split == num_splits - 1, present, tl.minimum(first_key + chunk, present))

@@ -142,6 +142,10 @@ def splits_of(max_seqlen_kv: Size, split_size: Size, may_have_sink: bool) -> Siz
     """Splits of a sequence of max_seqlen_kv keys in batch-invariant mode. Without a plan shorter ones have as many,
     some of them empty.
 
+    A sequence of more than split_size keys, and up to four times as many, has four equal ones (`reference.split_keys`):
+    so few and short sequences keep more of a GPU busy, while long ones leave no more partial results. Nothing but its
+    own length decides, so its bits stay those of any batch.
+
     Where there may be an attention sink, two at least: max_seqlen_kv may be that of a batch, and a merge divides by the
     sink otherwise than a kernel whose result is final. Without a sink a single split passes a merge unchanged, and with
     a split_size of OPEN no sequence ever has two.
@@ -150,18 +154,6 @@ def splits_of(max_seqlen_kv: Size, split_size: Size, may_have_sink: bool) -> Siz
     whole = (max_seqlen_kv + split_size - 1) // split_size
     four = torch.sym_min(4 * (whole - 1), 4)  # where there is more than one
     return torch.sym_max(torch.sym_max(whole, four), least)
-
-
-def split_keys(kv_lens: torch.Tensor, split_size: int) -> torch.Tensor:
-    """Keys of each split of sequences of these lengths in batch-invariant mode: split_size, or a quarter of the keys,
-    in whole blocks of 64, if that is less and they do not fit in one split.
-
-    So few and short sequences keep more of a GPU busy, while long ones leave as few partial results as before. Nothing
-    but a sequence's own length decides, so its bits stay those of any batch.
-    """
-    quarter = ((kv_lens - 1) // 256 * 64 + 64).clamp(max=split_size)
-    in_four = (kv_lens > split_size) & ((kv_lens - 1) // 4 < split_size)  # no number leaves 32 bits
-    return torch.where(in_four, quarter, split_size)
 
 
 def smallest_words(batch: Size) -> Size:

@@ -36,7 +36,7 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         splits = torch.full_like(kv_lens, args.num_splits)
         parts = _uniform(kv_lens, equal_chunk(kv_lens, args.num_splits), splits, capacity, costs, args.num_sm_parts)
     elif args.split_size > 0:
-        size = words.split_keys(kv_lens, args.split_size)
+        size = split_keys(kv_lens, args.split_size)
         splits = ((kv_lens + size - 1) // size).clamp(min=1, max=capacity // max(batch, 1))
         parts = _uniform(kv_lens, size, splits, capacity, costs, args.num_sm_parts)
     else:
@@ -48,6 +48,14 @@ def equal_chunk(kv_lens: torch.Tensor, num_splits: int) -> torch.Tensor:
     """Keys per split when each sequence has num_splits equal ones: a multiple of SPLIT_ALIGNMENT, at least one."""
     kv_blocks = (kv_lens + SPLIT_ALIGNMENT - 1) // SPLIT_ALIGNMENT
     return ((kv_blocks + num_splits - 1) // num_splits).clamp(min=1) * SPLIT_ALIGNMENT
+
+
+def split_keys(kv_lens: torch.Tensor, split_size: int) -> torch.Tensor:
+    """Keys per split in batch-invariant mode, int64: split_size, or those of four equal splits if that is less and one
+    does not hold all keys. `metadata.splits_of` says why."""
+    kv_lens = kv_lens.long()
+    in_four = (kv_lens > split_size) & (kv_lens <= 4 * split_size)
+    return torch.where(in_four, equal_chunk(kv_lens, 4).clamp(max=split_size), split_size)
 
 
 def _uniform(

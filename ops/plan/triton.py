@@ -146,11 +146,15 @@ def sequences_kernel(
 
 
 @triton.jit
-def split_keys(split_size, kv_len):
-    """`metadata.split_keys` of one length or of many, in their type. No sum leaves 32 bits."""
+def split_keys(split_size, num_splits, kv_len):
+    """Keys of each split of one length or of many, in their type: num_splits equal ones where split_size is 0, else
+    as `reference.split_keys` has them. No sum leaves 32 bits."""
     size = tl.zeros_like(kv_len) + split_size
+    number = tl.where(split_size == 0, num_splits, 4)
+    kv_blocks = (kv_len - 1) // SPLIT_ALIGNMENT + 1
+    equal = tl.maximum((kv_blocks + number - 1) // number, 1) * SPLIT_ALIGNMENT
     in_four = (kv_len > size) & ((kv_len - 1) // 4 < size)
-    return tl.where(in_four, tl.minimum(size, (kv_len - 1) // 256 * 64 + 64), size)
+    return tl.where(split_size == 0, equal, tl.where(in_four, tl.minimum(size, equal), size))
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -167,7 +171,7 @@ def count_kernel(
         kv_len = present_keys(seq_lens, cu_seqlens_q, q_len, window_left, b, b < batch)
         own = tl.zeros_like(kv_len) + splits
         if num_splits == 0:
-            size = split_keys(split_size, kv_len)
+            size = split_keys(split_size, num_splits, kv_len)
             own = tl.minimum(tl.maximum((kv_len + size - 1) // size, 1), splits)
         own = tl.where(b < batch, own, 0)
         partial = tl.where(own > 1, own, 0)
@@ -193,10 +197,7 @@ def uniform_kernel(
         split = tile - tl.load(begin + b, mask=used, other=0)
         splits = tl.load(begin + b + 1, mask=used, other=0) - tl.load(begin + b, mask=used, other=0)
         kv_len = present_keys(seq_lens, cu_seqlens_q, q_len, window_left, b, used)
-        chunk = split_keys(split_size, kv_len)
-        if split_size == 0:
-            kv_blocks = (kv_len + SPLIT_ALIGNMENT - 1) // SPLIT_ALIGNMENT
-            chunk = tl.maximum((kv_blocks + num_splits - 1) // num_splits, 1) * SPLIT_ALIGNMENT
+        chunk = split_keys(split_size, num_splits, kv_len)
         start = tl.minimum(split * chunk, OPEN)
         end = tl.where(split == splits - 1, OPEN, tl.minimum(start + chunk, OPEN))
         row = tl.where(splits > 1, tl.load(split_indptr + b, mask=used, other=0) + split, -1)

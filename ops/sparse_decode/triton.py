@@ -21,13 +21,11 @@ from mla_suite.launch.launcher import compute_units
 from mla_suite.launch.scratch import partials
 from mla_suite.ops.combine.triton import finish, lse_numbers, lse_offset
 from mla_suite.ops.decode.triton_blocks import Tile, natural_lse, softmax_step
-from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT
 from mla_suite.ops.plan.triton import split_keys
 from mla_suite.ops.sparse_decode import splits_by_size
 from mla_suite.ops.sparse_decode.triton_rows import ENCODINGS, record, row_columns
 
 DOT_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-ALIGNMENT = tl.constexpr(SPLIT_ALIGNMENT)  # keys; equal splits of a selection fall on its multiples
 # Before 3.6 Triton's compiler takes constants within a tuple argument for None, once a loop uses them.
 COMPILES = triton.knobs.runtime.interpret or tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 
@@ -92,10 +90,7 @@ def sparse_decode_kernel(
     selected = tl.zeros([], tl.int64)
     for i in tl.static_range(POOLS):
         selected += count_of(pools[i], token)
-    chunk = split_keys(split_size, selected)
-    if split_size == 0:
-        kv_blocks = (selected + ALIGNMENT - 1) // ALIGNMENT
-        chunk = tl.maximum((kv_blocks + num_splits - 1) // num_splits, 1) * ALIGNMENT
+    chunk = split_keys(split_size, num_splits, selected)
     first = split * chunk
     end = tl.where(split == num_splits - 1, selected, tl.minimum(first + chunk, selected))
 

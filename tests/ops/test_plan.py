@@ -23,9 +23,9 @@ from mla_suite.ops.plan.metadata import (
     layout_for,
     most_work_tiles,
     smallest_words,
-    split_keys,
     splits_of,
 )
+from mla_suite.ops.plan.reference import split_keys
 from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT, TILE_COST, scheduler_costs, tile_cost
 
 few = settings(max_examples=60, deadline=None, derandomize=True)
