@@ -31,19 +31,29 @@ def objects(tmp_path_factory):
 
 
 @pytest.fixture
-def scale(objects, monkeypatch):
-    """scale(x, factor, out) through launch.run; nothing is loaded yet."""
+def prepared(objects, monkeypatch):
+    """prepared(x, factor, out): the launch that launch.run makes for such calls; nothing is loaded yet."""
     monkeypatch.setattr(manifest, "_found", lambda: objects)
     monkeypatch.setattr(launcher, "_drivers", {})
     monkeypatch.setattr(launcher, "_prepared", {})
     csrc = objects.find(*next(iter(objects.kernels))).csrc
     monkeypatch.setattr(running, "load", lambda name: params.load(name, csrc))
 
-    def run(x, factor, out, **changes):
+    def prepare(x, factor, out, **changes):
         shape = {"grid": (40, 1, 1), "block": 64, "dynamic_lds": 0, "overlap": False, **changes}
         numbers, pointers = dict(scale=factor, count=x.numel(), stride=64 * 40), {"in": Input(0), "out": Output(0)}
         spec = LaunchSpec(NAME, *shape.values(), "scale", numbers, pointers)
-        running.prepare("scale", CallSpec((spec,)), (out,), (x,))((out,), (x,))
+        return running.prepare("scale", CallSpec((spec,)), (out,), (x,))
+
+    return prepare
+
+
+@pytest.fixture
+def scale(prepared):
+    """scale(x, factor, out) through launch.run."""
+
+    def run(x, factor, out, **changes):
+        prepared(x, factor, out, **changes)((out,), (x,))
         return out
 
     return run
@@ -161,17 +171,14 @@ def per_call(function, calls=200, rounds=30):
 
 
 @torch.inference_mode()
-def test_host_time_of_a_launch(scale, objects, record_property):
+def test_host_time_of_a_launch(prepared, record_property):
+    """A prepared launch, as a warm call runs it: addresses are read, parameters packed, the kernel launched."""
     x, y = torch.randn(64, device="cuda"), torch.randn(64, device="cuda")
     out = torch.empty_like(x)
-    scale(x, 1.0, out)
-    pack = params.load("scale", objects.find(*next(iter(objects.kernels))).csrc).pack
-
-    driver, kernel = launcher.find("scale", NAME, x)
-    start = driver.bind(kernel, (1, 1, 1), 64, 0)
+    run = prepared(x, 1.0, out, grid=(1, 1, 1))
 
     def launch_once():
-        start(pack(**{"in": x.data_ptr()}, out=out.data_ptr(), scale=1.0, count=64, stride=64), ())
+        run((out,), (x,))
 
     def multiply():
         torch.mul(x, y)
