@@ -213,9 +213,12 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def plot(rows: Sequence[dict[str, Any]], device: str, path: Path) -> None:
     """A bar per row of the dense grid: the share of the peer's time, with a plan and without."""
-    import matplotlib
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise SystemExit(f"bench_flashmla: --plot draws by matplotlib ({error}); pip install matplotlib") from error
 
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
@@ -231,7 +234,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xticks(list(places), [row["name"] for row in own], rotation=90, fontsize=6)
     axes.set_ylabel("time / FlashMLA's time")
-    axes.set_title("decode on an H200, dense bf16 caches: below 1 is faster than FlashMLA", fontsize=10)
+    axes.set_title(f"decode on an {device}, dense bf16 caches: below 1 is faster than FlashMLA", fontsize=10)
     axes.legend(frameon=False)
     axes.margins(x=0.01)
     figure.tight_layout()
@@ -264,9 +267,10 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, metavar="SVG", help="with --report: draw the dense grid, by matplotlib")
     options = parser.parse_args()
     if options.report:
-        rows = json.loads(options.report.read_text())["rows"]
+        run_saved = json.loads(options.report.read_text())
+        rows = run_saved["rows"]
         if options.plot:
-            plot(rows, options.plot)
+            plot(rows, run_saved["environment"]["device"], options.plot)
     elif not torch.cuda.is_available():
         raise SystemExit("bench_flashmla: needs an H100 or H200; --report reads a saved run anywhere")
     else:
