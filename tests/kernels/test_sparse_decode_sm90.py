@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from backend_calls import BackendCalls
@@ -14,6 +16,7 @@ import mla_suite
 from mla_suite import archs
 from mla_suite.archs.sm_90 import sparse_decode as sm_90
 from mla_suite.archs.sm_90.sparse_decode import (
+    CLUSTERED,
     FEW_HEADS,
     FEW_ROWS,
     FEW_WARPS,
@@ -36,7 +39,7 @@ from mla_suite.ops.sparse_decode import SPARSE_DECODE
 NATIVE = BackendCalls(SPARSE_DECODE, "native")
 
 H200 = archs.get("sm_90")
-TALL = [Sm90SparseConfig(H200, record, cluster) for record in WIDTHS for cluster in (1, 2)[: 1 + (record in SLOTS)]]
+TALL = [Sm90SparseConfig(H200, record, mode) for mode, records in CLUSTERED.items() for record in records]
 SWAPPED = [Sm90SparseConfig(H200, record, q_rows=rows) for record in TOKEN_BYTES for rows in SWAP_AB]
 FEW = [Sm90SparseConfig(H200, record, q_rows=FEW_ROWS, few_heads=True) for record in FEW_HEADS]
 CONFIGS = TALL + SWAPPED + FEW
@@ -54,13 +57,20 @@ def test_every_record_is_declared():
     [
         ({"arch": archs.get("gfx942")}, "gfx942 is not sm_90"),
         ({"record": "fp8"}, "records are dsv4, v32"),
-        ({"cluster": 4}, "4 blocks share no keys; 2 do, of dsv4, v32"),
-        ({"record": "bf16x512", "cluster": 2}, "2 blocks share no keys; 2 do, of dsv4, v32"),
+        (
+            {"cluster_mode": "exchange_p"},
+            "its cluster_mode is exchange_p; there are none of dsv4, v32, .*; share_kv of",
+        ),
+        ({"record": "bf16x512", "cluster_mode": "share_kv"}, "its cluster_mode is share_kv; there are none of dsv4"),
+        ({"record": "fp8x512", "cluster_mode": "reduce_o"}, "its cluster_mode is reduce_o; .*; reduce_o of dsv4, v32"),
         ({"q_rows": 48}, "blocks have at most 16, 32, 64 query rows, not 48"),
         ({"q_rows": 16}, "blocks of 16 query rows take v32 records, alone"),
         ({"few_heads": True}, "a kernel for few heads has 16 rows of dsv4, v32"),
         ({"record": "fp8x512", "few_heads": True, "q_rows": 16}, "a kernel for few heads has 16 rows of dsv4, v32"),
-        ({"record": "v32", "cluster": 2, "q_rows": 32}, "blocks of 32 query rows take v32 records, alone"),
+        (
+            {"record": "v32", "cluster_mode": "share_kv", "q_rows": 32},
+            "blocks of 32 query rows take v32 records, alone",
+        ),
     ],
 )
 def test_an_illegal_config_says_why(changed, sentence):
@@ -92,7 +102,7 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
         ]
     for config in TALL:
         record, width = config.record, WIDTHS[config.record]
-        cluster = {1: "ClusterNone", 2: "ClusterShareKv"}[config.cluster]
+        cluster = f"cluster_mode::{config.cluster_mode}"
         traits = f"SparseDecodeTraits<SparseDecodeProblem<{record}>, SparseDecodePolicy<{record}, {cluster}>>"
         lines += [
             f'static_assert({traits}::SHARED_BYTES == {config.lds}, "shared memory of {config.instance}");',
@@ -100,7 +110,7 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
             f'static_assert(BLOCK_M == {config.rows} && THREADS == {config.threads}, "block");',
         ]
     headers = [f"sparse_decode/{kernel}/shared_storage.hpp" for kernel in ("swap_ab", "few_heads")]
-    assert_compiles(tmp_path, ["sparse_decode/traits.hpp", *headers], lines)
+    assert_compiles(tmp_path, ["sparse_decode/traits.hpp", "decode/cluster/modes.hpp", *headers], lines)
 
 
 def test_what_was_built():
@@ -132,8 +142,8 @@ def test_which_kernel(monkeypatch, pools, record, heads):
     if heads == 1 and record in FEW_HEADS:
         assert answer.config.instance == f"few_heads_sparse_decode_kvformat-{record}"
         return
-    cluster = 2 if heads == 100 and record in SLOTS else 1
-    assert answer.config.instance == f"sparse_decode_kvformat-{record}_cluster-{cluster}"
+    mode = "share_kv" if heads == 100 and record in SLOTS else "none"
+    assert answer.config.instance == f"sparse_decode_kvformat-{record}_clustermode-{mode}"
 
 
 @pytest.mark.parametrize(
@@ -148,6 +158,12 @@ def test_what_it_cannot_take_is_refused_in_a_sentence(monkeypatch, options, sent
     answer = answer_of(monkeypatch, POOLS["v32"], **options)
     assert isinstance(answer, Unsupported)
     assert sentence in answer.reason
+
+
+def best_splits(arch, record, tokens, heads, keys):
+    """What the cost model chooses now, whatever it did before."""
+    config = Sm90SparseConfig(arch, record, "share_kv" if heads == 128 else "none")
+    return sm_90.best_splits.__wrapped__(config, tokens, heads, keys)
 
 
 @pytest.mark.parametrize(
@@ -168,9 +184,10 @@ def test_what_it_cannot_take_is_refused_in_a_sentence(monkeypatch, options, sent
         ("dsv4", 1, 64, 640, 20),
     ],
 )
-def test_split_counts_are_the_best_that_were_measured(record, tokens, heads, keys, splits):
+def test_split_counts_are_the_best_that_were_measured(monkeypatch, record, tokens, heads, keys, splits):
     """Among half as many, as many and twice as many on an H200 (csrc/sm_90/sparse_decode/PERF.md)."""
-    assert sm_90.best_splits(Sm90SparseConfig(H200, record, 2 if heads == 128 else 1), tokens, heads, keys) == splits
+    monkeypatch.setattr(sm_90, "REDUCED", ())
+    assert best_splits(H200, record, tokens, heads, keys) == splits
 
 
 @pytest.mark.parametrize(
@@ -184,10 +201,35 @@ def test_split_counts_are_the_best_that_were_measured(record, tokens, heads, key
         ("v32", 1, 64, 2048, 32),
     ],
 )
-def test_split_counts_are_the_best_that_an_h100_measured(record, tokens, heads, keys, splits):
+def test_split_counts_are_the_best_that_an_h100_measured(monkeypatch, record, tokens, heads, keys, splits):
     """Among 8 to 16 counts (S32 in csrc/sm_90/sparse_decode/PERF.md)."""
+    monkeypatch.setattr(sm_90, "REDUCED", ())
     h100 = H200.on_device(132, memory_bytes_per_s=3_100_000_000_000)
-    assert sm_90.best_splits(Sm90SparseConfig(h100, record, 2 if heads == 128 else 1), tokens, heads, keys) == splits
+    assert best_splits(h100, record, tokens, heads, keys) == splits
+
+
+@pytest.mark.parametrize(
+    ("record", "tokens", "heads", "keys", "splits", "mode"),
+    [
+        ("dsv4", 4, 64, 640, 10, "none"),
+        ("dsv4", 32, 64, 640, 2, "reduce_o"),
+        ("v41", 64, 64, 640, 2, "reduce_o"),
+        ("dsv4", 66, 64, 640, 2, "reduce_o"),
+        ("dsv4", 67, 64, 640, 1, "none"),  # more clusters than there is room for
+        ("v32", 16, 64, 2048, 8, "reduce_o"),
+        ("v32", 32, 64, 2048, 4, "reduce_o"),
+        ("dsv4", 24, 128, 1152, 2, "share_and_reduce"),
+        ("v32", 29, 128, 2048, 2, "share_and_reduce"),
+        ("v32", 30, 128, 2048, 2, "reduce_o"),  # there may be room for no more than 29 clusters of four
+        ("dsv4", 34, 128, 1152, 1, "share_kv"),
+        ("fp8x576", 24, 128, 2048, 2, "share_kv"),
+    ],
+)
+def test_clusters_reduce_where_that_was_faster(record, tokens, heads, keys, splits, mode):
+    """On an H200 (S36 in csrc/sm_90/sparse_decode/PERF.md)."""
+    assert best_splits(H200, record, tokens, heads, keys) == splits
+    config = Sm90SparseConfig(H200, record, "share_kv" if heads == 128 else "none")
+    assert sm_90.fastest(config, tokens, heads, keys, splits).cluster_mode == mode
 
 
 @pytest.mark.parametrize(
@@ -204,6 +246,8 @@ def test_split_counts_of_few_heads_are_whole_stages(record, tokens, keys, splits
 def test_split_counts():
     """One where the batch fills the device; many for one token; never more than there are stages."""
     for config in CONFIGS:
+        if config.reduces:
+            continue  # takes the place of one without clusters, when splits are known
         assert sm_90.best_splits(config, 128, 128, 2048) == 1
         assert sm_90.best_splits(config, 1, 128, 2048) > 10
         assert sm_90.best_splits(config, 1, 16, 40) <= 2
@@ -300,8 +344,11 @@ def test_a_launch(monkeypatch, pools, mode):
     struct = params.load("sparse_decode_tma")
     (instance, grid, threads, shared, overlap, packed, named), *merges = seen
     read = struct.unpack(packed)
+    reduces = mode == "ragged" and pools != "four pools"
+    config = replace(config, cluster_mode="share_and_reduce") if reduces else config
     assert (instance, threads, shared, overlap) == (config.instance, 512, config.lds, True)
     assert grid == (2, read["grid_stride"], 1)
+    assert not reduces or read["grid_stride"] == 6 * read["num_splits"]
     assert grid[0] * grid[1] <= H200.compute_units
     assert [read[f"q_map_{word}"] for word in range(16)] == list(range(16))
     assert (read["tokens"], read["heads"], read["pools"]) == (6, 100, len(shape))

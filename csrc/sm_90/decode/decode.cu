@@ -1,11 +1,7 @@
 // Decode on sm_90: the entry. DTYPE (of the queries), D_QK, KV_SOURCE and CLUSTER_MODE are the instance's constants
 // (arch.toml), ROTATE where rope parts are cached un-rotated, SCALE_Q where bf16 queries are multiplied as fp16, and D_V
 // of latents that are not 512. sm_90/README.md describes the roles.
-#include "sm_90/decode/cluster/exchange_p.hpp"
-#include "sm_90/decode/cluster/none.hpp"
-#include "sm_90/decode/cluster/reduce_last.hpp"
-#include "sm_90/decode/cluster/reduce_o.hpp"
-#include "sm_90/decode/cluster/share_kv.hpp"
+#include "sm_90/decode/cluster/modes.hpp"
 #include "sm_90/decode/kernel.hpp"
 #include "sm_90/decode/producer_cp_async.hpp"
 #include "sm_90/decode/producer_fp8.hpp"
@@ -26,15 +22,6 @@
 #endif
 
 namespace mla::sm_90 {
-
-// CLUSTER_MODE's types by its values in arch.toml.
-namespace cluster_mode {
-using none = ClusterNone;
-using reduce_o = ClusterReduceO;
-using reduce_last = ClusterReduceLast;
-using exchange_p = ClusterExchangeP;
-using share_kv = ClusterShareKv;
-}  // namespace cluster_mode
 
 template <KvLoad, class Cluster, bool ROTATES, class Traits, class Scheduler>
 struct ProducerOf {  // the cluster modes that no combine streams beside
@@ -74,15 +61,6 @@ using Traits = DecodeTraits<DecodeProblem<DTYPE, D_QK, ROTATE, D_V>, Policy>;
 using Kernel = DecodeKernel<Traits, TileSchedulerOf<Traits::Cluster::MERGES_LAST, Traits::FOLDS>, Producer>;
 
 }  // namespace mla::sm_90
-
-// The grid attribute by CLUSTER_MODE: a cluster is two splits, or SM parts, of one row tile, or two row tiles.
-#define MLA_CLUSTER_none
-#define MLA_CLUSTER_reduce_o __cluster_dims__(1, 2)
-#define MLA_CLUSTER_reduce_last __cluster_dims__(1, 2)
-#define MLA_CLUSTER_exchange_p __cluster_dims__(1, 2)
-#define MLA_CLUSTER_share_kv __cluster_dims__(2, 1)
-#define MLA_JOINED(a, b) a##b
-#define MLA_CLUSTER_OF(mode) MLA_JOINED(MLA_CLUSTER_, mode)
 
 extern "C" __global__ void MLA_CLUSTER_OF(CLUSTER_MODE) __launch_bounds__(mla::sm_90::THREADS, 1)
     MLA_SUITE_KERNEL(const __grid_constant__ mla::sm_90::Kernel::Launch launch) {

@@ -216,6 +216,14 @@ class PvMma {
     kv_.next(of_peer() ? Traits::PEER_STAGES : Traits::STAGES);
   }
 
+  // Waits until all stages are empty, of which the readers of a peer that shares keys tell, too.
+  MLA_DEVICE void wait_for_readers() const {
+    auto kv = kv_;
+#pragma unroll 1
+    for (int stage = 0; stage < Traits::STAGES; ++stage, kv.next())
+      mbarrier_wait(barriers_.kv_empty(kv.stage), kv.parity ^ 1);
+  }
+
   // The rows of the tile that the P stage names; called while the last product is computed.
   MLA_DEVICE OutputTarget find_rows() const {
     wait_for_fill();

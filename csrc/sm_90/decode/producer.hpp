@@ -130,9 +130,11 @@ class ProducerBase {
     const uint32_t full = barriers_.kv_full(kv.stage);
     const uint32_t to = shared_ + kv.stage * Traits::STAGE_BYTES;
     mbarrier_expect_tx(full, Traits::Q_BOXES * Traits::q_box_bytes(params_));
-    if constexpr (!Cluster::MERGES_SPLITS)
+    // Both CTAs of two splits have the same queries, and each loads half for both; but where keys are selected, a CTA
+    // without keys has ended before it would.
+    if constexpr (!Cluster::MERGES_SPLITS || Traits::SELECTED)
       tma_load(to, params_.q_map, 0, row, half * Traits::Q_BOXES, full);
-    else if (half == static_cast<int>(cluster_rank()))  // both CTAs have the same queries: each loads half for both
+    else if (half == static_cast<int>(cluster_rank()))
       tma_load_multicast(to, params_.q_map, 0, row, half * Traits::Q_BOXES, full);
   }
 

@@ -1,6 +1,7 @@
 // The shape of a decode block on sm_90: the problem, the policy, and the sizes that follow from both.
 #pragma once
 
+#include "common/division.hpp"
 #include "common/params/decode_tma.hpp"
 #include "sm_90/decode/pipeline.hpp"
 #include "sm_90/ptx/memory.hpp"
@@ -55,6 +56,10 @@ struct DecodeProblem {
   static_assert(!ROTATES || HEAD_DIM_QK == 576, "only a row of 576 values has a rope part of its own");
 
   MLA_DEVICE static int rows(const Params& params) { return params.rows; }
+  // The sequence of an even split, of which each sequence has num_splits.
+  MLA_DEVICE static int sequence_of_split(const Params& params, int split) {
+    return divided(split, params.splits_reciprocal, params.splits_shift);
+  }
   // Whether combine runs beside this kernel and reads the block's one partial word by word (combine/sentinel.hpp).
   MLA_DEVICE static bool combine_streams(const Params& params) { return params.streaming != 0; }
 };

@@ -1,4 +1,4 @@
-// Distributed shared memory of a cluster of two CTAs: what one does in the other's shared memory.
+// Distributed shared memory of a cluster: what a CTA does in the shared memory of one other, its peer.
 //
 // Waiting on an mbarrier for the peer, and arriving on one of the peer's, have the scope of the CTA, not of the
 // cluster. For cluster scope the compiler adds a fence of global memory and invalidates L1 at every turn of the ring.
@@ -10,17 +10,20 @@
 
 namespace mla::sm_90 {
 
-// This CTA's number in its cluster, 0 or 1.
+// This CTA's number in its cluster: 0 or 1, or of four CTAs, whose numbers count along the grid's first dimension first, up
+// to 3.
 MLA_DEVICE uint32_t cluster_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
 
-// The cluster address of the peer's copy of a shared-memory address.
+// The cluster address of the peer's copy of a shared-memory address. Two CTAs that are APART have numbers which differ by as
+// many: 1 in a cluster of two, and along the first dimension of one of four, in whose second dimension it is 2.
+template <int APART = 1>
 MLA_DEVICE uint32_t map_to_peer(uint32_t address) {
   uint32_t there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(cluster_rank() ^ 1));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(cluster_rank() ^ APART));
   return there;
 }
 
@@ -48,7 +51,7 @@ MLA_DEVICE void peer_store_async(uint32_t to, uint32_t value, uint32_t barrier) 
                : "memory");
 }
 
-// All threads of both CTAs meet. The form is not `.aligned`, because nothing guarantees that a warp is converged.
+// All threads of all CTAs meet. The form is not `.aligned`, because nothing guarantees that a warp is converged.
 MLA_DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }

@@ -39,7 +39,7 @@ class ProducerDequant : ProducerBase<Traits> {
       : Base(params, shared),
         lane_(read_thread_id() % 32),
         warp_(warp_uniform(read_thread_id() / 32)),
-        cluster_warp_((PAIRED ? cluster_rank() * Traits::PRODUCER_WARPS : 0) + warp_),
+        cluster_warp_((PAIRED ? Traits::Cluster::sharing_rank() * Traits::PRODUCER_WARPS : 0) + warp_),
         raw_(shared + Traits::RAW + warp_ * Traits::RAW_BYTES),
         to_peer_(PAIRED ? warp_uniform(map_to_peer(shared) - shared) : 0) {}
 

@@ -4,7 +4,6 @@
 #include "common/params/sparse_decode_tma.hpp"
 #include "common/selection.hpp"
 #include "sm_90/decode/cluster/none.hpp"
-#include "sm_90/decode/cluster/share_kv.hpp"
 #include "sm_90/sparse_decode/kv_format.hpp"
 
 namespace mla::sm_90 {
@@ -22,6 +21,7 @@ struct SparseDecodeProblem {
   static constexpr bool ROTATES = false;
 
   MLA_DEVICE static int rows(const Params& params) { return params.heads; }
+  MLA_DEVICE static int sequence_of_split(const Params& params, int split) { return split / params.num_splits; }
   MLA_DEVICE static bool combine_streams(const Params&) { return false; }
 };
 
@@ -65,7 +65,7 @@ struct SparseDecodeTraits : DecodeTraits<Problem, Policy> {
   static constexpr int RAW_STAGE_BYTES = TAILS + 4 * KvFormat::TAIL;  // of four keys
   static constexpr int RAW_BYTES = RAW_STAGES * RAW_STAGE_BYTES;      // of a warp
 
-  // Shared memory behind the decode block's, which has nothing for its cluster:
+  // Shared memory behind the decode block's:
   // uint32[STAGES][CTAs][warps]: the keys of the stage that are present, as bits in the word of the warp that brings
   // them.
   static constexpr int PRESENT = (SharedStorage<Base>::BYTES + 15) / 16 * 16;

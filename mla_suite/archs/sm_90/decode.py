@@ -30,6 +30,7 @@ from mla_suite.archs.sm_90.tile import (
     BLOCK_N,
     OUT_BYTES,
     P_BYTES,
+    REDUCE_BYTES,
     REGISTER_STEPS,
     block_bytes,
     fp8_scores_bytes,
@@ -44,7 +45,6 @@ from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.decode import DecodeArgs, Problem
 
 MAX_M = 2**25 - 1  # query rows of a sequence: 32 bits count its partial results in 16 bytes
-REDUCE_BYTES = 5 * 4 * BLOCK_M + 8 * (4 + 4 * 4)  # cluster_mode reduce_o: the statistics of both splits, and barriers
 SENTINEL_BYTES = 16 + 4096  # streaming combine: one mbarrier and the pattern that the sentinels are filled from
 EXCHANGE_STAGES = FOLDING_STAGES = 4
 NODE_SUM_BYTES = 14 * 256 * 16  # variant folding: a part of the sum of a node's splits

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from math import inf
 
 import torch
 
@@ -17,6 +18,7 @@ from mla_suite.archs.sm_90.tile import (
     BLOCK_M,
     BLOCK_N,
     OUT_BYTES,
+    REDUCE_BYTES,
     REGISTER_STEPS,
     block_bytes,
     few_heads_bytes,
@@ -67,6 +69,12 @@ SLOTS = {"dsv4": (4, 2368), "v32": (4, 2624), "v32nope": (4, 2112), "v41": (4, 2
 """Record that is dequantised before it is multiplied -> slots of four tokens that a warp has, and bytes of one."""
 SCALES_APART = ("dsv4", "v41", "v41any")
 STAGES = {record: 4 if record in SLOTS else 5 for record in WIDTHS} | {"bf16x160": 14}
+REDUCED = ("dsv4", "v32", "v32nope", "v41", "v41any")
+CLUSTERED = {"none": tuple(WIDTHS), "share_kv": tuple(SLOTS), "reduce_o": REDUCED, "share_and_reduce": REDUCED}
+"""What the blocks of a cluster share -> the records that there are kernels of."""
+GPCS = 8  # parts of a chip whose SMs may be in one cluster, of every chip of this arch at most
+REDUCING = {"none": ("reduce_o",), "share_kv": ("share_and_reduce", "reduce_o")}
+"""Cluster mode -> those that may take its place and add the results of two splits."""
 LOADER_WARPS = 4
 MAX_LOGITS_BYTES = 1024  # of shared memory, where gathered rows may return them
 SWAP_AB = {16: (3, 14), 32: (2, 12)}
@@ -92,8 +100,8 @@ FEW_KEYS = 64  # of its stages
 
 # Time of a launch, in microseconds; only differences between split counts matter. Of 42 shapes on an H100, each at 8 to
 # 16 counts, the choices take 0.5 % longer than the best on average, 3.7 % at most (csrc/sm_90/sparse_decode/PERF.md).
-STAGE_US = {1: 1.0, 2: 0.9}
-"""CTAs that load keys together -> 32 keys on one SM."""
+STAGE_US = {"none": 1.0, "share_kv": 0.9, "reduce_o": 1.0, "share_and_reduce": 0.9}
+"""What the CTAs of a cluster share -> 32 keys on one SM."""
 FEW_STAGE_US = 1.8  # 64 keys on one SM, of the kernel for few heads
 NARROW_STAGE_US = 0.46  # 32 keys of 128 + 32 values, on the same H100
 TILE_US = (
@@ -101,6 +109,8 @@ TILE_US = (
 )
 PARTIAL_SHARE = 0.58  # of the memory's rate, at which partials are written and read
 LATE_US = 1.0  # more where some CTAs of combine find no SM before all splits are done
+REDUCED_LATE_US = 1.4  # the same behind clusters that reduce O
+REDUCE_US = 1.8  # more for their partials; their results take as long as those of tokens that are not split
 
 
 @dataclass(frozen=True)
@@ -108,7 +118,9 @@ class Sm90SparseConfig:
     """One instance of csrc/sm_90/sparse_decode. Construction raises ValueError, in a sentence, if it is illegal.
 
     record   how a selected token is stored: a name of WIDTHS; v32 reads v32_pow2 too, v41any pools of V4.1's both sizes
-    cluster  blocks that bring keys together, each a part of every stage for all: 1, or 2 of records to dequantise
+    cluster_mode  what the blocks of a cluster share (csrc/sm_90/decode/cluster): 'share_kv', where two row tiles bring
+             half of every stage each for both, of records to dequantise; 'reduce_o', where two blocks have a split of
+             the token's keys each, of REDUCED; 'share_and_reduce', both at once; or 'none'
     q_rows   query rows (heads of one token) that a block holds at most; fewer than 64 are a key of SWAP_AB, where keys
              are the first operand (csrc/sm_90/sparse_decode/swap_ab)
     few_heads  keys are the first operand and dequantised once (csrc/sm_90/sparse_decode/few_heads); at most 16 rows
@@ -116,7 +128,7 @@ class Sm90SparseConfig:
 
     arch: ArchSpec = field(repr=False)
     record: str
-    cluster: int = 1
+    cluster_mode: str = "none"
     q_rows: int = BLOCK_M
     few_heads: bool = False
 
@@ -125,13 +137,15 @@ class Sm90SparseConfig:
             self._raise(f"{self.arch.name} is not sm_90")
         if self.record not in WIDTHS:
             self._raise(f"records are {', '.join(WIDTHS)}")
-        if self.cluster != 1 and (self.cluster != 2 or self.record not in SLOTS):
-            self._raise(f"{self.cluster} blocks share no keys; 2 do, of {', '.join(SLOTS)}")
+        if self.record not in CLUSTERED.get(self.cluster_mode, ()):
+            possible = "; ".join(f"{mode} of {', '.join(records)}" for mode, records in CLUSTERED.items())
+            self._raise(f"its cluster_mode is {self.cluster_mode}; there are {possible}")
+        clustered = self.cluster_mode != "none"
         if self.q_rows not in (BLOCK_M, *SWAP_AB):
             self._raise(f"blocks have at most {', '.join(map(str, (*SWAP_AB, BLOCK_M)))} query rows, not {self.q_rows}")
-        if self.few_heads and (self.record not in FEW_HEADS or self.cluster != 1 or self.q_rows != FEW_ROWS):
+        if self.few_heads and (self.record not in FEW_HEADS or clustered or self.q_rows != FEW_ROWS):
             self._raise(f"a kernel for few heads has {FEW_ROWS} rows of {', '.join(FEW_HEADS)} records, alone")
-        if self.swaps and (self.record not in TOKEN_BYTES or self.cluster != 1):
+        if self.swaps and (self.record not in TOKEN_BYTES or clustered):
             self._raise(f"blocks of {self.q_rows} query rows take {', '.join(TOKEN_BYTES)} records, alone")
         if self.lds > self.arch.lds_bytes:
             self._raise(f"it needs {self.lds} bytes of shared memory of {self.arch.lds_bytes}")
@@ -143,6 +157,25 @@ class Sm90SparseConfig:
     def swaps(self) -> bool:
         """Whether keys are the first operand."""
         return self.q_rows != BLOCK_M and not self.few_heads
+
+    @property
+    def reduces(self) -> bool:
+        """Whether clusters reduce O, the results of two splits."""
+        return self.cluster_mode in ("reduce_o", "share_and_reduce")
+
+    @cached_property
+    def reducing(self) -> tuple[Sm90SparseConfig, ...]:
+        """The instances for the same calls whose clusters reduce O."""
+        if self.record not in REDUCED or self.q_rows != BLOCK_M:
+            return ()
+        return tuple([replace(self, cluster_mode=mode) for mode in REDUCING.get(self.cluster_mode, ())])
+
+    @property
+    def clustered_blocks(self) -> int:
+        """Blocks that can run at once in clusters that reduce O. A cluster of four takes two TPCs of one GPC, of two
+        SMs each, and every GPC may have one TPC left over."""
+        sms = self.arch.compute_units
+        return sms // 2 * 2 if self.cluster_mode == "reduce_o" else (sms // 2 - GPCS) // 2 * 4
 
     @property
     def threads(self) -> int:
@@ -163,10 +196,12 @@ class Sm90SparseConfig:
         notes = 528 + (128 if self.record in SCALES_APART else 0)  # a warp's lists and the addresses of its tokens
         if self.few_heads:
             return few_heads_bytes(width, slot_bytes, FEW_HEADS[self.record], notes, FEW_WARPS)
-        present = 16 * self.cluster * stages  # bits of the keys that are there
+        loading = 2 if self.cluster_mode.startswith("share") else 1  # blocks that bring keys
+        present = 16 * loading * stages  # bits of the keys that are there
         selected = present + LOADER_WARPS * (notes + slots * slot_bytes)
         selected += MAX_LOGITS_BYTES if self.returns_max_logits else 0
         block = block_bytes(width, stages, REGISTER_STEPS["selected" if self.record in SLOTS else "gathered"])
+        block += REDUCE_BYTES if self.reduces else 0
         if self.record in VALUES:
             block = -(-block // 128) * 128 + OUT_BYTES
         return -(-block // 16) * 16 + selected
@@ -188,7 +223,7 @@ class Sm90SparseConfig:
             return f"few_heads_sparse_decode_kvformat-{self.record}"
         if self.swaps:
             return f"swap_ab_sparse_decode_kvformat-{self.record}_qrows-{self.q_rows}"
-        return f"sparse_decode_kvformat-{self.record}_cluster-{self.cluster}"
+        return f"sparse_decode_kvformat-{self.record}_clustermode-{self.cluster_mode}"
 
     def tiles(self, heads: int) -> int:
         """Blocks that share the keys of one query token."""
@@ -211,32 +246,60 @@ def config_for(problem: Problem, arch: ArchSpec) -> Sm90SparseConfig:
     if problem.heads <= FEW_ROWS and record in FEW_HEADS:
         return Sm90SparseConfig(arch, record, q_rows=FEW_ROWS, few_heads=True)
     in_pairs = record in SLOTS and -(-problem.heads // BLOCK_M) % 2 == 0
-    return Sm90SparseConfig(arch, record, 2 if in_pairs else 1)
+    return Sm90SparseConfig(arch, record, "share_kv" if in_pairs else "none")
 
 
 @lru_cache(maxsize=4096)
 def best_splits(config: Sm90SparseConfig, tokens: int, heads: int, keys: int) -> int:
     """Splits per query token of about `keys` keys: the count that should take the least time."""
+    stages = max(1, -(-keys // BLOCK_N))
+    configs = config, *config.reducing
+
+    def microseconds(splits: int) -> float:
+        return min([_microseconds(each, tokens, heads, keys, splits) for each in configs])
+
+    tried = splits_worth_trying(max_splits(config.arch, tokens * config.tiles(heads), stages), stages)
+    return min(tried.tolist(), key=microseconds)
+
+
+def _microseconds(config: Sm90SparseConfig, tokens: int, heads: int, keys: int, splits: int) -> float:
+    """What a call should take, less what all split counts have in common; infinite where clusters cannot add splits."""
     tiles = config.tiles(heads)
     stages = max(1, -(-keys // BLOCK_N))
     values = VALUES.get(config.record, 512)
-    stage_keys, stage_us = BLOCK_N, NARROW_STAGE_US if config.record in VALUES else STAGE_US[config.cluster]
+    stage_keys, stage_us = BLOCK_N, NARROW_STAGE_US if config.record in VALUES else STAGE_US[config.cluster_mode]
     if config.few_heads:
         stage_keys, stage_us = FEW_KEYS, FEW_STAGE_US
+    if config.reduces and (splits % 2 or tokens * splits * tiles > config.clustered_blocks):
+        return inf
+    groups = groups_of(config.arch, tokens * splits, tiles)
+    waves = -(-tokens * splits // groups)
+    split_keys = -(-stages // splits) * BLOCK_N
+    spent = waves * -(-split_keys // stage_keys) * stage_us + (waves - 1) * TILE_US
+    partials = splits // 2 if config.reduces else splits
+    if partials == 1:
+        return spent
+    written = tokens * heads * partials * values * 4 / (PARTIAL_SHARE * config.arch.memory_bytes_per_s / 1e6)
+    late = early_share(config.arch, tokens * heads, partials, config.arch.compute_units - groups * tiles) < 1
+    if config.reduces:
+        return spent + REDUCE_US + written + late * REDUCED_LATE_US
+    return spent + written + late * LATE_US
 
-    def microseconds(splits: int) -> float:
-        groups = groups_of(config.arch, tokens * splits, tiles)
-        waves = -(-tokens * splits // groups)
-        split_keys = -(-stages // splits) * BLOCK_N
-        spent = waves * -(-split_keys // stage_keys) * stage_us + (waves - 1) * TILE_US
-        if splits == 1:
-            return spent
-        partials = tokens * heads * splits * values * 4
-        late = early_share(config.arch, tokens * heads, splits, config.arch.compute_units - groups * tiles) < 1
-        return spent + partials / (PARTIAL_SHARE * config.arch.memory_bytes_per_s / 1e6) + late * LATE_US
 
-    tried = splits_worth_trying(max_splits(config.arch, tokens * tiles, stages), stages)
-    return min(tried.tolist(), key=microseconds)
+def _split(config: Sm90SparseConfig, args: SparseDecodeArgs, shape: Shape) -> tuple[Sm90SparseConfig, Splits]:
+    """How a call's keys are split, and the instance that fits. In batch-invariant mode and with a plan no clusters
+    reduce O: splits are combined alike whatever the batch, and the parts of a plan are not in pairs."""
+    sizes = shape.batch, shape.heads, shape.keys
+    splits = sparse_splits(args, shape, lambda: best_splits(config, *sizes))
+    chosen = _for_splits(config, args, shape, splits)
+    if chosen is config and not splits.size and not shape.plan_words:
+        chosen = fastest(config, *sizes, splits.number)
+    return chosen, splits._replace(partials=splits.number // 2) if chosen.reduces else splits
+
+
+def fastest(config: Sm90SparseConfig, tokens: int, heads: int, keys: int, splits: int) -> Sm90SparseConfig:
+    """This instance, or one whose clusters reduce O where that should take less time."""
+    return min((config, *config.reducing), key=lambda each: _microseconds(each, tokens, heads, keys, splits))
 
 
 def _for_splits(config: Sm90SparseConfig, args: SparseDecodeArgs, shape: Shape, splits: Splits) -> Sm90SparseConfig:
@@ -279,8 +342,7 @@ def _spec(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: Spa
     if not shape.out.in_whole_vectors or not tensor_maps.within_span(1, shape.heads, shape.out.strides):
         shape = shape._replace(out=shape.out.copied())
         temporaries.append(Temporary(OUTPUTS["out"]))
-    splits = sparse_splits(args, shape, lambda: best_splits(config, shape.batch, shape.heads, shape.keys))
-    config = _for_splits(config, args, shape, splits)
+    config, splits = _split(config, args, shape)
     slots, tiles, wanted = splits.slots(shape), config.tiles(shape.heads), (LseLayout.of(lse), args.plus_inf_lse)
     groups = groups_of(config.arch, splits.tiles(shape), tiles)
     numbers = sparse_numbers(args, shape, splits) | {"grid_stride": groups} | combine_kernels.lse_numbers(*wanted)
@@ -302,4 +364,6 @@ def _spec(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: Spa
     if config.swaps:
         swapped = f"keys are the first operand: {config.instance}, whose blocks have {config.q_rows} query rows"
         notes.append(swapped)
+    if config.reduces:
+        notes.append(f"clusters add the results of two splits of a query token each: {config.instance}")
     return call_of(launch, merge, shape, slots, args.head_dim_v, copies, temporaries, notes)

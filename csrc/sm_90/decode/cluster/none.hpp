@@ -4,9 +4,11 @@
 //   ClusterReduceLast  two SM parts of a plan; they end with the same sequence, and reduce these two work tiles alone
 //   ClusterExchangeP   two KV splits of a sequence; each CTA sends its P and computes half of the columns of both
 //   ClusterShareKv     two row tiles of a sequence; what one CTA brings of their keys comes to both
+//   ClusterShareAndReduce  four CTAs, of two row tiles and two KV splits: the first and the last of these at once
 #pragma once
 
 #include "sm_90/decode/shared_storage.hpp"
+#include "sm_90/ptx/dsmem.hpp"
 #include "sm_90/ptx/mbarrier.hpp"
 
 namespace mla::sm_90 {
@@ -17,6 +19,7 @@ struct ClusterMode {
   static constexpr bool REDUCES_O = false;
   static constexpr bool EXCHANGES_P = false;
   static constexpr bool MERGES_SPLITS = false;  // two CTAs merge two KV splits; each has one work tile, or none
+  static constexpr int SPLITS_APART = 1;        // how far apart their numbers in the cluster are
   static constexpr bool MERGES_LAST = false;    // two CTAs merge their last work tiles where a plan lets them
   static constexpr int STAGES = 5;              // of the KV ring, unless the policy says otherwise
   static constexpr int PEER_STAGES = 0;         // of the ring of the peer's keys
@@ -35,6 +38,9 @@ struct ClusterMode {
 
   // Before any role begins: every mbarrier of this CTA, and of a peer, is initialised.
   MLA_DEVICE static void sync() { block_sync(); }
+
+  // The number of a CTA among the two that share keys.
+  MLA_DEVICE static uint32_t sharing_rank() { return cluster_rank(); }
 
   // A consumer warp, converged, releases a buffer that producers of the peer write, too.
   MLA_DEVICE static void release_at_peer(uint32_t) {}

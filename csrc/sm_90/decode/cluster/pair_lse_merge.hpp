@@ -74,8 +74,9 @@ MLA_DEVICE void pair_lse_merge(const typename Traits::Params& params, uint32_t s
   const Mbarriers<Traits> barriers(shared);
   const bool leads = warpgroup_thread() % 4 == 0;
   const uint32_t at = shared + quad_row() * 4;  // and 8 rows further on
-  const uint32_t there = map_to_peer(at + Offsets::PEER_MAX);
-  const uint32_t full = map_to_peer(ClusterPair::peer_stats_full(barriers));
+  constexpr int APART = Traits::Cluster::SPLITS_APART;
+  const uint32_t there = map_to_peer<APART>(at + Offsets::PEER_MAX);
+  const uint32_t full = map_to_peer<APART>(ClusterPair::peer_stats_full(barriers));
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     if (!leads) continue;

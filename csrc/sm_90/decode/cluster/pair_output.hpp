@@ -1,7 +1,6 @@
 // The results of two KV splits that the two CTAs of a cluster merge: what the PV warpgroups of all such modes need.
 #pragma once
 
-#include "common/division.hpp"
 #include "sm_90/decode/cluster/pair_lse_merge.hpp"
 #include "sm_90/decode/epilogue.hpp"
 
@@ -31,7 +30,7 @@ MLA_DEVICE void clear_no_contribution(PairO& o, const float (&scale)[2]) {
 template <class Traits>
 MLA_DEVICE OutputTarget find_only_rows(const typename Traits::Params& params, const Epilogue<Traits>& epilogue) {
   const int number = static_cast<int>(blockIdx.y);
-  const int sequence = divided(number, params.splits_reciprocal, params.splits_shift);
+  const int sequence = Traits::Problem::sequence_of_split(params, number);
   return epilogue.find_rows(sequence, params.num_splits == 2 ? -1 : number / 2);
 }
 

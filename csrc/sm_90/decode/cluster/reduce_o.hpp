@@ -68,16 +68,23 @@ struct ClusterReduceO : ClusterPair {
 template <class Traits>
 class ReduceO {
   using Params = typename Traits::Params;
+  static constexpr int raw_ring() {
+    if constexpr (Traits::SELECTED)
+      return Traits::RAW;
+    else
+      return SharedStorage<Traits>::RAW;
+  }
   static constexpr int CHUNKS = ClusterReduceO::CHUNKS;
+  static constexpr int APART = Traits::Cluster::SPLITS_APART;
   static constexpr int CHUNK_BYTES = ClusterReduceO::CHUNK_BYTES;
   static constexpr int RECEIVED = SharedStorage<Traits>::KV, SENT = RECEIVED + ClusterReduceO::SENT_BYTES;
   static constexpr int BEHIND = SENT + ClusterReduceO::SENT_BYTES, BUFFER_BYTES = 4 * Epilogue<Traits>::BUFFER_BYTES;
   static constexpr int RING_BYTES = Traits::STAGES * Traits::STAGE_BYTES;
-  // The ring of values alone has no room for the buffers, but that of keys as they are stored is done with, too.
-  static constexpr bool IN_RAW = Traits::SCORES_AS_STORED && BEHIND + BUFFER_BYTES > RING_BYTES;
-  static constexpr int BUFFERS = IN_RAW ? SharedStorage<Traits>::RAW : BEHIND;
+  // Where the ring of values has no room for the buffers, that of keys as they are stored is done with, too.
+  static constexpr bool IN_RAW = BEHIND + BUFFER_BYTES > RING_BYTES;
+  static constexpr int BUFFERS = IN_RAW ? raw_ring() : BEHIND;
   static constexpr int CHUNK_TILES = Traits::WARPGROUP_COLUMNS / 8 / CHUNKS;
-  static_assert(BEHIND + (IN_RAW ? 0 : BUFFER_BYTES) <= RING_BYTES);
+  static_assert(BEHIND <= RING_BYTES);
 
  public:
   MLA_DEVICE ReduceO(const Params& params, uint32_t shared, int side)
@@ -86,8 +93,8 @@ class ReduceO {
   // On return the CTA may end.
   MLA_DEVICE void merge(PairO& o, const OutputTarget& target) const {
     // This warp is converged and done with the ring.
-    peer_mbarrier_arrive(map_to_peer(ClusterReduceO::peer_ring_drained(barriers_)), warpgroup_thread() % 32 == 0);
-    if (side_ != static_cast<int>(cluster_rank())) {
+    peer_mbarrier_arrive(map_to_peer<APART>(ClusterReduceO::peer_ring_drained(barriers_)), warpgroup_thread() % 32 == 0);
+    if (side_ != static_cast<int>(cluster_rank()) / APART) {
       named_barrier_sync<PV_BARRIER, 256>();
       if (has_rows(target)) send(o);
       mbarrier_wait(ClusterReduceO::peer_ring_drained(barriers_), 0);
@@ -131,7 +138,7 @@ class ReduceO {
       __syncwarp();
       const uint32_t from = shared_ + chunk_offset(chunk);
       if (warpgroup_thread() % 32 == 0)
-        peer_copy(map_to_peer(from + RECEIVED), from + SENT, CHUNK_BYTES, map_to_peer(o_full(chunk)));
+        peer_copy(map_to_peer<APART>(from + RECEIVED), from + SENT, CHUNK_BYTES, map_to_peer<APART>(o_full(chunk)));
     }
   }
 
@@ -141,7 +148,7 @@ class ReduceO {
 
   // Tells the peer that all that its warp sent has arrived, so that it may end.
   MLA_DEVICE void report_copy_done() const {
-    peer_mbarrier_arrive(map_to_peer(ClusterReduceO::peer_copy_done(barriers_)), warpgroup_thread() % 32 == 0);
+    peer_mbarrier_arrive(map_to_peer<APART>(ClusterReduceO::peer_copy_done(barriers_)), warpgroup_thread() % 32 == 0);
   }
 
   // Scales this CTA's O and writes the rows' lse to memory; `peer` becomes the scales of the peer's O.
