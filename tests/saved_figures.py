@@ -86,7 +86,7 @@ def headline() -> Iterator[Sourced]:
             " ".join(" ".join(bench_flashmla.summary(rows)).split()),
             f"A share of {share:.2f} means {100 - 100 * share:.0f} % less time",
             f"with one they take {span([row['plan'] / row['peer'] for row in uneven])}",
-            f"*drop_in* took from {-min(apart):.0f} % less to {max(apart):.0f} % more",
+            f"*drop_in* took {span(apart, 0)} % more",
         ],
     )
     shares = {
