@@ -201,7 +201,9 @@ class Sm90SparseConfig:
         selected = present + LOADER_WARPS * (notes + slots * slot_bytes)
         selected += MAX_LOGITS_BYTES if self.returns_max_logits else 0
         block = block_bytes(width, stages, REGISTER_STEPS["selected" if self.record in SLOTS else "gathered"])
-        block += REDUCE_BYTES if self.reduces else 0
+        block += (
+            REDUCE_BYTES if self.reduces else 16 if self.cluster_mode == "share_kv" else 0
+        )  # barriers of the cluster
         if self.record in VALUES:
             block = -(-block // 128) * 128 + OUT_BYTES
         return -(-block // 16) * 16 + selected

@@ -1,5 +1,5 @@
-// Runs a block on a CPU: in every round all threads that have not ended run until they wait, in an order that changes;
-// some warps sleep for a round, one for many, and copies arrive late and in any order. Shared memory begins as NaN of every type.
+// Runs a block, or the blocks of a cluster, on a CPU: in every round all threads that have not ended run until they wait, in an order that changes;
+// some warps sleep for a round, one for many, and copies arrive late, some of them very late, and in any order. Shared memory begins as NaN of every type.
 #pragma once
 
 #include <ucontext.h>
@@ -12,28 +12,35 @@
 
 class Block {
  public:
-  explicit Block(uint32_t seed) : random_(seed), stacks_(new char[BLOCK_THREADS * STACK_BYTES]) { running_ = this; }
+  explicit Block(uint32_t seed) : random_(seed), stacks_(new char[THREADS * STACK_BYTES]) { running_ = this; }
 
-  // False where threads wait for what never comes.
+  // Runs the block that blockIdx names, or those of the cluster that begins with it. False where threads wait for what
+  // never comes.
   bool run(void (*kernel)()) {
     using namespace mla::sm_90;
-    std::memset(memory, 0xFF, SHARED_BYTES);
+    std::memset(memory, 0xFF, sizeof memory);
     mbarriers.clear();
     kernel_ = kernel;
-    for (int thread = 0; thread < BLOCK_THREADS; ++thread) start(thread);
-    std::vector<int> order(BLOCK_THREADS);
-    for (int thread = 0; thread < BLOCK_THREADS; ++thread) order[thread] = thread;
-    uint32_t late = 0;  // a bit for the warp that falls behind
-    for (int left = BLOCK_THREADS, quiet = 0, round = 0; left != 0; ++round) {
+    first_ = blockIdx;
+    for (int thread = 0; thread < THREADS; ++thread) start(thread);
+    std::vector<int> order(THREADS);
+    for (int thread = 0; thread < THREADS; ++thread) order[thread] = thread;
+    uint64_t late = 0;  // a bit for the warp that falls behind
+    for (int left = THREADS, quiet = 0, round = 0; left != 0; ++round) {
       const long before = events;
       if (random_() % 4 == 0) std::shuffle(order.begin(), order.end(), random_);
-      if (round % (2 * LATE_ROUNDS) == 0) late = 1u << random_() % (BLOCK_THREADS / 32);
+      if (round % (2 * LATE_ROUNDS) == 0) late = uint64_t{1} << random_() % (THREADS / 32);
       if (round % (2 * LATE_ROUNDS) == LATE_ROUNDS) late = 0;
-      const uint32_t asleep = (random_() & random_()) | late;  // a bit for each warp
+      const uint64_t asleep = bits_for_warps() | late;  // a bit for each warp
       for (const int thread : order)
         if (!ended_[thread] && (asleep >> thread / 32 & 1) == 0 && !waits(thread)) resume(thread);
-      while (!bulk_copies.empty() && random_() % 2 == 0) copy(random_() % bulk_copies.size());
-      left = static_cast<int>(std::count(ended_, ended_ + BLOCK_THREADS, false));
+      for (BulkCopy& each : bulk_copies)
+        if (each.earliest < 0) each.earliest = round + (random_() % LATE_COPIES == 0 ? LATE_ROUNDS : 0);
+      while (!bulk_copies.empty() && random_() % 2 == 0) {
+        const size_t number = random_() % bulk_copies.size();
+        if (bulk_copies[number].earliest <= round) copy(number);
+      }
+      left = static_cast<int>(std::count(ended_, ended_ + THREADS, false));
       quiet = events == before && bulk_copies.empty() ? quiet + 1 : 0;
       if (quiet > MAX_QUIET_ROUNDS) return false;
     }
@@ -41,11 +48,11 @@ class Block {
   }
 
   static void leave() {
-    if (_setjmp(running_->threads_[current].context) == 0) _longjmp(running_->scheduler_, 1);
+    if (_setjmp(running_->threads_[running()].context) == 0) _longjmp(running_->scheduler_, 1);
   }
   // Returns once `number` has changed; until then the thread is not resumed.
   static void leave_until_changed(const long& number) {
-    Thread& thread = running_->threads_[current];
+    Thread& thread = running_->threads_[running()];
     thread.awaited = &number;
     thread.before = number;
     while (number == thread.before) leave();
@@ -53,13 +60,21 @@ class Block {
   }
 
  private:
+  static constexpr int THREADS = CLUSTER_BLOCKS * BLOCK_THREADS;
   static constexpr size_t STACK_BYTES = 128 << 10;
   static constexpr int LATE_ROUNDS = 200;  // longer than a warp takes for a product
+  static constexpr int LATE_COPIES = 16;   // one of so many arrives as late
 #if defined(MLA_MAX_TRIES)
   static constexpr int MAX_QUIET_ROUNDS = 2 * MLA_MAX_TRIES;  // a debug build ends by itself; some warps sleep
 #else
   static constexpr int MAX_QUIET_ROUNDS = 400;
 #endif
+
+  static int running() { return current_block * BLOCK_THREADS + current; }
+  uint64_t bits_for_warps() {
+    const auto half = [&] { return static_cast<uint64_t>(random_() & random_()); };
+    return THREADS <= 1024 ? half() : half() << 32 | half();
+  }
 
   // A switch by setjmp and longjmp needs no system call, which one of ucontext does; that begins a thread.
   struct Thread {
@@ -72,7 +87,7 @@ class Block {
 
   static void enter() {
     running_->kernel_();
-    running_->ended_[current] = true;
+    running_->ended_[running()] = true;
     ++events;
     leave();
   }
@@ -86,7 +101,9 @@ class Block {
   }
   void resume(int thread) {
     Thread& resumed = threads_[thread];
-    current = thread;
+    current = thread % BLOCK_THREADS;
+    current_block = thread / BLOCK_THREADS;
+    blockIdx = {first_.x + current_block % CLUSTER_X, first_.y + current_block / CLUSTER_X, first_.z};
     if (_setjmp(scheduler_) != 0) return;
     if (resumed.begun) _longjmp(resumed.context, 1);
     resumed.begun = true;
@@ -108,8 +125,9 @@ class Block {
   std::unique_ptr<char[]> stacks_;  // not cleared, since most of its pages are never touched
   void (*kernel_)() = nullptr;
   jmp_buf scheduler_;
-  Thread threads_[BLOCK_THREADS];
-  bool ended_[BLOCK_THREADS];
+  decltype(blockIdx) first_{};  // of the cluster's blocks
+  Thread threads_[THREADS];
+  bool ended_[THREADS];
 };
 
 inline void yield() { Block::leave(); }

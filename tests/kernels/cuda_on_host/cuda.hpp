@@ -1,5 +1,5 @@
-// CUDA's words on a CPU: the threads of one block are fibers of one CPU thread, and a warp's lanes meet where they
-// exchange values. Included before the kernel's sources.
+// CUDA's words on a CPU: the threads of one block, or of the blocks of one cluster, are fibers of one CPU thread, and a
+// warp's lanes meet where they exchange values. Included before the kernel's sources.
 #pragma once
 
 #include <algorithm>
@@ -35,8 +35,23 @@ inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
 #ifndef HOST_BLOCK_THREADS
 #define HOST_BLOCK_THREADS 384
 #endif
+#ifndef HOST_CLUSTER_X
+#define HOST_CLUSTER_X 1
+#endif
+#ifndef HOST_CLUSTER_Y
+#define HOST_CLUSTER_Y 1
+#endif
 constexpr int BLOCK_THREADS = HOST_BLOCK_THREADS;
-inline int current = 0;  // the thread that runs
+constexpr int CLUSTER_X = HOST_CLUSTER_X, CLUSTER_Y = HOST_CLUSTER_Y, CLUSTER_BLOCKS = CLUSTER_X * CLUSTER_Y;
+inline int current = 0;        // the thread that runs
+inline int current_block = 0;  // its block's number in the cluster, counted along x first
+
+// What each block has for itself.
+template <class T, int SIZE>
+struct OfEachBlock {
+  T blocks[CLUSTER_BLOCKS][SIZE] = {};
+  T& operator[](int i) { return blocks[current_block][i]; }
+};
 inline struct { unsigned x, y, z; } blockIdx;
 struct CurrentThread {
   operator unsigned() const { return current; }
@@ -66,7 +81,8 @@ struct Meeting {
   long number = 0;
   uint64_t values[2][128];
 };
-inline Meeting warps[BLOCK_THREADS / 32], warpgroups[BLOCK_THREADS / 128];
+inline OfEachBlock<Meeting, BLOCK_THREADS / 32> warps;
+inline OfEachBlock<Meeting, (BLOCK_THREADS + 127) / 128> warpgroups;
 
 inline const uint64_t* meet(Meeting& meeting, int threads, uint64_t value) {
   const long number = meeting.number;
@@ -107,16 +123,19 @@ inline uint32_t __ballot_sync(unsigned, bool is) {
 }
 inline bool __any_sync(unsigned mask, bool is) { return __ballot_sync(mask, is) != 0; }
 inline void __threadfence() {}
-inline void __syncthreads() {
-  static int count = 0;
-  static long number = 0;
-  if (++count == BLOCK_THREADS) {
+inline void meet_all(int& count, long& number, int threads) {
+  if (++count == threads) {
     count = 0;
     ++number;
     ++events;
   } else {
     yield_until_changed(number);
   }
+}
+inline void __syncthreads() {
+  static OfEachBlock<int, 1> count;
+  static OfEachBlock<long, 1> number;
+  meet_all(count[0], number[0], BLOCK_THREADS);
 }
 
 template <class T>

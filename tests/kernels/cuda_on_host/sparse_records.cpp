@@ -22,9 +22,13 @@
 #include "sm_90/sparse_decode/swap_ab/mainloop.hpp"
 #include "sm_90/sparse_decode/swap_ab/producer.hpp"
 #else
+#include "sm_90/decode/cluster/modes.hpp"
 #include "sm_90/decode/kernel.hpp"
 #include "sm_90/sparse_decode/producer_dequant.hpp"
 #include "sm_90/sparse_decode/producer_gather.hpp"
+#ifndef CLUSTER_MODE
+#define CLUSTER_MODE none
+#endif
 #endif
 
 namespace {
@@ -41,12 +45,17 @@ using Kernel =
     SwapAbKernel<Traits, SparseTileScheduler, SparseSwapAbProducer, SparseSwapAbMainloop, SwapAbEpilogue>;
 constexpr int BLOCK_ROWS = Q_ROWS;
 #else
-using Traits = SparseDecodeTraits<SparseDecodeProblem<KV_FORMAT>, SparseDecodePolicy<KV_FORMAT, ClusterNone>>;
+using Traits = SparseDecodeTraits<SparseDecodeProblem<KV_FORMAT>, SparseDecodePolicy<KV_FORMAT, cluster_mode::CLUSTER_MODE>>;
 template <class T, class Scheduler>
 using Producer =
     std::conditional_t<T::KvFormat::NEEDS_DEQUANT, ProducerDequant<T, Scheduler>, ProducerGather<T, Scheduler>>;
 using Kernel = DecodeKernel<Traits, SparseTileScheduler, Producer>;
 constexpr int BLOCK_ROWS = BLOCK_M;
+#endif
+#if defined(FEW_HEADS) || defined(Q_ROWS)
+constexpr bool MERGES_SPLITS = false;
+#else
+constexpr bool MERGES_SPLITS = Traits::Cluster::MERGES_SPLITS;
 #endif
 constexpr int WIDTH = KV_FORMAT::HEAD_DIM_QK;
 constexpr bool BARE = !KV_FORMAT::HAS_SCALES, AS_STORED = !KV_FORMAT::NEEDS_DEQUANT;
@@ -129,6 +138,7 @@ struct Case {
   int heads, tokens, splits, groups;
   std::string what;
   std::vector<HostPool> pools;
+  int partials = MERGES_SPLITS ? splits / 2 : splits;
   std::mt19937 random{7};
   std::normal_distribution<float> normal;
 
@@ -220,8 +230,8 @@ struct Case {
     const size_t rows = static_cast<size_t>(tokens) * heads;
     out.assign(rows * VALUES, 0x7FFF);
     lse.assign(rows, NAN);
-    partial_out.assign(rows * splits * VALUES, NAN);
-    partial_lse.assign(rows * splits, NAN);
+    partial_out.assign(rows * partials * VALUES, NAN);
+    partial_lse.assign(rows * partials, NAN);
     std::memcpy(params.q_map, &map, sizeof map);
     params.attn_sink = what == "sink" ? sink.data() : nullptr;
     if (what == "planned") {
@@ -232,8 +242,8 @@ struct Case {
     }
     params.out = out.data();
     params.lse = lse.data();
-    params.partial_out = splits > 1 ? partial_out.data() : nullptr;
-    params.partial_lse = splits > 1 ? partial_lse.data() : nullptr;
+    params.partial_out = partials > 1 ? partial_out.data() : nullptr;
+    params.partial_lse = partials > 1 ? partial_lse.data() : nullptr;
     params.out_token_stride = heads * VALUES;
     params.out_head_stride = VALUES;
     params.lse_token_stride = 1;
@@ -288,12 +298,12 @@ struct Case {
   // A row's results and lse from the kernel, its partials combined.
   double kernel_row(int token, int head, std::vector<double>& values) {
     const size_t row = static_cast<size_t>(token) * heads + head;
-    if (splits == 1) {
+    if (partials == 1) {
       for (int c = 0; c < VALUES; ++c) values[c] = bf16_to_float(out[row * VALUES + c]);
       return lse[static_cast<size_t>(head) * tokens + token];
     }
-    const size_t first = static_cast<size_t>(token) * splits * heads + head;
-    return combined(&partial_out[first * VALUES], &partial_lse[first], splits, heads, sink_of(head), EMPTY_LSE, values);
+    const size_t first = static_cast<size_t>(token) * partials * heads + head;
+    return combined(&partial_out[first * VALUES], &partial_lse[first], partials, heads, sink_of(head), EMPTY_LSE, values);
   }
 
   bool compare() {

@@ -6,12 +6,12 @@
 
 namespace mla::sm_90 {
 
-inline std::vector<Piece> open_copies[BLOCK_THREADS];
+inline OfEachBlock<std::vector<Piece>, BLOCK_THREADS> open_copies;
 
 template <int BYTES>
 void cp_async_zfill(uint32_t to, uint64_t from, bool valid) {
   if (valid && from % BYTES != 0) fail("no such global address", static_cast<long>(from));
-  open_copies[current].push_back({to, valid ? reinterpret_cast<const void*>(from) : nullptr, BYTES});
+  open_copies[current].push_back({of_cluster(to), valid ? reinterpret_cast<const void*>(from) : nullptr, BYTES});
 }
 template <int BYTES>
 void cp_async_zfill_if(bool active, uint32_t to, uint64_t from, bool valid) {
@@ -25,11 +25,11 @@ inline void cp_async_16_l2_256(uint32_t to, const void* from, bool valid) {
   cp_async_16_zfill_at<0, 0>(to, reinterpret_cast<uint64_t>(from), valid);
 }
 inline void cp_async_mbarrier_arrive(uint32_t barrier) {
-  bulk_copies.push_back({open_copies[current], barrier, 0});
+  bulk_copies.push_back({open_copies[current], of_cluster(barrier), 0});
   open_copies[current].clear();
 }
 
-inline std::vector<std::vector<Piece>> open_groups[BLOCK_THREADS];
+inline OfEachBlock<std::vector<std::vector<Piece>>, BLOCK_THREADS> open_groups;
 
 inline void cp_async_commit() {
   open_groups[current].push_back(open_copies[current]);

@@ -1,15 +1,31 @@
-// A CPU runs no clusters.
+// Distributed shared memory on a CPU. Copies and stores to a peer arrive when the scheduler lets them, and read what they
+// copy only then, so that a source which is overwritten too early is found.
 #pragma once
 
 #include "sm_90/ptx/tma.hpp"
 
 namespace mla::sm_90 {
 
+inline uint32_t cluster_rank() { return current_block; }
+
 template <int APART = 1>
-inline uint32_t map_to_peer(uint32_t) { fail("no cluster", 0); }
-inline void peer_mbarrier_arrive(uint32_t, bool) { fail("no cluster", 0); }
-inline void peer_store_async(uint32_t, uint32_t, uint32_t) { fail("no cluster", 0); }
-inline void peer_copy(uint32_t, uint32_t, int, uint32_t) { fail("no cluster", 0); }
-inline void cluster_sync() { fail("no cluster", 0); }
+uint32_t map_to_peer(uint32_t address) {
+  if (CLUSTER_BLOCKS == 1) fail("no cluster", 0);
+  return in_block(current_block ^ APART, address);
+}
+inline void peer_mbarrier_arrive(uint32_t barrier, bool active) {
+  if (active) mbarrier_arrive(barrier);
+}
+inline void peer_store_async(uint32_t to, uint32_t value, uint32_t barrier) {
+  bulk_copies.push_back({{{to, nullptr, 4, value}}, barrier, 4});
+}
+inline void peer_copy(uint32_t to, uint32_t from, int bytes, uint32_t barrier) {
+  bulk_copies.push_back({{{to, shared_at(from, 16), bytes}}, barrier, bytes});
+}
+inline void cluster_sync() {
+  static int count = 0;
+  static long number = 0;
+  meet_all(count, number, CLUSTER_BLOCKS * BLOCK_THREADS);
+}
 
 }  // namespace mla::sm_90

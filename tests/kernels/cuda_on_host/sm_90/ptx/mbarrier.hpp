@@ -4,6 +4,7 @@
 #include <map>
 
 #include "common/device.hpp"
+#include "sm_90/ptx/memory.hpp"
 #include "sm_90/spin_limit.hpp"
 
 namespace mla::sm_90 {
@@ -21,14 +22,14 @@ struct Mbarrier {
     ++events;
   }
 };
-inline std::map<uint32_t, Mbarrier> mbarriers;
+inline std::map<uint32_t, Mbarrier> mbarriers;  // by their addresses in the cluster
 
 inline Mbarrier& mbarrier_at(uint32_t address) {
-  const auto found = mbarriers.find(address);
+  const auto found = mbarriers.find(of_cluster(address));
   if (found == mbarriers.end()) fail("no mbarrier at", address);
   return found->second;
 }
-inline void mbarrier_init(uint32_t barrier, int arrivals) { mbarriers[barrier] = {arrivals, arrivals}; }
+inline void mbarrier_init(uint32_t barrier, int arrivals) { mbarriers[of_cluster(barrier)] = {arrivals, arrivals}; }
 inline void mbarrier_init_fence() {}
 inline void mbarrier_arrive(uint32_t barrier) {
   Mbarrier& at = mbarrier_at(barrier);
@@ -57,7 +58,7 @@ struct NamedBarrierState {
   long number = 0;
   bool any[2] = {};
 };
-inline NamedBarrierState named_barriers[16];
+inline OfEachBlock<NamedBarrierState, 16> named_barriers;
 
 inline bool at_named_barrier(int id, int threads, bool any) {
   NamedBarrierState& barrier = named_barriers[id];

@@ -1,4 +1,5 @@
-// Memory on a CPU. Shared memory is an array, whose addresses begin at 0.
+// Memory on a CPU. The shared memory of each block is an array, whose addresses begin at 0. In a cluster the bits above
+// these say whose it is; without any it is the block's own.
 #pragma once
 
 #include "common/device.hpp"
@@ -7,11 +8,21 @@
 namespace mla::sm_90 {
 
 constexpr uint32_t SHARED_BYTES = 232448;
-alignas(1024) inline unsigned char memory[SHARED_BYTES];
+alignas(1024) inline unsigned char memory[CLUSTER_BLOCKS * SHARED_BYTES];
 
+constexpr int BLOCK_BITS = 24;  // where the number of the block, plus one, begins in an address
+inline uint32_t in_block(int block, uint32_t address) {
+  return static_cast<uint32_t>(block + 1) << BLOCK_BITS | (address & ((1u << BLOCK_BITS) - 1));
+}
+// The same address for every block.
+inline uint32_t of_cluster(uint32_t address) {
+  return address >> BLOCK_BITS == 0 ? in_block(current_block, address) : address;
+}
 inline unsigned char* shared_at(uint32_t address, uint32_t bytes) {
-  if (address % bytes != 0 || address + bytes > SHARED_BYTES) fail("no such shared address:", address);
-  return memory + address;
+  const uint32_t named = of_cluster(address), at = named & ((1u << BLOCK_BITS) - 1);
+  if (at % bytes != 0 || at + bytes > SHARED_BYTES || named >> BLOCK_BITS > CLUSTER_BLOCKS)
+    fail("no such shared address:", address);
+  return memory + ((named >> BLOCK_BITS) - 1) * SHARED_BYTES + at;
 }
 
 inline uint32_t smem_address(const void*) { return 0; }

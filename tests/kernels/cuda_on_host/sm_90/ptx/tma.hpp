@@ -10,12 +10,15 @@ namespace mla::sm_90 {
 constexpr uint64_t EVICT_NORMAL = 0, EVICT_FIRST = 1;
 
 struct Piece {
-  uint32_t to;
+  uint32_t to;       // as `of_cluster` has it, since no block runs when it lands
   const void* from;  // null: zeros
   int bytes;
+  uint32_t word = 0;  // of four bytes, in place of zeros
 
   void land() const {
-    if (from == nullptr)
+    if (from == nullptr && bytes == 4)
+      std::memcpy(shared_at(to, 4), &word, 4);
+    else if (from == nullptr)
       std::memset(shared_at(to, min(bytes, 16)), 0, bytes);
     else
       std::memcpy(shared_at(to, min(bytes, 16)), from, bytes);
@@ -27,6 +30,7 @@ struct BulkCopy {
   std::vector<Piece> pieces;
   uint32_t barrier;
   int transactions;  // bytes to count, or 0: one arrival
+  long earliest = -1;  // the scheduler's round before which it does not land; negative until that is drawn
 
   void land() const {
     for (const Piece& piece : pieces) piece.land();
@@ -49,14 +53,14 @@ struct QueryMap {
 // Boxes of [box_rows][64 bytes] in the 64-byte swizzle; rows behind the last are zeros, and so is what is right of them.
 inline void tma_load(uint32_t to, const void* map, int, int row, int box, uint32_t barrier) {
   const QueryMap& queries = *static_cast<const QueryMap*>(map);
-  BulkCopy copy{{}, barrier, static_cast<int>(queries.boxes * queries.box_rows * 64)};
+  BulkCopy copy{{}, of_cluster(barrier), static_cast<int>(queries.boxes * queries.box_rows * 64)};
   for (int64_t b = 0; b < queries.boxes; ++b)
     for (int64_t r = 0; r < queries.box_rows; ++r)
       for (int piece = 0; piece < 4; ++piece) {
         const uint32_t at = to + (b * queries.box_rows + r) * 64 + piece * 16;
         const bool there = row + r < queries.rows && (box + b) * 32 < queries.width;
         const uint16_t* from = queries.values + (row + r) * queries.width + (box + b) * 32 + piece * 8;
-        copy.pieces.push_back({at ^ (at >> 7 & 3) << 4, there ? from : nullptr, 16});
+        copy.pieces.push_back({of_cluster(at ^ (at >> 7 & 3) << 4), there ? from : nullptr, 16});
       }
   bulk_copies.push_back(copy);
 }
@@ -78,7 +82,7 @@ struct KeyMap {
 inline void tma_load(uint32_t to, const void* map, int column, int row, int box, int page, uint32_t barrier, uint64_t) {
   const KeyMap& keys = *static_cast<const KeyMap*>(map);
   const int64_t bytes = 64 * keys.value_bytes, values = 16 / keys.value_bytes;
-  BulkCopy copy{{}, barrier, static_cast<int>(keys.boxes * keys.box_rows * bytes)};
+  BulkCopy copy{{}, of_cluster(barrier), static_cast<int>(keys.boxes * keys.box_rows * bytes)};
   for (int64_t b = 0; b < keys.boxes; ++b)
     for (int64_t r = 0; r < keys.box_rows; ++r)
       for (int piece = 0; piece < bytes / 16; ++piece) {
@@ -86,7 +90,7 @@ inline void tma_load(uint32_t to, const void* map, int column, int row, int box,
         const int64_t first = column + (box + b) * 64 + piece * values;
         const uint8_t* from =
             keys.values + (page * keys.page_stride + (row + r) * keys.width + first) * keys.value_bytes;
-        copy.pieces.push_back({at ^ (at >> 7 & (bytes / 16 - 1)) << 4, row + r < keys.rows && first < keys.width ? from : nullptr, 16});
+        copy.pieces.push_back({of_cluster(at ^ (at >> 7 & (bytes / 16 - 1)) << 4), row + r < keys.rows && first < keys.width ? from : nullptr, 16});
       }
   bulk_copies.push_back(copy);
 }
@@ -94,11 +98,10 @@ inline void tma_load(uint32_t to, const void* map, int column, int row, int box,
 inline void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier, uint64_t) {
   if (to % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0 || bytes % 16 != 0 || to + bytes > SHARED_BYTES)
     fail("no such copy to", to);
-  bulk_copies.push_back({{{to, from, bytes}}, barrier, bytes});
+  bulk_copies.push_back({{{of_cluster(to), from, bytes}}, of_cluster(barrier), bytes});
 }
 
-// Called by roles of other kernels, or by clusters.
-inline uint32_t cluster_rank() { return 0; }
+// Called by roles of other kernels, or by clusters that this does not run.
 inline void tma_load_multicast(uint32_t, const void*, int, int, int, uint32_t) { fail("no cluster", 0); }
 inline void tma_load_multicast(uint32_t, const void*, int, int, int, int, uint32_t, uint64_t) { fail("no cluster", 0); }
 inline void tma_prefetch(const void*, int, int, int, int) {}

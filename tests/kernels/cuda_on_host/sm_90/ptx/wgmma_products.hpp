@@ -60,7 +60,7 @@ struct Products {
   std::vector<Product> open;
   std::deque<std::vector<Product>> groups;
 };
-inline Products products[BLOCK_THREADS];
+inline OfEachBlock<Products, BLOCK_THREADS> products;
 
 // This lane's part of a product of type T: registers of the first operand's rows are spread over the quad.
 template <class T>
