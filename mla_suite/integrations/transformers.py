@@ -72,6 +72,7 @@ class LatentPatch:
         self._indexed = self._layer_types is not None and "indexed_attention" in self._layer_types
         replaced = [replaceable(attention) for _, _, attention in self._attentions]
         whole_layers = [each for whole, (*_, each) in zip(replaced, self._attentions, strict=True) if whole]
+        self._keeps_layers = not all(replaced)
         self._cache_name = check_interface(self._base, whole_layers)
         replacements = [
             LatentAttention(attention, config_of(cast(Any, attention).config)) if whole else attention
@@ -109,6 +110,10 @@ class LatentPatch:
         if base.training and dropout:
             refuse("patch", f"attention_dropout {dropout} in training", "call model.eval() first")
         check_projections(self._layers)
+        implementation = self._base.config._attn_implementation
+        if self._keeps_layers and implementation != ATTENTION_NAME:
+            changed = f"attn_implementation is {implementation!r} since this model was patched"
+            refuse("patch", changed, "a patched model has no other than ours: call unpatch(model) to use it", TypeError)
         given, embeddings = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
         if (given is None) == (embeddings is None):
             return (), kwargs  # the model refuses both, and neither

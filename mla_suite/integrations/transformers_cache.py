@@ -45,6 +45,7 @@ class LatentLayer(CacheLayerMixin):
         return key_states, value_states
 
     def update_indexer(self, key_states: torch.Tensor) -> torch.Tensor:
+        self.store.check_patched()
         return self.store.update_indexer(key_states, self.layer_idx)
 
     def get_seq_length(self) -> Any:

@@ -45,7 +45,6 @@ class LatentStore:
         self.indices = sorted(cast(int, attention.layer_idx) for _, _, attention in latent_attentions(model))
         if not self.indices:
             raise TypeError(f"LatentCache: a {type(model).__name__} has no layers of latent attention to cache for")
-        self._config = _Shared(cast(Any, model.config).get_text_config(decoder=True))
         self.others: list[Any] = []  # layers without latent attention, which transformers made
         self._saved: list[dict[str, Any]] = []
         width = 1 if max_len is None else -(-max_len // page_size)
@@ -211,8 +210,8 @@ class LatentStore:
         self._mark_static()
 
     def check_patched(self) -> None:
-        """TypeError where the model that uses this store is not patched: its attention would see new tokens alone."""
-        if self._config.value._attn_implementation != ATTENTION_NAME:
+        """TypeError outside of a patched model's forward: another's attention would take new latents for all keys."""
+        if self._pending is None:
             raise TypeError("LatentCache: this model's attention is not ours; call patch(model) before using the cache")
 
     def _check_mask(self, mask: torch.Tensor, valid: torch.Tensor) -> None:
@@ -303,16 +302,6 @@ def kv_format_of(dtype: torch.dtype) -> str:
             f"patch: a model in {dtype}; possible are bfloat16, float16 and float32: convert it with model.to"
         )
     return WIDE[dtype]
-
-
-class _Shared:
-    """Holds a value that a copied cache shares with the one it was copied from."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Shared:
-        return self
 
 
 def _placed(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

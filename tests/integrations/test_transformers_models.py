@@ -1,5 +1,7 @@
 """Every model of transformers with latent attention, tiny and random: patched against unpatched, in fp32."""
 
+import copy
+
 import pytest
 import torch
 
@@ -24,6 +26,7 @@ from latent_models import (
     make,
     make_refused,
 )
+from transformers import DynamicCache
 
 from mla_suite.core.dispatch import Supported
 from mla_suite.integrations.transformers import LatentCache, patch
@@ -155,11 +158,36 @@ def test_an_indexer_that_nobody_looked_at_is_refused():
         patch(model)
 
 
-def test_a_cache_of_ours_is_refused_by_a_model_that_is_not_patched():
-    model = make("mistral4")
-    cache = LatentCache(model, 2, 16)
-    with pytest.raises(TypeError, match=r"this model's attention is not ours; call patch\(model\)"):
-        model(input_ids=left_padded()[0], past_key_values=cache)
+@torch.no_grad()
+@pytest.mark.parametrize("folder", ["deepseek_v3", "mistral4", "deepseek_v32"])
+def test_a_cache_of_ours_is_refused_by_a_model_that_is_not_patched(folder):
+    """Whoever made or filled it; a patched model goes on with it where its maker's patch is undone."""
+    model = make(folder)
+    other, ids = copy.deepcopy(model), left_padded()[0]
+    expected = model(ids).logits
+    refused = pytest.raises(TypeError, match=r"this model's attention is not ours; call patch\(model\)")
+    with refused:
+        model(ids, past_key_values=LatentCache(model, 2, 16))
+    filled = DynamicCache()
+    with patch(model):
+        model(ids[:, :5], past_key_values=filled)
+        for cache in (LatentCache(model, 2, 16), filled):
+            with refused:
+                other(ids[:, 5:], past_key_values=cache)
+    with patch(other):
+        logits = other(ids[:, 5:], past_key_values=filled).logits
+    torch.testing.assert_close(logits, expected[:, 5:], rtol=1e-4, atol=1e-4)
+
+
+def test_another_attention_for_a_patched_model_is_refused_where_its_layers_would_call_it():
+    ids = left_padded()[0]
+    whole_layers, keeps_layers = make("deepseek_v3"), make("mistral4")
+    for model in (whole_layers, keeps_layers):
+        patch(model)
+        model.set_attn_implementation("eager")
+    whole_layers(ids)
+    with pytest.raises(TypeError, match=r"attn_implementation is 'eager' since .*: call unpatch\(model\)"):
+        keeps_layers(ids)
 
 
 of_the_page = pytest.mark.skipif(
