@@ -91,6 +91,12 @@ class LatentPatch:
         )
 
     def restore(self) -> None:
+        layers = zip(self._layers, self._attentions, strict=True)
+        replaced = [(ours, own) for ours, (_, _, own) in layers if isinstance(ours, LatentAttention)]
+        for ours, _ in replaced:
+            ours.check_forward()
+        for ours, own in replaced:
+            ours.hand_back(own)
         for parent, name, attention in self._attentions:
             setattr(parent, name, attention)
             vars(attention).pop("expand_kv", None)
@@ -235,7 +241,8 @@ def unpatch(model: nn.Module) -> None:
     """Give the model its own attention back."""
     if "mla_suite_patch" not in vars(model):
         raise ValueError("unpatch: this model is not patched; nothing to undo")
-    vars(model).pop("mla_suite_patch").restore()
+    vars(model)["mla_suite_patch"].restore()
+    del vars(model)["mla_suite_patch"]
 
 
 def _keep_mask(*_: Any, attention_mask: torch.Tensor | None = None, **__: Any) -> torch.Tensor | None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from mla_suite.integrations import WIDE
+from mla_suite.integrations import WIDE, refuse
 from mla_suite.integrations.transformers_store import Call, kv_format_of
 from mla_suite.models.config import LATENT, ROPE, MLAConfig, Yarn
 from mla_suite.models.mla import MLA
@@ -21,6 +21,19 @@ DEEPSEEK_LAYERS = (
     "Glm4MoeLiteAttention",
     "YoutuAttention",
 )
+
+# What a layer of ours and the one that it stands in for have in common, so that neither misses what is added to either.
+SHARED = (
+    "_modules",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+FLAGS = ("training", "_is_full_backward_hook")
 
 
 def config_of(config: Any) -> MLAConfig:
@@ -58,8 +71,8 @@ def config_of(config: Any) -> MLAConfig:
 
 
 def replaceable(attention: nn.Module) -> bool:
-    """Whether this layer computes what `MLA` computes with `config_of` its config."""
-    if type(attention).__name__ not in DEEPSEEK_LAYERS:
+    """Whether this layer computes what `MLA` computes with `config_of` its config, and nothing wraps its forward."""
+    if type(attention).__name__ not in DEEPSEEK_LAYERS or "forward" in vars(attention):
         return False
     config = cast(Any, attention).config
     if (config.kv_lora_rank, config.qk_rope_head_dim) != (LATENT, ROPE):
@@ -79,9 +92,17 @@ class LatentAttention(MLA):
         self.kv_format = kv_format_of(cast(nn.Linear, original.kv_b_proj).weight.dtype)
         self.layer_idx = cast(int, original.layer_idx)
         self.kv_lora_rank, self.qk_rope_head_dim = config.kv_lora_rank, config.qk_rope_head_dim
-        for name, module in original.named_children():
-            setattr(self, name, module)
-        self.train(original.training)
+        vars(self).update((name, vars(original)[name]) for name in (*SHARED, *FLAGS))
+
+    def check_forward(self) -> None:
+        """TypeError where something wraps our forward, which would be lost with this layer."""
+        if "forward" in vars(self):
+            given = f"the attention of layer {self.layer_idx} got a forward of its own while the model was patched"
+            refuse("unpatch", given, "delete it first, and wrap the layer before patch(model) or after", TypeError)
+
+    def hand_back(self, original: nn.Module) -> None:
+        """Give the layer that this one stands in for what has changed in the meantime."""
+        vars(original).update((name, vars(self)[name]) for name in FLAGS)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> LatentAttention:
         super()._apply(fn, recurse)  # .half() and its like: caches made from now on have the new dtype

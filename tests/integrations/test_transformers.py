@@ -222,6 +222,64 @@ def test_parameters_keep_their_names_and_unpatch_restores_the_model(keeps_its_me
         unpatch(model)
 
 
+def halved(module, args, output):
+    return (0.5 * output[0], *output[1:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("folder", ["deepseek_v3", "deepseek_v2", "mistral4"])
+def test_hooks_of_an_attention_layer_run_whenever_they_are_added(folder):
+    model = make(folder)
+    ids, attention = left_padded()[0], model.model.layers[1].self_attn
+    plain = model(ids).logits
+    added = attention.register_forward_hook(halved)
+    expected = model(ids).logits
+    assert (expected - plain).abs().max() > 0.1
+    with patch(model):
+        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
+        added.remove()
+        torch.testing.assert_close(model(ids).logits, plain, rtol=1e-4, atol=1e-4)
+        model.model.layers[1].self_attn.register_forward_hook(halved)
+    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_keeps_its_mode_and_an_adapter_that_it_got_while_it_was_patched():
+    model, adapter = make("deepseek_v3"), torch.nn.Identity()
+    with patch(model):
+        model.model.layers[1].self_attn.o_proj = adapter
+        model.train()
+    assert model.model.layers[1].self_attn.o_proj is adapter
+    assert all(module.training for module in model.modules())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("folder", ["deepseek_v3", "deepseek_v2", "mistral4"])
+def test_a_wrapped_forward_of_an_attention_layer_is_called(folder):
+    model = make(folder)
+    ids, attention = left_padded()[0], model.model.layers[1].self_attn
+    own = attention.forward
+    attention.forward = lambda *args, **kwargs: halved(attention, args, own(*args, **kwargs))
+    expected = model(ids).logits
+    with patch(model):
+        assert model.model.layers[1].self_attn is attention
+        tokens = LatentCache(model, 3, 16)
+        parts = [model(part, past_key_values=tokens).logits for part in ids.split([7, 1, 3], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_unpatch_is_refused_while_a_layer_of_ours_is_wrapped():
+    model = make("deepseek_v3")
+    patch(model)
+    attention = model.model.layers[1].self_attn
+    attention.forward = attention.forward
+    with pytest.raises(TypeError, match="unpatch: the attention of layer 1 got a forward of its own while .* patched"):
+        unpatch(model)
+    assert model.model.layers[1].self_attn is attention
+    del attention.forward
+    unpatch(model)
+    assert type(model.model.layers[1].self_attn).__name__ == "DeepseekV3Attention"
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"kv_lora_rank": 128}, {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}],
