@@ -163,6 +163,7 @@ class LatentPatch:
             valid = None if mask is None else at_columns(mask, torch.arange(q_len, device=mask.device))
             return Call(None, None, valid, False)
         store = store_of(cache, self.model, batch)
+        store.check_dtype(cast(Any, self._layers[0]).kv_b_proj.weight.dtype)
         call = store.begin(batch, q_len, mask)
         if kwargs.get("position_ids") is None:
             kwargs["position_ids"] = (torch.arange(q_len, device=store.seen.device) + store.seen)[None]

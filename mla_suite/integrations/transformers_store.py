@@ -38,21 +38,22 @@ class LatentStore:
 
     @torch.inference_mode(False)  # tensors made in inference mode could not be written to outside of it
     def __init__(self, model: nn.Module, batch: int, max_len: int | None, page_size: int) -> None:
-        dtype, device = cast(torch.dtype, model.dtype), cast(torch.device, model.device)
-        self.kv_format = kv_format_of(dtype)
         self.growable = max_len is None
         self.page_size = page_size
-        self.indices = sorted(cast(int, attention.layer_idx) for _, _, attention in latent_attentions(model))
-        if not self.indices:
+        attentions = [cast(Any, attention) for _, _, attention in latent_attentions(model)]
+        if not attentions:
             raise TypeError(f"LatentCache: a {type(model).__name__} has no layers of latent attention to cache for")
+        self.indices = sorted(attention.layer_idx for attention in attentions)
+        dtype, device = attentions[0].kv_b_proj.weight.dtype, cast(torch.device, model.device)
+        self.kv_format = kv_format_of(dtype)
         self.others: list[Any] = []  # layers without latent attention, which transformers made
         self._saved: list[dict[str, Any]] = []
         width = 1 if max_len is None else -(-max_len // page_size)
         self.latents = {
-            cast(int, attention.layer_idx): torch.zeros(
+            attention.layer_idx: torch.zeros(
                 batch * width, page_size, sum(cached_widths(attention)), dtype=dtype, device=device
             )
-            for _, _, attention in latent_attentions(model)
+            for attention in attentions
         }
         self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=device)
         self.seen = torch.zeros((), dtype=torch.int64, device=device)
@@ -156,11 +157,14 @@ class LatentStore:
     def update_indexer(self, key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Write an indexer's keys [batch, q_len, head_dim] of the new tokens; return those of all that may be selected.
 
-        Padding, and what is past max_len, goes to the spare last row, which is never returned.
+        Padding, and what is past max_len, goes to the spare last row, which is never returned. The keys are kept in
+        fp32 from where on an indexer gives such, as in bf16 models of some folders and under autocast.
         """
         keys = self.index_keys[layer_idx]
+        if torch.promote_types(keys.dtype, key_states.dtype) != keys.dtype:
+            keys = self._widen(layer_idx)
         rows = torch.arange(keys.shape[0], device=keys.device)[:, None]
-        keys[rows, self._index.clamp(max=self.max_len)] = key_states
+        keys[rows, self._index.clamp(max=self.max_len)] = key_states.to(keys.dtype)
         return keys[:, : self._selectable]
 
     def visible(self) -> torch.Tensor:
@@ -214,6 +218,14 @@ class LatentStore:
         if self._pending is None:
             raise TypeError("LatentCache: this model's attention is not ours; call patch(model) before using the cache")
 
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """TypeError where the model that uses this store has another dtype than when the store was made."""
+        if WIDE.get(dtype) != self.kv_format:
+            raise TypeError(
+                f"LatentCache: it holds latents in {self.kv_format} for a model in {WIDE.get(dtype, dtype)}; make the "
+                "cache after model.to, model.bfloat16 and their like"
+            )
+
     def _check_mask(self, mask: torch.Tensor, valid: torch.Tensor) -> None:
         """ValueError for a mask that shows or hides other columns than when their tokens came. Waits for the device."""
         if capturing(mask):
@@ -254,6 +266,19 @@ class LatentStore:
         self.kept = functional.pad(self.kept, (0, self.max_len + 1 - self.kept.shape[1]))
         for layer_idx, keys in self.index_keys.items():
             self.index_keys[layer_idx] = functional.pad(keys, (0, 0, 0, self.max_len + 1 - keys.shape[1]))
+
+    @torch.inference_mode(False)
+    def _widen(self, layer_idx: int) -> torch.Tensor:
+        """Keep the keys of a layer's indexer in fp32; returns them."""
+        keys = self.index_keys[layer_idx]
+        if torch.compiler.is_compiling() or capturing(keys):
+            raise TypeError(
+                "LatentCache: this model's indexer gives float32 keys, for which a compiled or captured call cannot "
+                "widen the cache; make one eager call first, as of the prompt"
+            )
+        self.index_keys[layer_idx] = keys.float()
+        self._mark_static()
+        return self.index_keys[layer_idx]
 
     def _set_width(self, batch: int, width: int) -> None:
         numbers = torch.arange(batch * width, dtype=torch.int32, device=self.seq_lens.device)

@@ -74,6 +74,14 @@ VISION_OF = {
 # The tests' prompts are longer than index_topk, so that the selection matters; with 16 heads no two keys score alike.
 INDEXED = {"index_topk": 4, "index_head_dim": 80, "index_n_heads": 16, "num_hidden_layers": 3}
 SHARED = INDEXED | {"indexer_types": ["full", "shared", "full"]}
+# What makes one layer with an indexer of them.
+ONE_LAYER = {
+    "num_hidden_layers": 1,
+    "layer_types": ["indexed_attention"],
+    "indexer_types": ["full"],
+    "no_rope_layers": [1],
+    "kv_source_layers": [0],
+}
 # The window is smaller than the tests' prompts, and its layers have latents wider than 512.
 DOTS3 = {
     "layer_types": ["indexed_attention", "sliding_attention", "sliding_attention"],
@@ -180,16 +188,19 @@ def left_padded():
 
 
 @torch.no_grad()
-def greedy(model, cache=None):
-    """The tokens of STEPS steps after the prompts, with their logits [batch, STEPS, vocabulary]."""
+def greedy(model, cache=None, fed=None):
+    """The tokens of STEPS steps after the prompts, with their logits [batch, STEPS, vocabulary].
+
+    The tokens `fed` [batch, STEPS] take the place of the chosen ones.
+    """
     ids, mask = left_padded()
     logits, tokens = [], []
-    for _ in range(STEPS):
+    for i in range(STEPS):
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         out = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
         cache = out.past_key_values
         logits.append(out.logits[:, -1])
-        ids = logits[-1].argmax(-1, keepdim=True)
+        ids = logits[-1].argmax(-1, keepdim=True) if fed is None else fed[:, i : i + 1]
         tokens.append(ids)
         mask = torch.cat((mask, mask.new_ones(2, 1)), dim=1)
     return torch.cat(tokens, 1), torch.stack(logits, 1)

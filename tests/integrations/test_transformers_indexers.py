@@ -1,5 +1,7 @@
 """Models whose indexer selects each query's keys: the selection of the unpatched model, on our sparse decode."""
 
+import copy
+
 import pytest
 import torch
 
@@ -7,7 +9,19 @@ pytest.importorskip(
     "transformers.models.mistral_large4", reason="transformers 5.23 is missing: pip install mla_suite[hf]"
 )
 
-from latent_models import INDEXED, PROMPT, SELECTING, STEPS, compiled_behind_a_prompt, greedy, left_padded, make
+from latent_models import (
+    INDEXED,
+    ONE_LAYER,
+    PATCHED,
+    PROMPT,
+    SELECTING,
+    STEPS,
+    VOCAB,
+    compiled_behind_a_prompt,
+    greedy,
+    left_padded,
+    make,
+)
 
 from mla_suite.integrations.transformers import LatentCache, patch
 from mla_suite.integrations.transformers_attention import attend
@@ -66,26 +80,48 @@ def test_a_sink_without_a_selection_is_refused():
         attend(layer, q, kv_c, k_pe, dense, scaling=0.1, s_aux=layer.sinks)
 
 
-def test_bf16_logits_differ_from_the_models_own_by_its_rounding():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("folder", SELECTING)
+def test_rounded_logits_differ_from_the_models_own_by_its_rounding(folder, dtype):
     """In one layer both see the same inputs and select the same keys, so only attention rounds differently.
 
-    How far a bf16 model of such a layer is from fp32 is measured where it selects all keys: a flipped choice, which is
-    no rounding error, is then impossible. The bound of 1.5 is that of test_transformers.py.
+    How far a rounded model of such a layer is from fp32 is measured where it selects all keys: a flipped choice, which
+    is no rounding error, is then impossible. The bound of 1.5 is that of test_transformers.py. No token is padding,
+    whose embedding is zero and scores all keys alike.
     """
-    dense = make("deepseek_v32", num_hidden_layers=1, index_topk=64)
-    exact_tokens, exact = greedy(dense)
-    rounded_tokens, rounded = greedy(dense.bfloat16())
-    model = make("deepseek_v32", num_hidden_layers=1).bfloat16()
-    plain_tokens, plain = greedy(model)
+    own = {name: value for name, value in ONE_LAYER.items() if name in PATCHED[folder][1]}
+    fed = torch.randint(3, VOCAB, (2, STEPS), generator=torch.Generator().manual_seed(2))
+    dense, model = make(folder, **own, index_topk=64), make(folder, **own).to(dtype)
+    exact, rounded = (greedy(each, fed=fed)[1] for each in (dense, copy.deepcopy(dense).to(dtype)))
+    plain = greedy(model, fed=fed)[1]
     patch(model)
-    tokens, logits = greedy(model)
-    assert torch.equal(rounded_tokens, exact_tokens)
-    assert torch.equal(tokens, plain_tokens)
 
     def rms(a, b):
         return (a.float() - b.float()).square().mean().sqrt()
 
-    assert rms(logits, plain) <= 1.5 * rms(rounded, exact)
+    for cache in (None, LatentCache(model, 2, PROMPT + STEPS)):
+        assert rms(greedy(model, cache, fed)[1], plain) <= 1.5 * rms(rounded, exact)
+
+
+def test_keys_are_kept_as_the_indexer_gives_them():
+    """dots3_note rotates in fp32; a step compiled before any eager call cannot widen the cache, so it says so."""
+    model = make("dots3_note").bfloat16()
+    patch(model)
+    cache = LatentCache(model, 2, PROMPT + STEPS)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="make one eager call first, as of the prompt"):
+        torch.compile(model, fullgraph=True, backend="eager")(left_padded()[0], past_key_values=cache)
+    greedy(model, cache)
+    assert {keys.dtype for keys in cache.store.index_keys.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("folder", ["deepseek_v3", "mistral4", "deepseek_v32"])
+def test_a_cache_of_another_dtype_is_refused(folder):
+    model = make(folder)
+    patch(model)
+    cache = LatentCache(model, 2, 16)
+    model.bfloat16()
+    with pytest.raises(TypeError, match=r"holds latents in fp32 for a model in bf16; make the cache after model\.to"):
+        model(left_padded()[0], past_key_values=cache)
 
 
 def test_layers_that_share_a_selection_keep_no_keys_of_an_indexer():
