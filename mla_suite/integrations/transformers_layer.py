@@ -135,8 +135,8 @@ class LatentAttention(MLA):
 def _cos_sin(position_embeddings: Any, batch: int) -> torch.Tensor:
     """fp32 [batch x q_len, 64] from V3's (cos, sin), whose halves repeat, or V2's complex numbers."""
     if isinstance(position_embeddings, tuple):
-        cos, sin = (t[..., : t.shape[-1] // 2] for t in position_embeddings)
+        cos, sin = (t[..., : t.shape[-1] // 2].float() for t in position_embeddings)  # autocast joins few dtypes
     else:
         cos, sin = torch.view_as_real(position_embeddings).unbind(-1)
-    rows = torch.cat((cos, sin), dim=-1).float()
+    rows = torch.cat((cos, sin), dim=-1)
     return rows.expand(batch, -1, -1).reshape(-1, rows.shape[-1])

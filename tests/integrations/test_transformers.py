@@ -92,12 +92,16 @@ def test_every_argument_may_be_given_by_position():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["v3", "v2"])
-def test_autocast_generates_the_models_own_tokens(kind):
-    model = make_model(kind)
+@pytest.mark.parametrize(
+    ("dtype", "autocast"),
+    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)],
+)
+@pytest.mark.parametrize("kind", ["v3", "v2", "mistral4"])
+def test_autocast_generates_the_models_own_tokens(kind, dtype, autocast):
+    model = make(kind).to(dtype) if kind == "mistral4" else make_model(kind, dtype)
     ids, mask = left_padded()
     options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", autocast):
         expected = model.generate(ids, **options)
         with patch(model):
             assert torch.equal(model.generate(ids, **options), expected)
