@@ -123,10 +123,15 @@ class LatentCache(Cache):
 
 
 def layers_of(store: LatentStore, model: nn.Module) -> list[Any]:
-    """A cache's layers: ours where attention is latent, transformers' own elsewhere."""
-    layers: list[Any] = list(DynamicCache(config=cast(Any, model.config).get_text_config(decoder=True)).layers)
-    for layer_idx in store.indices:
-        layers[layer_idx] = LatentLayer(store, layer_idx)
+    """A cache's layers: ours where attention is latent, transformers' own elsewhere.
+
+    The config may name fewer layers than the model has, as while generate() drafts with the first layers.
+    """
+    own = DynamicCache(config=cast(Any, model.config).get_text_config(decoder=True)).layers
+    layers: list[Any] = [
+        LatentLayer(store, layer_idx) if layer_idx in store.latents else own[layer_idx]
+        for layer_idx in range(max(len(own), store.indices[-1] + 1))
+    ]
     store.others = [layer for layer in layers if not isinstance(layer, LatentLayer)]
     return layers
 

@@ -51,6 +51,20 @@ def test_rejected_drafts_of_another_model_are_forgotten(monkeypatch):
     assert min(cropped) < 0
 
 
+@pytest.mark.parametrize("folder", ["deepseek_v3", "mistral4", "deepseek_v32"])
+def test_a_models_first_layers_may_draft(folder):
+    model = latent_models.make(folder)
+    layers = model.config.num_hidden_layers
+    ids = latent_models.left_padded()[0][:1]
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = model.generate(ids, **options)
+    patch(model)
+    for cache in (None, LatentCache(model, 1, 32)):
+        made = model.generate(ids, assistant_early_exit=1, past_key_values=cache, **options)
+        assert torch.equal(made, expected)
+        assert model.config.num_hidden_layers == layers
+
+
 @pytest.mark.parametrize("sizes", [(0, 8, 64), (1, 0, 64), (1, 8, 0)], ids=["batch", "max_len", "page_size"])
 def test_a_cache_without_room_is_refused(sizes):
     batch, max_len, page_size = sizes
