@@ -21,6 +21,7 @@ import mla_suite
 from mla_suite.integrations import WIDE, refuse
 from mla_suite.integrations.interface import Interface
 from mla_suite.integrations.transformers_attention import POSSIBLE, unknown_tensors
+from mla_suite.integrations.transformers_cache import find_store
 from mla_suite.integrations.transformers_interface import TESTED, innermost
 
 NAME = "mla_suite_v4"
@@ -44,16 +45,19 @@ class V4Patch:
         interface.warn_if_newer(stacklevel=4)
         self._implementation = self._base.config._attn_implementation
         self._base.config._attn_implementation = NAME
-        self._hook = self._base.register_forward_pre_hook(_refuse_weights, with_kwargs=True)
+        self._hook = self._base.register_forward_pre_hook(_check_call, with_kwargs=True)
 
     def restore(self) -> None:
         self._base.config._attn_implementation = self._implementation
         self._hook.remove()
 
 
-def _refuse_weights(base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_call(base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if kwargs.get("output_attentions"):
         refuse("patch", "output_attentions=True", "attention weights are never stored: unpatch the model to see them")
+    if any(find_store(given) is not None for given in (*args, *kwargs.values())):
+        possible = "give a cache of transformers, which holds its compressor's state, or no cache"
+        refuse("patch", f"a cache of latents for a {type(base).__name__}", possible, TypeError)
 
 
 def attend_visible(

@@ -74,6 +74,8 @@ def test_tokens_of_a_model_that_keeps_its_cache(folder, decodes):
             model(input_ids=ids, output_attentions=True)
         with pytest.raises(TypeError, match="has no layers of latent attention"):
             LatentCache(model, 2, PROMPT)
+        with pytest.raises(TypeError, match="a cache of latents for a DeepseekV4Model; give a cache of transformers"):
+            model(input_ids=ids, past_key_values=LatentCache(make("deepseek_v3"), 2, PROMPT))
     assert torch.equal(tokens, expected)
     assert tokens.unique().numel() > 2, "a model that repeats itself would show nothing"
     torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-4)
