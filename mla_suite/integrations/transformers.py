@@ -162,6 +162,9 @@ class LatentPatch:
             _refuse_packed(kwargs.get("position_ids"), mask)
             valid = None if mask is None else at_columns(mask, torch.arange(q_len, device=mask.device))
             return Call(None, None, valid, False)
+        if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+            given = "torch.export.export of a step with a cache, which tracing without strict=True would advance"
+            refuse("patch", given, "pass strict=True to it", TypeError)
         store = store_of(cache, self.model, batch)
         store.check_dtype(cast(Any, self._layers[0]).kv_b_proj.weight.dtype)
         call = store.begin(batch, q_len, mask)

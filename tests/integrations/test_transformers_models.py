@@ -144,6 +144,33 @@ def test_a_decode_step_compiles_whole_and_once(folder, backend):
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.parametrize("folder", ["deepseek_v3", "mistral4"])
+@torch.no_grad()
+def test_an_export_leaves_the_cache_as_it_was(folder):
+    model = make(folder, num_hidden_layers=1)
+    ids, _ = left_padded()
+    expected = model(ids).logits[:, -1:]
+    patch(model)
+    cache = LatentCache(model, 2, 16)
+    model(ids[:, :-1], past_key_values=cache)
+
+    class Step(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids):
+            return self.model(ids, past_key_values=cache).logits
+
+    with pytest.raises(TypeError, match=r"without strict=True would advance; pass strict=True to it"):
+        torch.export.export(Step(), (ids[:, -1:],), strict=False)
+    exported = torch.export.export(Step(), (ids[:, -1:],), strict=True)
+    assert (int(cache.get_seq_length()), cache.seq_lens.tolist()) == (PROMPT - 1, [PROMPT - 1] * 2)
+    torch.testing.assert_close(model(ids[:, -1:], past_key_values=cache).logits, expected, rtol=1e-4, atol=1e-4)
+    cache.crop(-1)
+    torch.testing.assert_close(exported.module()(ids[:, -1:]), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("folder", REFUSED)
 def test_models_that_select_keys_are_refused(folder):
     with pytest.raises(TypeError, match=r"selects (?!keys in a way).* \(\w+Indexer\); possible are the models of docs"):
