@@ -44,7 +44,7 @@ class LatentStore:
         if not attentions:
             raise TypeError(f"LatentCache: a {type(model).__name__} has no layers of latent attention to cache for")
         self.indices = sorted(attention.layer_idx for attention in attentions)
-        dtype, device = attentions[0].kv_b_proj.weight.dtype, cast(torch.device, model.device)
+        dtype, device = next(attentions[0].kv_b_proj.parameters()).dtype, cast(torch.device, model.device)
         self.kv_format = kv_format_of(dtype)
         self.others: list[Any] = []  # layers without latent attention, which transformers made
         self._saved: list[dict[str, Any]] = []

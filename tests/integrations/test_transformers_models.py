@@ -208,6 +208,20 @@ def test_a_cache_of_ours_is_refused_by_a_model_that_is_not_patched(folder):
     torch.testing.assert_close(logits, expected[:, 5:], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("folder", latent_models.VISION_OF)
+@torch.no_grad()
+def test_a_cache_is_in_the_dtype_of_the_layers_that_it_caches_for(folder):
+    model = make(folder)
+    for name, parameter in model.named_parameters():
+        if "vision" not in name:
+            parameter.data = parameter.bfloat16()
+    assert model.dtype == torch.float32, "the vision model comes first"
+    patch(model)
+    cache = LatentCache(model, 2, 16)
+    assert model(left_padded()[0], past_key_values=cache).logits.dtype == torch.bfloat16
+    assert {latents.dtype for latents in cache.store.latents.values()} == {torch.bfloat16}
+
+
 def test_another_attention_for_a_patched_model_is_refused_where_its_layers_would_call_it():
     ids = left_padded()[0]
     whole_layers, keeps_layers = make("deepseek_v3"), make("mistral4")
