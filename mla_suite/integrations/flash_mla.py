@@ -94,7 +94,7 @@ def flash_mla_with_kvcache(
     use_legacy       the page order of V4.1's records: True for scales at the end of a page, False for scales behind
                      each token; not read with others, where it chooses between FlashMLA's own kernels
     kv_format        V32, V4, V41, V41_FP4, where given what k_cache's records must be, or V32_NO_ROPE for records of
-                     528 bytes that are V3.2's without rope values (v32_nope)
+                     528 bytes, of either pool, that are V3.2's without rope values (v32_nope)
     descale_q, descale_k   [1] fp32, multiply float8 queries and rows
     out              is written and returned, of the shape and dtype below; its last dimension is contiguous
     precision        'fp8' allows dense calls of float8 queries and rows sums in fewer bits, as `mla_suite.decode` says,
@@ -164,7 +164,7 @@ def flash_mla_with_kvcache(
         )
         _refuse(name, f"kv_format is {kv_format!r} and k_cache holds {stored}", possible)
     if extra_k_cache is not None:
-        extra_stored = _kv_format(name, "extra_k_cache", extra_k_cache, is_fp8_kvcache, None, use_legacy)
+        extra_stored = _kv_format(name, "extra_k_cache", extra_k_cache, is_fp8_kvcache, None, use_legacy, kv_format)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     config = Config(
         batch=q.shape[0],

@@ -100,6 +100,24 @@ def test_records_of_one_width_are_told_apart(kv_format, named, use_legacy):
         assert torch.equal(unnamed, right)
 
 
+@pytest.mark.parametrize(("kv_format", "named", "use_legacy"), [*V41, ("v32_nope", "V32_NO_ROPE", True)])
+def test_records_of_an_extra_pool_are_told_apart(kv_format, named, use_legacy):
+    """By what tells those of k_cache apart, whose format FlashMLA says that they have."""
+    pools = [records(kv_format, pages, 64)[0] for pages in (4, 2)]
+    q, indices = torch.randn(2, 1, 16, 512).bfloat16(), torch.randint(-1, 128, (2, 1, 40), dtype=torch.int32)
+    right = mla_suite.sparse_decode(q, pools, [indices] * 2, kv_formats=[kv_format] * 2, softmax_scale=512**-0.5)
+    out, lse = flash_mla_with_kvcache(
+        *(q, pools[0].unsqueeze(2), None, None, 512, get_mla_metadata()[0]),
+        indices=indices,
+        extra_k_cache=pools[1].unsqueeze(2),
+        extra_indices_in_kvcache=indices,
+        kv_format=named,
+        use_legacy=use_legacy,
+    )
+    assert torch.equal(out, right[0])
+    assert torch.equal(lse, right[1].transpose(1, 2))
+
+
 def test_batch_invariant_sparse_calls():
     if not has_kernel("gfx942", "sparse_decode_kvformat-v32_rows-16"):
         pytest.skip("the kernels of gfx942 are not built; run `python -m mla_suite build --arch gfx942`")
