@@ -220,7 +220,8 @@ def selected_lens(name: str, kv_indptr: torch.Tensor, tokens: int, topk: int) ->
     if batch < 1 or tokens % batch != 0:
         refuse(name, f"there are {tokens} query tokens for {batch} sequences", "with topk each has equally many")
     lens = kv_indptr.diff().clamp(max=topk)
-    return lens[:, None].expand(batch, tokens // batch).reshape(-1)
+    # not reshaped: of one sequence that is a view, whose stride of 0 operators refuse
+    return lens[:, None].expand(batch, tokens // batch).contiguous().flatten()
 
 
 def lengths(name: str, kv_indptr: torch.Tensor, kv_last_page_lens: torch.Tensor, page_size: int) -> torch.Tensor:

@@ -130,9 +130,9 @@ def selection(step, topk):
 
 
 @pytest.mark.parametrize("q_len", [1, 3])
-def test_selected_keys_by_metadata_with_topk(q_len):
-    topk, lens = 64, [200, 0, 40, 65]
-    step = Step(lens, [q_len] * 4)
+@pytest.mark.parametrize("lens", [[200, 0, 40, 65], [200]], ids=["four sequences", "one sequence"])
+def test_selected_keys_by_metadata_with_topk(lens, q_len):
+    topk, step = 64, Step(lens, [q_len] * len(lens))
     made = sparse_metadata(step, q_len, topk)
     chosen, expected = selection(step, topk)
     arguments = (*step.args[:5], chosen, step.kv_last_page_lens, 1, 1, 1, 0.05)
