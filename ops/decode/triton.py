@@ -21,12 +21,19 @@ from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.launch.launcher import compute_units
 from mla_suite.launch.scratch import partials
 from mla_suite.ops.combine.triton import finish, lse_numbers, lse_offset
-from mla_suite.ops.decode.triton_blocks import Tile, natural_lse, rope_queries, rope_scores, softmax_step
+from mla_suite.ops.decode.triton_blocks import (
+    DOT_TYPES,
+    Tile,
+    dot_dtype,
+    natural_lse,
+    rope_queries,
+    rope_scores,
+    softmax_step,
+)
 from mla_suite.ops.plan.metadata import HEADER_WORDS, WORK_TILE_WORDS, Word, most_work_tiles, splits_of
 from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT
 from mla_suite.ops.plan.triton import split_keys
 
-DOT_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 KV_FORMATS = ("bf16", "fp16", "fp32", "fp8")
 MAX_BLOCKS = 65535  # of a grid's second dimension
 ALIGNMENT = tl.constexpr(SPLIT_ALIGNMENT)  # keys; equal splits fall on its multiples
@@ -251,7 +258,8 @@ def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
     rows = problem.heads * problem.q_len
     if arch is not None and not problem.planned and problem.split_size == 0 and _leaves_idle(problem.batch, rows, arch):
         rows = 16
-    tile = tile_for(rows, problem.q_dtype, problem.rope > 0, arch, problem.head_dim_v)
+    dot = dot_dtype(problem.q_dtype, [problem.kv_format])
+    tile = tile_for(rows, dot, problem.rope > 0, arch, problem.head_dim_v)
     return Supported(tile, f"Triton with tiles of {tile.rows} rows x {tile.keys} keys")
 
 
@@ -260,7 +268,7 @@ def _leaves_idle(batch: int, rows: int, arch: ArchSpec) -> bool:
     return batch * -(-rows // 16) * 8 <= arch.compute_units
 
 
-def tile_for(rows: int, q_dtype: torch.dtype, rotated: bool, arch: ArchSpec | None, head_dim_v: int = 512) -> Tile:
+def tile_for(rows: int, dot: torch.dtype, rotated: bool, arch: ArchSpec | None, head_dim_v: int = 512) -> Tile:
     """The best measured tile where an MMA has 64 rows; on other archs the largest that needs no scratch memory and fits
     64 KiB of LDS; the same where there is no record of the arch. Keys to be rotated need a sixth more buffers.
 
@@ -268,9 +276,9 @@ def tile_for(rows: int, q_dtype: torch.dtype, rotated: bool, arch: ArchSpec | No
     and 372 with 32 keys, 5 stages; 32 rows (batch 32) 70, and 103 as a padded tile of 64.
     """
     if head_dim_v > 512:  # chosen to fit, and not measured
-        narrow = arch is None or arch.matrix_min_rows < 64 or q_dtype == torch.float32
+        narrow = arch is None or arch.matrix_min_rows < 64 or dot == torch.float32
         return Tile(16, 16, 4, 1) if narrow else Tile(16 if rows <= 16 else 32, 32, 8, 2)
-    if q_dtype == torch.float32:
+    if dot == torch.float32:
         return Tile(16, 16, 4, 1)  # fp32 tiles are for tests: twice the bytes, a twentieth of the rate
     if arch is None or arch.matrix_min_rows < 64:
         return Tile(16, 32, 4, 2) if rows <= 16 else Tile(32, 32, 4, 2)
@@ -345,7 +353,7 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         BLOCK_N=config.keys,
         CAUSAL=args.causal,
         WINDOWED=args.window_left >= 0,
-        DOT=DOT_TYPES.get(args.q.dtype, tl.bfloat16),
+        DOT=DOT_TYPES[dot_dtype(args.q.dtype, [args.kv_format])],
         num_warps=config.warps,
         num_stages=config.stages,
     )

@@ -1,13 +1,21 @@
-"""Triton functions for one block of keys: the rope part of the scores, and the state of the softmax; their tiles.
+"""Triton functions for one block of keys: the rope part of the scores, and the state of the softmax; their tiles and
+the type of their products.
 
 Keys are cached rotated, or un-rotated and then rotated as they are read."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+
+from mla_suite.kv_formats import cache as caches
+from mla_suite.kv_formats import get_kv_format
+
+DOT_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 class Tile(NamedTuple):
@@ -17,6 +25,16 @@ class Tile(NamedTuple):
     keys: int
     warps: int
     stages: int
+
+
+def dot_dtype(q_dtype: torch.dtype, kv_formats: Iterable[str]) -> torch.dtype:
+    """The dtype of both matrix products' operands, a key of DOT_TYPES: it holds the queries, float8 ones as bf16, and
+    the rows of caches that are no records. So 16-bit queries are multiplied as fp32 with rows of more bits or range."""
+    dtype = q_dtype if q_dtype in DOT_TYPES else torch.bfloat16
+    for kv_format in kv_formats:
+        rows = caches.dtypes(get_kv_format(kv_format))[0]
+        dtype = torch.promote_types(dtype, rows) if rows in DOT_TYPES else dtype
+    return dtype
 
 
 @triton.jit

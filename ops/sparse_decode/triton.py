@@ -20,12 +20,11 @@ from mla_suite.kv_formats import get_kv_format
 from mla_suite.launch.launcher import compute_units
 from mla_suite.launch.scratch import partials
 from mla_suite.ops.combine.triton import finish, lse_numbers, lse_offset
-from mla_suite.ops.decode.triton_blocks import Tile, natural_lse, softmax_step
+from mla_suite.ops.decode.triton_blocks import DOT_TYPES, Tile, dot_dtype, natural_lse, softmax_step
 from mla_suite.ops.plan.triton import split_keys
 from mla_suite.ops.sparse_decode import splits_by_size
 from mla_suite.ops.sparse_decode.triton_rows import ENCODINGS, record, row_columns
 
-DOT_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 # Before 3.6 Triton's compiler takes constants within a tuple argument for None, once a loop uses them.
 COMPILES = triton.knobs.runtime.interpret or tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 
@@ -199,23 +198,24 @@ def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
             return Unsupported(unknown)
         if fmt.scale_rule is not None and values != fmt.head_dim_v:
             return Unsupported(f"head_dim_v {values} of kv_format {pool.kv_format}; it takes {fmt.head_dim_v}")
-    tile = tile_for(problem.heads, problem.dtype, [pool.kv_format for pool in problem.pools], arch)
+    kv_formats = [pool.kv_format for pool in problem.pools]
+    tile = tile_for(problem.heads, dot_dtype(problem.dtype, kv_formats), kv_formats, arch)
     return Supported(
         tile, f"Triton with tiles of {tile.rows} heads x {tile.keys} keys; a plan is not needed and not read"
     )
 
 
-def tile_for(heads: int, dtype: torch.dtype, kv_formats: Sequence[str], arch: ArchSpec | None) -> Tile:
+def tile_for(heads: int, dot: torch.dtype, kv_formats: Sequence[str], arch: ArchSpec | None) -> Tile:
     """The best measured tile where an MMA has 64 rows; on other archs what 64 KiB of LDS hold; a smaller one elsewhere.
 
     On an H200 (128 tokens, 2048 keys of v32; us): 16 heads 252 with these and 519 with 32 keys, 4 warps; 64 heads 309,
     and 442 with 32 keys.
     """
-    if dtype == torch.float32:
+    if dot == torch.float32:
         return Tile(16, 16, 4, 1)  # fp32 tiles are for tests: twice the bytes, a twentieth of the rate
     if arch is None:  # any other GPU: the least shared memory beside bf16 matrix units is 99 KiB
-        return Tile(16, 16 if "fp32" in kv_formats else 32, 4, 1) if heads <= 16 else Tile(32, 16, 4, 1)
-    if arch.matrix_min_rows < 64 or (heads <= 16 and "fp32" in kv_formats):
+        return Tile(16, 32, 4, 1) if heads <= 16 else Tile(32, 16, 4, 1)
+    if arch.matrix_min_rows < 64:
         return Tile(16, 32, 4, 2) if heads <= 16 else Tile(32, 32, 4, 2)
     if heads <= 16:
         # where V lies in two fields both are read at its full width, and a second stage does not fit
@@ -268,7 +268,7 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         REST=head_dim - args.head_dim_v,
         BLOCK_M=config.rows,
         BLOCK_N=config.keys,
-        DOT=DOT_TYPES.get(args.q.dtype, tl.bfloat16),
+        DOT=DOT_TYPES[dot_dtype(args.q.dtype, args.kv_formats)],
         num_warps=config.warps,
         num_stages=config.stages,
     )

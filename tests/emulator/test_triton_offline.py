@@ -107,6 +107,7 @@ DECODE = [
     decode_sample([130, 0, 7], planned=True),
     decode_sample([70, 33], heads=24, q_len=2, num_splits=2, page=16, sink=True, varlen=True),
     decode_sample([65, 40], heads=8, kv_format="fp8", page=1),
+    decode_sample([65, 40], heads=8, kv_format="fp16", page=16),  # multiplied as fp32
 ]
 
 

@@ -1,6 +1,6 @@
 """decode in Triton gives the reference's numbers, run by Triton's interpreter on the CPU.
 
-The interpreter's bf16 dot is wrong (Triton 3.6), so inputs are fp16 and fp32.
+The interpreter's bf16 dot is wrong (Triton 3.6), so inputs are fp16 and fp32, or bf16 that are multiplied as fp32.
 """
 
 from typing import Any
@@ -114,6 +114,24 @@ def test_decode_in_half_precision() -> None:
     allowed = testing.ulp(out, torch.float16) + 2.0**-11 * exact.magnitude
     assert bool(((out.double() - exact.out).abs() <= allowed).all())
     torch.testing.assert_close(lse.double(), exact.lse, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("q_dtype", "kv_format"),
+    [(torch.float16, "bf16"), (torch.float16, "fp32"), (torch.bfloat16, "fp16"), (torch.bfloat16, "fp32")],
+    ids=str,
+)
+def test_rows_of_more_bits_or_range_than_the_queries(q_dtype: torch.dtype, kv_format: str) -> None:
+    """Neither bits of keys are lost nor is a value that the queries' type does not have infinite."""
+    args, kwargs = decode_sample([70, 3], heads=4, q_len=2, kv_format=kv_format, dtype=q_dtype).make(CPU)
+    args[1].mul_(3.0)
+    if kv_format != "fp16":
+        args[1][..., -1], args[0][..., -1] = 7e4, 0.0
+    exact = testing.exact_decode(*args, **kwargs)
+    out, lse = run(decode, "decode", args, kwargs)
+    for compared in testing.attention_within((out, lse), exact):
+        assert bool(((compared.got.double() - compared.exact).abs() <= compared.allowed).all()), compared.name
+    torch.testing.assert_close(lse.double(), exact.lse, atol=3e-6, rtol=1e-6)
 
 
 def test_a_q_descale_that_fp16_queries_cannot_be_multiplied_by() -> None:

@@ -31,23 +31,25 @@ MANY = [5] * 200  # sequences, which fill a GPU: small tiles are for launches th
 ROWS = decode_sample(MANY, heads=32, page=1)
 TURNED = decode_sample(MANY, heads=32, page=1, rotate=True)  # keys are turned as they are read
 BYTES = decode_sample(MANY, heads=64, kv_format="fp8", dtype=FP8, page=1)
+WIDER = decode_sample(MANY, heads=32, kv_format="fp32", page=1, rotate=True)  # 16-bit queries, multiplied as fp32
 WIDE, WIDE_OF_64 = (decode_sample(MANY, heads=heads, latent=1024, window_left=63) for heads in (16, 64))  # dots3_note's
-RECORDS, MIXED, VALUES, VALUES_OF_64, RECORDS_OF_64 = (
+RECORDS, MIXED, VALUES, VALUES_OF_64, RECORDS_OF_64, WIDER_POOL = (
     sparse_sample(2, 1, heads, [PoolShape(kv_format, 3, 64, 48) for kv_format in kv_formats])
     for heads, kv_formats in (
         (16, ["v32"]),
         (16, ["dsv4", "dsv4_fnuz"]),
-        (16, ["bf16", "fp32"]),
-        (64, ["bf16", "fp32"]),
+        (16, ["bf16"]),
+        (64, ["bf16"]),
         (64, ["dsv4"]),
+        (64, ["dsv4", "fp32"]),
     )
 )
 LARGE = [decode_sample(MANY, heads=64, page=1, rotate=turned) for turned in (False, True)]
 SAMPLES = {
-    ("sm_90", "decode"): [ROWS, TURNED, *LARGE, BYTES, WIDE, WIDE_OF_64],
-    ("another", "decode"): [ROWS, TURNED, BYTES, WIDE],
-    ("sm_90", "sparse_decode"): [RECORDS, MIXED, VALUES, VALUES_OF_64, RECORDS_OF_64],
-    ("another", "sparse_decode"): [MIXED, VALUES, VALUES_OF_64],
+    ("sm_90", "decode"): [ROWS, TURNED, *LARGE, BYTES, WIDER, WIDE, WIDE_OF_64],
+    ("another", "decode"): [ROWS, TURNED, BYTES, WIDER, WIDE],
+    ("sm_90", "sparse_decode"): [RECORDS, MIXED, VALUES, VALUES_OF_64, RECORDS_OF_64, WIDER_POOL],
+    ("another", "sparse_decode"): [MIXED, VALUES, VALUES_OF_64, WIDER_POOL],
 }
 """Each tile that a GPU's rules choose, with the operands that take most beside it."""
 MODULES: dict[str, Any] = {"decode": decode, "sparse_decode": sparse_decode}

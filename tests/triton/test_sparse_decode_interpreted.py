@@ -1,6 +1,7 @@
 """sparse_decode in Triton gives the reference's numbers, run by Triton's interpreter on the CPU.
 
-The interpreter's bf16 dot is wrong (Triton 3.6), so queries are fp16 and fp32; the pools are in every kv_format.
+The interpreter's bf16 dot is wrong (Triton 3.6), so queries are fp16 and fp32, or bf16 that are multiplied as fp32; the
+pools are in every kv_format.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from backend import check_layouts, run
+from sparse_problems import exact as exact_of
 from sparse_problems import problem as hostile_problem
 
+from mla_suite import testing
 from mla_suite.core import register
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.kv_formats import KV_FORMATS
@@ -179,6 +182,30 @@ def test_half_precision() -> None:
     # keys and weights are rounded to fp16: half an ulp each is 2^-11 of values of size 1
     torch.testing.assert_close(out, expected_out, atol=2e-3, rtol=2e-3)
     torch.testing.assert_close(lse, expected_lse, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("q_dtype", "kv_formats"),
+    [
+        (torch.float16, ["bf16"]),
+        (torch.float16, ["fp32"]),
+        (torch.bfloat16, ["fp32"]),
+        (torch.bfloat16, ["bf16", "fp16"]),
+        (torch.bfloat16, ["dsv4", "fp32"]),
+    ],
+    ids=str,
+)
+def test_rows_of_more_bits_or_range_than_the_queries(q_dtype: torch.dtype, kv_formats: list[str]) -> None:
+    """Neither bits of keys are lost nor is a value that the queries' type does not have infinite."""
+    q, kv_caches, indices, names = problem([(name, 3, 16, 40) for name in kv_formats], 2, 4, dtype=q_dtype)
+    if len(kv_formats) == 1:  # the last value is no part of V
+        kv_caches[0][..., -1], q[..., -1] = 7e4, 0.0
+    nothing = [None] * len(names)
+    args, kwargs = (q, kv_caches, indices, nothing, nothing), dict(kv_formats=names, softmax_scale=0.2)
+    exact = exact_of(*args, None, rounded=False, **kwargs)
+    for compared in testing.attention_within(run(sparse, "sparse_decode", args, kwargs), exact):
+        tight = compared.allowed if compared.name == "out" else 3e-6 + 1e-6 * compared.exact.abs()
+        assert bool(((compared.got.double() - compared.exact).abs() <= tight).all()), compared.name
 
 
 def test_queries_and_indices_that_are_parts_of_larger_tensors() -> None:
