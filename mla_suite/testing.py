@@ -112,6 +112,24 @@ def exact_decode(*tensors: torch.Tensor | None, **options: Any) -> Exact:
     return Exact(joined.out.view(values), joined.lse.view(shape), joined.magnitude.view(values))
 
 
+FP32_ROUNDING = 2.0**-24
+"""A sum in fp32 is off by at most this share of itself."""
+
+
+def score_rounding(*tensors: torch.Tensor | None, **options: Any) -> torch.Tensor:
+    """How far scores [...] of a decode may be off since fp32 sums them: sqrt(d) 2^-24 softmax_scale |q| |k|.
+
+    The arguments are those of `exact_decode`. No sum of some of a score's d products is above |q| |k|, and their d
+    roundings, some up and some down, add up as a random walk does. Were all in one direction, it would be d 2^-24.
+    """
+    args = register.get("decode").Args(*tensors, **options)
+    found = []
+    for own in _sequences(args):
+        longest = torch.cat((own.keys.norm(dim=1), own.keys.new_zeros(1))).amax()
+        found.append(own.queries.norm(dim=1) * longest * own.queries.shape[1] ** 0.5)
+    return torch.cat(found).view(args.q.shape[:-1]) * args.softmax_scale * FP32_ROUNDING
+
+
 E4M3_RELATIVE = 2.0**-4
 """Rounding to e4m3 changes a value that is not denormal by at most this share of it."""
 E4M3_ABSOLUTE = 2.0**-18
@@ -149,7 +167,8 @@ def _rotated(keys: torch.Tensor, cos_sin: torch.Tensor, stored: torch.dtype) -> 
 
 
 REFERENCE_ROUNDING = 2.0**-18
-"""Where softmax weights stay in fp32: out is off by at most this share of sum(p |v|), and one ulp of its own."""
+"""Where softmax weights stay in fp32: out is off by at most this share of sum(p |v|), and one ulp of its own. Scores
+much above 1 move it further, by `score_rounding`."""
 REFERENCE_LSE = 1e-5
 """There lse is off by at most this, or by this share of it where it is above 1."""
 KERNEL_ROUNDING = 2.0**-8
@@ -174,10 +193,14 @@ def attention_within(
     """
     out, lse = outputs
     off = torch.as_tensor(scores_off, dtype=torch.float64, device=out.device)
-    share = KERNEL_ROUNDING + torch.expm1(2 * off)[..., None]
-    allowed = share * exact.magnitude + ulp(exact.out, out.dtype)
+    allowed = _share(KERNEL_ROUNDING, off) * exact.magnitude + ulp(exact.out, out.dtype)
     allowed_lse = KERNEL_LSE * torch.where(exact.lse.isfinite(), exact.lse.abs(), 0.0).clamp(min=1.0) + off
     return Compared("out", out, exact.out, allowed), Compared("lse", lse, exact.lse, allowed_lse)
+
+
+def _share(rounding: float, off: torch.Tensor) -> torch.Tensor:
+    """Of sum(p |v|): scores that are off by `off` change a weight, and the sum that divides it, by exp(off) each."""
+    return rounding + torch.expm1(2 * off)[..., None]
 
 
 def ulp(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -187,13 +210,16 @@ def ulp(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.ldexp(torch.full_like(values, info.eps, dtype=torch.float64), exponent - 1)
 
 
-def assert_close(out: torch.Tensor, lse: torch.Tensor, exact: Exact) -> None:
+def assert_close(out: torch.Tensor, lse: torch.Tensor, exact: Exact, scores_off: torch.Tensor | float = 0.0) -> None:
     """|out - exact| <= 1 ulp of out + 2^-18 sum(p |v|), and lse within 1e-5, relative or absolute.
 
     Infinities must be equal and nothing may be NaN. The ulp is that of out's dtype.
+
+    scores_off  [...]: what scores may be off by besides, where they are much above 1: `score_rounding`
     """
+    off = torch.as_tensor(scores_off, dtype=torch.float64, device=out.device)
     error = (out.double() - exact.out).abs()
-    allowed = ulp(out, out.dtype) + REFERENCE_ROUNDING * exact.magnitude
+    allowed = ulp(out, out.dtype) + _share(REFERENCE_ROUNDING, off) * exact.magnitude
     worst = (error / allowed).max().item() if error.numel() else 0.0
     assert bool((error <= allowed).all()), f"out is {worst:.3g} times as far from the exact result as it may be"
     finite = exact.lse.isfinite()
@@ -201,5 +227,5 @@ def assert_close(out: torch.Tensor, lse: torch.Tensor, exact: Exact) -> None:
         "lse is not the infinity it should be"
     )
     difference = torch.where(finite, (lse.double() - exact.lse).abs(), 0.0)
-    tolerance = REFERENCE_LSE * torch.where(finite, exact.lse.abs(), 0.0).clamp(min=1.0)
+    tolerance = REFERENCE_LSE * torch.where(finite, exact.lse.abs(), 0.0).clamp(min=1.0) + off
     assert bool((difference <= tolerance).all()), f"lse is off by {difference.max().item():.3g}"

@@ -15,7 +15,7 @@ import mla_suite
 from mla_suite import kv_formats
 from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.decode.samples import decode_sample
-from mla_suite.testing import assert_close, exact_decode
+from mla_suite.testing import assert_close, exact_decode, score_rounding
 
 CPU = torch.device("cpu")
 few = settings(max_examples=25, deadline=None, derandomize=True)
@@ -134,6 +134,22 @@ def test_a_q_descale_that_fp16_queries_cannot_be_multiplied_by(factor):
     args = (*args[:7], torch.tensor(factor), *args[8:])
     kwargs["softmax_scale"] /= factor
     assert_close(*mla_suite.decode(*args, **kwargs), exact_decode(*args, **kwargs))
+
+
+@pytest.mark.parametrize("positive", [False, True], ids=["of both signs", "positive"])
+def test_large_scores_are_off_by_the_rounding_of_their_sums(positive):
+    """By 20 and 40 times 2^-18 sum(p |v|); sums of positive products grow, and their roundings with them."""
+    fp32 = dict(kv_format="fp32", dtype=torch.float32)
+    args, kwargs = decode_sample([700, 200, 0], heads=64, q_len=3, **fp32).make(CPU)
+    args[1].mul_(3.0)
+    if positive:
+        args[0].abs_(), args[1].abs_()
+    kwargs["softmax_scale"] = 0.5
+    exact, off = exact_decode(*args, **kwargs), score_rounding(*args, **kwargs)
+    assert_close(*mla_suite.decode(*args, **kwargs), exact, off)
+    rounded = mla_suite.decode(args[0], args[1].bfloat16().float(), *args[2:], **kwargs)
+    with pytest.raises(AssertionError, match="times as far from the exact result as it may be"):
+        assert_close(*rounded, exact, off)
 
 
 def test_contiguous_cache_is_one_page_per_sequence():
