@@ -12,6 +12,7 @@ either is taken as well: what is known of its calls is kept beside what it holds
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -252,6 +253,20 @@ _NO_PREFILL = (
     "scaled_dot_product_attention"
 )
 __getattr__ = absent(__name__, dict.fromkeys(_PREFILL, _NO_PREFILL))
+_FUSED = "fused_norm_rope_attn_rope_cast"
+_FUNCTIONS = {name: f"{_FUSED}.{name}" for name in ("prefill", "decode", "permute_q_b_proj", "permute_wv_proj")}
+_NO_FUSION = (
+    "V4.1's fused kernel of Blackwell GPUs is not in this interface; call flash_mla_sparse_fwd or "
+    "flash_mla_with_kvcache between the norm and rotation of q and the rotation and cast of out"
+)
+_fused = absent(_FUSED, dict.fromkeys(_FUNCTIONS.values(), _NO_FUSION))
+fused_norm_rope_attn_rope_cast = SimpleNamespace(**{name: _fused(full) for name, full in _FUNCTIONS.items()})
+"""sgl-flash-mla's module of this name, whose functions refuse."""
+
+
+def has_legacy() -> bool:
+    """Whether calls with use_legacy=True run: of sgl-flash-mla, whether its wheel has their kernels; here always."""
+    return True
 
 
 def _kv_format(

@@ -12,8 +12,10 @@ from mla_suite.integrations.flash_mla import (
     FlashMLASchedMeta,
     flash_mla_sparse_fwd,
     flash_mla_with_kvcache,
+    fused_norm_rope_attn_rope_cast,
     get_mla_decoding_metadata,
     get_mla_metadata,
+    has_legacy,
 )
 from mla_suite.launch import has_kernel
 
@@ -198,3 +200,11 @@ def test_statistics_of_sparse_prefill():
     assert without[1:] == (None, None)
     assert torch.equal(out, of_two)
     assert torch.equal(out, without[0])
+
+
+def test_the_other_names_of_the_wheel():
+    """Its `__all__` has a module of fused functions, which only Blackwell GPUs run, and a function of no arguments."""
+    assert has_legacy() is True
+    for name in ("prefill", "decode", "permute_q_b_proj", "permute_wv_proj"):
+        with pytest.raises(NotImplementedError, match=rf"^fused_norm_rope_attn_rope_cast\.{name}: V4\.1's fused"):
+            getattr(fused_norm_rope_attn_rope_cast, name)(True, rms_norm_eps=1e-6)
