@@ -101,15 +101,23 @@ def _sequences(args: Any) -> Iterator[_Sequence]:
 
 
 def exact_decode(*tensors: torch.Tensor | None, **options: Any) -> Exact:
-    """Exact result of `mla_suite.decode` on the same arguments. Splits and plans change nothing."""
+    """Exact result of `mla_suite.decode` on the same arguments. Splits and plans change nothing.
+
+    Rows of query tokens behind the last sequence's, which decode does not write, are NaN.
+    """
     args = register.get("decode").Args(*tensors, **options)
     found = [
         attention(own.queries, own.keys, own.seen, args.softmax_scale, args.head_dim_v, own.sink)
         for own in _sequences(args)
     ]
-    joined = Exact(*(torch.cat(parts) for parts in zip(*found, strict=True)))
-    shape, values = args.q.shape[:-1], (*args.q.shape[:-1], args.head_dim_v)
-    return Exact(joined.out.view(values), joined.lse.view(shape), joined.magnitude.view(values))
+    return Exact(*(_by_token(parts, args.q) for parts in zip(*found, strict=True)))
+
+
+def _by_token(parts: list[torch.Tensor] | tuple[torch.Tensor, ...], q: torch.Tensor) -> torch.Tensor:
+    """Each sequence's rows [query tokens x heads, ...] as [*q's leading dimensions, ...]; NaN for those of none."""
+    rows = torch.cat(parts)
+    spare = q.shape[:-1].numel() - rows.shape[0]
+    return torch.cat((rows, rows.new_full((spare, *rows.shape[1:]), torch.nan))).view(*q.shape[:-1], *rows.shape[1:])
 
 
 FP32_ROUNDING = 2.0**-24
@@ -127,7 +135,7 @@ def score_rounding(*tensors: torch.Tensor | None, **options: Any) -> torch.Tenso
     for own in _sequences(args):
         longest = torch.cat((own.keys.norm(dim=1), own.keys.new_zeros(1))).amax()
         found.append(own.queries.norm(dim=1) * longest * own.queries.shape[1] ** 0.5)
-    return torch.cat(found).view(args.q.shape[:-1]) * args.softmax_scale * FP32_ROUNDING
+    return _by_token(found, args.q) * args.softmax_scale * FP32_ROUNDING
 
 
 E4M3_RELATIVE = 2.0**-4
@@ -153,7 +161,7 @@ def fp8_weights_bound(*tensors: torch.Tensor | None, **options: Any) -> torch.Te
         size, steps = own.keys[:, : args.head_dim_v].abs(), E4M3_ABSOLUTE * largest
         sums = E4M3_RELATIVE * p.sum(1, keepdim=True) + steps * seen.sum(1, keepdim=True)
         found.append(((E4M3_RELATIVE + sums) * (p @ size) + steps * (seen @ size)) / (1 - sums).clamp(min=2.0**-10))
-    return torch.cat(found).view(*args.q.shape[:-1], args.head_dim_v)
+    return _by_token(found, args.q)
 
 
 def _rotated(keys: torch.Tensor, cos_sin: torch.Tensor, stored: torch.dtype) -> torch.Tensor:

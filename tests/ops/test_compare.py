@@ -13,7 +13,7 @@ from mla_suite.core import check_mode, register
 from mla_suite.core.check_mode import Call
 from mla_suite.core.op import Compared
 from mla_suite.ops.decode.samples import decode_sample
-from mla_suite.testing import exact_decode, ulp
+from mla_suite.testing import exact_decode, fp8_weights_bound, score_rounding, ulp
 
 CPU = torch.device("cpu")
 DECODE_SAMPLES = [sample for sample in register.get("decode").samples() if sample.bytes < 5e6]
@@ -69,6 +69,23 @@ def test_decode_beside_fp64_by_the_formula(sample):
         q, keys = (tensor.double()[..., -64:].norm(dim=-1) for tensor in args[:2])
         off = lse.allowed - 1e-4 * exact.lse.abs().clamp(min=1.0)
         torch.testing.assert_close(off, 2.0**-9 * q * keys.max() * kwargs["softmax_scale"], rtol=0.1, atol=0)
+
+
+def test_query_tokens_of_no_sequence_have_no_exact_result_and_may_be_anything():
+    args, kwargs = decode_sample((90, 33), heads=4, q_len=2, varlen=True).make(CPU)
+    padded = torch.cat((args[0], torch.full_like(args[0][:2], torch.nan))), *args[1:]
+    for found, right in (
+        *zip(exact_decode(*padded, **kwargs), exact_decode(*args, **kwargs), strict=True),
+        *((bound(*padded, **kwargs), bound(*args, **kwargs)) for bound in (fp8_weights_bound, score_rounding)),
+    ):
+        assert torch.equal(found[:3], right)
+        assert bool(found[3:].isnan().all())
+        assert found.shape[0] == 5
+    call = made("decode", padded, kwargs)
+    for output in call.outputs:
+        output[3:] = torch.nan
+    assert check_mode.difference(call, None) is None
+    assert check_mode.difference(call, type("Config", (), {"fp8_weights": True})()) is None
 
 
 def test_operands_that_kernels_round_move_scores_by_no_more_than_is_allowed():
