@@ -23,7 +23,7 @@ from mla_suite.errors import CallError
 from mla_suite.integrations import FP8, PRECISION, WIDE, absent, check_kinds, flash_mla_kv_heads, restate
 from mla_suite.integrations import refuse as _refuse
 from mla_suite.integrations.direct_call import DirectCall
-from mla_suite.integrations.flash_mla_metadata import Config, check_config, holder_of, plan_of
+from mla_suite.integrations.flash_mla_metadata import Config, check_config, check_pair, holder_of, plan_of
 from mla_suite.integrations.flash_mla_metadata import FlashMLASchedMeta as FlashMLASchedMeta
 from mla_suite.integrations.flash_mla_metadata import get_mla_decoding_metadata as get_mla_decoding_metadata
 from mla_suite.integrations.flash_mla_metadata import get_mla_metadata as get_mla_metadata
@@ -84,7 +84,8 @@ def flash_mla_with_kvcache(
                      heads, [num_pages, page_size, kv_heads, head_dim], in dense calls: heads / kv_heads query heads
                      that follow each other share one. Dense calls take rows of float8 as well
     block_table      [batch, width] int32; cache_seqlens [batch] int32
-    tile_scheduler_metadata, num_splits   what get_mla_metadata returned, or another library's FlashMLASchedMeta
+    tile_scheduler_metadata, num_splits   what get_mla_metadata returned, or another library's FlashMLASchedMeta; sparse
+                     calls need none and take None, too
     softmax_scale    1 / sqrt(head_dim) if None
     is_fp8_kvcache   None: as k_cache's dtype says
     indices          [batch, q_len, topk] int32, page id x page + offset; -1 or out of range selects nothing
@@ -180,6 +181,8 @@ def flash_mla_with_kvcache(
         enable_batch_invariant=enable_batch_invariant,
     )
     if holder is not None:
+        if num_splits is not None:
+            _refuse(name, "num_splits is given with a FlashMLASchedMeta", "pass None: the holder has the splits")
         check_config(name, holder, config)
     if (extra_k_cache is None) != (extra_indices_in_kvcache is None):
         _refuse(name, "only one of extra_k_cache and extra_indices_in_kvcache is given", "pass both or neither")
@@ -191,6 +194,8 @@ def flash_mla_with_kvcache(
             _refuse(name, "causal is True with indices", "the indices say what is visible: pass causal=False")
         if descale_q is not None or descale_k is not None:
             _refuse(name, "a descale is given with indices", "they go with dense calls over float8 rows: pass None")
+        if holder is None and (tile_scheduler_metadata is not None or num_splits is not None):
+            check_pair(name, tile_scheduler_metadata, num_splits, q.shape[0])  # not read further
         kv_formats = [stored]
         if extra_k_cache is not None:
             kv_formats.append(extra_stored)

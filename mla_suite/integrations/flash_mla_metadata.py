@@ -147,8 +147,6 @@ def plan_of(
     """The plan a dense call runs with: the holder's, made now if it has none, or the older tensors'."""
     batch = cache_seqlens.shape[0]
     if isinstance(metadata, FlashMLASchedMeta):
-        if num_splits is not None:
-            _refuse(name, "num_splits is given with a FlashMLASchedMeta", "pass None: the holder has the splits")
         holder, assigned = metadata, metadata.tile_scheduler_metadata
         if assigned is None:
             try:
@@ -158,14 +156,7 @@ def plan_of(
         if assigned.dim() == 1:  # a plan
             return assigned
         metadata, num_splits = assigned, holder.num_splits
-    if not isinstance(metadata, torch.Tensor):
-        given = f"tile_scheduler_metadata is a {type(metadata).__name__}"
-        _refuse(name, given, "it takes the first of the two that get_mla_metadata returned", TypeError)
-    if metadata.dim() != 2 or metadata.shape[1] != metadata_convert.FLASH_MLA_WORDS or metadata.dtype != torch.int32:
-        given = f"tile_scheduler_metadata is {metadata.dtype} {tuple(metadata.shape)}"
-        _refuse(name, given, "it takes what get_mla_metadata returned: a FlashMLASchedMeta or int32 [parts, 8]")
-    if num_splits is not None and tuple(num_splits.shape) != (batch + 1,):
-        _refuse(name, f"num_splits has shape {tuple(num_splits.shape)}", f"it takes [batch + 1] = ({batch + 1},)")
+    check_pair(name, metadata, num_splits, batch)
     if batch == 0:
         return None
     plan = metadata_convert.lookup(metadata, batch)
@@ -174,3 +165,15 @@ def plan_of(
         if plan is None
         else plan
     )
+
+
+def check_pair(name: str, metadata: Any, num_splits: torch.Tensor | None, batch: int) -> None:
+    """Refuses what is not the older pair of `get_mla_metadata`."""
+    if not isinstance(metadata, torch.Tensor):
+        given = f"tile_scheduler_metadata is a {type(metadata).__name__}"
+        _refuse(name, given, "it takes the first of the two that get_mla_metadata returned", TypeError)
+    if metadata.dim() != 2 or metadata.shape[1] != metadata_convert.FLASH_MLA_WORDS or metadata.dtype != torch.int32:
+        given = f"tile_scheduler_metadata is {metadata.dtype} {tuple(metadata.shape)}"
+        _refuse(name, given, "it takes what get_mla_metadata returned: a FlashMLASchedMeta or int32 [parts, 8]")
+    if num_splits is not None and tuple(num_splits.shape) != (batch + 1,):
+        _refuse(name, f"num_splits has shape {tuple(num_splits.shape)}", f"it takes [batch + 1] = ({batch + 1},)")

@@ -135,6 +135,16 @@ INDICES = torch.zeros(2, 1, 4, dtype=torch.int32)
         (dict(num_splits=torch.zeros(3, dtype=torch.int32)), "the holder has the splits"),
         (dict(tile_scheduler_metadata=torch.zeros(4, 7, dtype=torch.int32)), r"int32 \[parts, 8\]"),
         (dict(tile_scheduler_metadata=None), "tile_scheduler_metadata is a NoneType; it takes the first of the two"),
+        (dict(indices=INDICES, num_splits=torch.zeros(3, dtype=torch.int32)), "the holder has the splits"),
+        (
+            dict(indices=INDICES, tile_scheduler_metadata=7),
+            "tile_scheduler_metadata is a int; it takes the first of the",
+        ),
+        (
+            dict(indices=INDICES, tile_scheduler_metadata=None, num_splits=torch.zeros(3, dtype=torch.int32)),
+            "tile_scheduler_metadata is a NoneType; it takes the first of the two",
+        ),
+        (dict(indices=INDICES, tile_scheduler_metadata=torch.zeros(4, 8)), r"int32 \[parts, 8\]"),
         (dict(indices=INDICES, precision="FP8"), "precision is 'FP8'; it takes 'full' or 'fp8'"),
         (dict(q=torch.zeros(2, 4, 576)), r"\[batch, q_len, heads, head_dim\]"),
         (dict(k_cache=torch.zeros(2, 64, 1, 576).to_sparse()), "k_cache is sparse_coo; it takes a dense tensor"),

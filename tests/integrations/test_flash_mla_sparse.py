@@ -100,6 +100,14 @@ def test_older_sparse_form():
     check(out, lse, sparse_expected(q, [(values, indices, None)], 576**-0.5))
 
 
+def test_sparse_calls_need_no_metadata():
+    packed, _ = records("v32", 4, 64)
+    given = torch.randn(2, 1, 16, 576).bfloat16(), packed.unsqueeze(2), None, None, 512
+    indices = selection(2, 1, 64, 256)
+    without = flash_mla_with_kvcache(*given, None, indices=indices)
+    assert all(map(torch.equal, without, flash_mla_with_kvcache(*given, get_mla_metadata()[0], indices=indices)))
+
+
 def test_older_metadata_with_topk_is_of_that_many_keys():
     lens = torch.tensor([90_000, 100], dtype=torch.int32)
     given = get_mla_metadata(lens, 128, 1, 128, True, 64)
