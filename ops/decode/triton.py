@@ -258,7 +258,7 @@ def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
     rows = problem.heads * problem.q_len
     if arch is not None and not problem.planned and problem.split_size == 0 and _leaves_idle(problem.batch, rows, arch):
         rows = 16
-    dot = dot_dtype(problem.q_dtype, [problem.kv_format])
+    dot = dot_dtype(problem.q_dtype, (problem.kv_format,))
     tile = tile_for(rows, dot, problem.rope > 0, arch, problem.head_dim_v)
     return Supported(tile, f"Triton with tiles of {tile.rows} rows x {tile.keys} keys")
 
@@ -353,7 +353,7 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         BLOCK_N=config.keys,
         CAUSAL=args.causal,
         WINDOWED=args.window_left >= 0,
-        DOT=DOT_TYPES[dot_dtype(args.q.dtype, [args.kv_format])],
+        DOT=DOT_TYPES[dot_dtype(args.q.dtype, (args.kv_format,))],
         num_warps=config.warps,
         num_stages=config.stages,
     )

@@ -5,7 +5,7 @@ Keys are cached rotated, or un-rotated and then rotated as they are read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -27,7 +27,8 @@ class Tile(NamedTuple):
     stages: int
 
 
-def dot_dtype(q_dtype: torch.dtype, kv_formats: Iterable[str]) -> torch.dtype:
+@lru_cache(maxsize=256)
+def dot_dtype(q_dtype: torch.dtype, kv_formats: tuple[str, ...]) -> torch.dtype:
     """The dtype of both matrix products' operands, a key of DOT_TYPES: it holds the queries, float8 ones as bf16, and
     the rows of caches that are no records. So 16-bit queries are multiplied as fp32 with rows of more bits or range."""
     dtype = q_dtype if q_dtype in DOT_TYPES else torch.bfloat16

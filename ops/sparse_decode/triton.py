@@ -199,7 +199,7 @@ def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
         if fmt.scale_rule is not None and values != fmt.head_dim_v:
             return Unsupported(f"head_dim_v {values} of kv_format {pool.kv_format}; it takes {fmt.head_dim_v}")
     kv_formats = [pool.kv_format for pool in problem.pools]
-    tile = tile_for(problem.heads, dot_dtype(problem.dtype, kv_formats), kv_formats, arch)
+    tile = tile_for(problem.heads, dot_dtype(problem.dtype, tuple(kv_formats)), kv_formats, arch)
     return Supported(
         tile, f"Triton with tiles of {tile.rows} heads x {tile.keys} keys; a plan is not needed and not read"
     )
@@ -268,7 +268,7 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         REST=head_dim - args.head_dim_v,
         BLOCK_M=config.rows,
         BLOCK_N=config.keys,
-        DOT=DOT_TYPES[dot_dtype(args.q.dtype, args.kv_formats)],
+        DOT=DOT_TYPES[dot_dtype(args.q.dtype, tuple(args.kv_formats))],
         num_warps=config.warps,
         num_stages=config.stages,
     )
