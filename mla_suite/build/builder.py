@@ -37,17 +37,18 @@ def build(
 ) -> Manifest:
     """Builds the code objects of `archs` (default: all that a compiler is found for) and returns the manifest.
 
-    `out` is the object folder (default: the package's, or the user's cache when that cannot be written); `rocm` and
-    `nvcc` name the AMD and the NVIDIA compiler (see `compilers`). `kernels` limits the build to these; objects of other
-    archs and kernels stay, those of an arch without a compiler while they are up to date. `emulator` builds the host
-    library too where its sources are present. Without `fp16` there are no kernels for fp16 caches, which Triton serves
-    instead. With `debug` the waits of NVIDIA kernels end in a trap (`NvidiaCompiler`), and their budgets are not
-    checked. Compilers' warnings, and what is left out, go to stderr. `progress` is called with the number of each
-    finished compiler step and their total. Two processes may build at once.
+    `out` is the object folder (default: the package's, or the user's cache when that cannot be written), in which no
+    file is removed but those of an earlier build; `rocm` and `nvcc` name the AMD and the NVIDIA compiler (see
+    `compilers`). `kernels` limits the build to these; objects of other archs and kernels stay, those of an arch without
+    a compiler while they are up to date. `emulator` builds the host library too where its sources are present. Without
+    `fp16` there are no kernels for fp16 caches, which Triton serves instead. With `debug` the waits of NVIDIA kernels
+    end in a trap (`NvidiaCompiler`), and their budgets are not checked. Compilers' warnings, and what is left out, go
+    to stderr. `progress` is called with the number of each finished compiler step and their total. Two processes may
+    build at once.
 
     BuildError: a compiler's own message, a missing compiler, every broken budget with both numbers, missing wait
-    states, or a folder that cannot be written; nothing is published then. ValueError: an unknown arch or a declaration
-    in `arch.toml` that cannot be built.
+    states, or a folder that cannot be written or holds something else; nothing is published then. ValueError: an
+    unknown arch or a declaration in `arch.toml` that cannot be built.
     """
     csrc = csrc.resolve()
     arch_records.get.cache_clear()  # sources may have been edited since they were last read
@@ -57,6 +58,8 @@ def build(
         if name not in known:
             raise ValueError(f"unknown arch {name!r}: this tree has {', '.join(known) or 'none'}")
     out = (out or locations.writable_objects(csrc)).absolute()
+    with _written(out):
+        _need_own_folder(out, csrc)
     wanted = [item for name in (archs or known) for item in instances(name, csrc)]
     if kernels is not None:
         missing = sorted(set(kernels) - {item.kernel for item in wanted})
@@ -171,6 +174,16 @@ def _written(out: Path) -> Iterator[None]:
         ) from error
 
 
+def _need_own_folder(out: Path, csrc: Path) -> None:
+    """BuildError for a folder of sources, and for one with an arch's folder that is no build's."""
+    place = out.resolve()
+    if place.is_relative_to(csrc) or arch_records.names(place):
+        raise BuildError(f"{out} holds sources; name another folder with --out")
+    foreign = [name for name in arch_records.names(csrc) if (out / name).exists()]
+    if foreign and not any((out / name).exists() for name in (locations.MANIFEST, ".build")):
+        raise BuildError(f"{out} holds {', '.join(foreign)}, but no build made it; name another folder with --out")
+
+
 def _entry(item: Instance, site: _Site, plan: ninja_plan.Plan) -> tuple[KernelEntry, list[str]]:
     """The manifest entry of one built instance, and a sentence for each budget it breaks."""
     csrc, out, work, amd, nvidia = site
@@ -228,7 +241,7 @@ def _publish(
     *,
     accept_damaged: bool,
 ) -> Manifest:
-    """Copies the objects, writes the manifest, then removes files that the manifest no longer names.
+    """Copies the objects, writes the manifest, then removes files that the manifest before named and this one does not.
 
     stays           whether an entry of the manifest before, which is not made now, remains
     accept_damaged  start anew where that manifest cannot be read
@@ -257,11 +270,10 @@ def _publish(
         named[name] = Library(file, locations.sha256(data))
     result = Manifest(out, entries, named)
     locations.write_atomically(out / locations.MANIFEST, result.to_json().encode())
-    wanted = {name for entry in entries.values() for name in (entry.object, entry.text)}
-    for arch in arch_records.names(csrc):
-        for path in (out / arch).glob("*"):
-            if f"{arch}/{path.name}" not in wanted:
-                path.unlink()
+    old, new = set(before.files()), set(result.files())
+    for name in old - new:
+        (out / name).unlink(missing_ok=True)
+    locations.remove_abandoned({out / name for name in old | new})
     manifest.forget()
     return result
 

@@ -9,7 +9,7 @@ import os
 import stat
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -214,6 +214,15 @@ def write_atomically(path: Path, data: bytes) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def remove_abandoned(paths: Set[Path]) -> None:
+    """Removes what a killed process left beside `paths` when it wrote one of them; only while no other writes there."""
+    for folder in {path.parent for path in paths}:
+        for file in folder.glob(".*"):
+            name, _, process = file.name[1:].rpartition(".")
+            if process.isdecimal() and folder / name in paths:
+                file.unlink()
 
 
 @contextmanager

@@ -30,8 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--debug", action="store_true", help="NVIDIA kernels whose waits end in a trap after some seconds"
     )
-    parser.add_argument("--out", type=Path, help="object folder; default: the package's, else the user's cache")
+    parser.add_argument("--out", type=folder, help="object folder; default: the package's, else the user's cache")
     parser.add_argument("--jobs", type=positive, help="parallel compilers; default: one per processor")
+
+
+def folder(text: str) -> Path:
+    if not text:  # which Path reads as the working directory
+        raise argparse.ArgumentTypeError("it is empty; it takes the path of a folder")
+    return Path(text)
 
 
 def run(arguments: argparse.Namespace) -> int:
