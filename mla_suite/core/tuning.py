@@ -176,7 +176,7 @@ def rows(form: Format, arch: str) -> tuple[Row, ...]:
     """
     found: dict[tuple[Value, ...], Row] = {}
     for path in (user_directory() / form.op / f"{arch}.csv", SHIPPED / form.op / "tuned" / f"{arch}.csv"):
-        if path.is_file():
+        if os.path.isfile(path):  # False, not an error, below a home that this user may not enter
             for row in load(form, arch, path):
                 found.setdefault(_key(form, row.values), row)
     return tuple(found.values())

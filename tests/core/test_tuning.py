@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import pytest
 
 from mla_suite.archs.combine import FORMAT
@@ -105,6 +108,24 @@ def test_a_user_without_a_home_has_no_tables(monkeypatch):
     monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
     assert tuning.user_directory().is_absolute()
     assert not (tuning.user_directory() / "combine" / "sm_90.csv").is_file()
+    assert tuning.rows(FORMAT, "sm_90")
+
+
+@pytest.mark.parametrize("variable", ["HOME", "XDG_CONFIG_HOME"])
+def test_a_user_who_may_not_enter_the_home_has_no_tables(monkeypatch, tmp_path, variable):
+    """As in a container whose image sets root's HOME and that is run under another number."""
+    for name in ("MLA_SUITE_TUNED_DIR", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, str(tmp_path))
+    honest = os.stat
+
+    def refusing(path, *args, **kwargs):
+        if str(path).startswith(f"{tmp_path}/"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return honest(path, *args, **kwargs)
+
+    tuning.clear_cache()
+    monkeypatch.setattr(os, "stat", refusing)
     assert tuning.rows(FORMAT, "sm_90")
 
 
