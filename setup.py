@@ -23,7 +23,10 @@ for link in ("ops", "csrc"):
             f"get the repository with git clone, or run: rm -f mla_suite/{link}; ln -s ../{link} mla_suite/{link}"
         )
 
-KNOWN = sorted(path.parent.name for path in (ROOT / "csrc").glob("*/arch.toml"))
+CSRC = ROOT / "mla_suite" / "csrc"  # a link in a clone, a folder in an sdist
+KNOWN = sorted(path.parent.name for path in CSRC.glob("*/arch.toml"))
+if not KNOWN:
+    sys.exit("mla_suite/csrc has no arch: this copy lost the kernels' sources; get the repository with git clone")
 ARCHS = sorted({name.strip() for name in os.environ.get("MLA_SUITE_ARCHS", "").split(",")} - {""})
 if not set(ARCHS) <= set(KNOWN):
     sys.exit(f"MLA_SUITE_ARCHS names {', '.join(sorted(set(ARCHS) - set(KNOWN)))}; the archs are {', '.join(KNOWN)}")
@@ -49,7 +52,7 @@ class BuildWithObjects(build_py):
         # carries the named ones alone.
         package = ROOT / "mla_suite" / "objects"
         try:
-            manifest = build.build(ARCHS or None, csrc=ROOT / "csrc", out=package, fp16=FP16)
+            manifest = build.build(ARCHS or None, csrc=CSRC, out=package, fp16=FP16)
         except (build.BuildError, build.ObjectError) as error:
             sys.exit(str(error))
         if self.editable_mode:
