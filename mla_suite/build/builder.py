@@ -280,9 +280,12 @@ def _publish(
 
 def _before(out: Path, csrc: Path, accept_damaged: bool) -> Manifest:
     """The folder's manifest before this build."""
+    path = out / locations.MANIFEST
     try:
-        return manifest.read(out, csrc) if (out / locations.MANIFEST).is_file() else Manifest(out, {}, {})
+        return manifest.read(out, csrc) if path.exists() else Manifest(out, {}, {})
     except ObjectError:
         if not accept_damaged:
             raise
+        if path.is_dir():
+            path.rmdir()  # an error where it holds anything
         return Manifest(out, {}, {})

@@ -147,14 +147,13 @@ def _other_writers(info: os.stat_result, *, own_group: bool, sticky: bool = Fals
 def read_trusted(path: Path, expected_sha256: str | None = None) -> bytes:
     """The bytes of an object file. ObjectError when it is absent, writable by others, or not what was built."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as file:
+            problem = _other_writers(os.fstat(file.fileno()), own_group=True)
+            if problem:
+                raise ObjectError(f"{path} {problem}; make it private, then run `python -m mla_suite build`")
+            data = file.read()
     except OSError as error:
         raise ObjectError(f"{path} cannot be read ({error.strerror}); run `python -m mla_suite build`") from error
-    with os.fdopen(descriptor, "rb") as file:
-        problem = _other_writers(os.fstat(file.fileno()), own_group=True)
-        if problem:
-            raise ObjectError(f"{path} {problem}; make it private, then run `python -m mla_suite build`")
-        data = file.read()
     if expected_sha256 is not None:
         _need_hash(path, data, expected_sha256)
     return data

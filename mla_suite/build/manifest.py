@@ -129,8 +129,8 @@ class Manifest:
         return json.dumps({"schema": SCHEMA, "libraries": libraries, "kernels": kernels}, indent=1) + "\n"
 
 
-def parse(text: str, root: Path, csrc: Path = CSRC) -> Manifest:
-    """The manifest in `text`. ObjectError when it is not one that this version wrote."""
+def parse(text: bytes, root: Path, csrc: Path = CSRC) -> Manifest:
+    """The manifest in `text`, which is JSON in UTF-8. ObjectError when it is not one that this version wrote."""
     where = root / MANIFEST
     try:
         table = json.loads(text)
@@ -143,7 +143,7 @@ def parse(text: str, root: Path, csrc: Path = CSRC) -> Manifest:
             entry = _entry(row, root, csrc)
             kernels[entry.arch, entry.id] = entry
         libraries = {name: Library(**made) for name, made in table["libraries"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ObjectError(f"{where} is damaged ({error}); run `python -m mla_suite build`") from error
     for file in [f for e in kernels.values() for f in (e.object, e.text)] + [lib.file for lib in libraries.values()]:
         if Path(file).is_absolute() or ".." in Path(file).parts:
@@ -172,7 +172,7 @@ def read(root: Path, csrc: Path = CSRC) -> Manifest:
         problem = locations.writable_by_others(root, parents=False)
         if problem:
             raise ObjectError(f"{problem}; make it private (chmod go-w)")
-    return parse(read_trusted(root / MANIFEST).decode(), root, csrc)
+    return parse(read_trusted(root / MANIFEST), root, csrc)
 
 
 def locate(csrc: Path = CSRC, package: Path = locations.PACKAGE_OBJECTS) -> Path | str:

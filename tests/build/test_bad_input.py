@@ -105,6 +105,34 @@ def test_a_damaged_manifest(objects, damage, sentence):
         manifest.read(objects)
 
 
+def folder_in_place(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (with_bytes(lambda data: data[:30] + b"\x80" + data[31:]), "manifest.json is damaged .*can't decode byte 0x80"),
+        (with_bytes(lambda data: b"[" * 100_000), "manifest.json is damaged .*recursion"),
+        (folder_in_place, r"manifest.json cannot be read \(Is a directory\)"),
+    ],
+    ids=["bytes that are no text", "deep lists", "a folder"],
+)
+def test_a_manifest_that_is_none(csrc, tmp_path, damage, sentence):
+    """A part of a build would lose the rest, and refuses; a complete build starts anew."""
+    out = tmp_path / "objects"
+    shutil.rmtree(csrc / "gfx950")
+    shutil.rmtree(csrc / "sm_90")
+    made = build(csrc=csrc, out=out)
+    damage(out / "manifest.json")
+    with refused(sentence):
+        manifest.read(out)
+    with refused(sentence):
+        build(["gfx942"], csrc=csrc, out=out)
+    assert build(csrc=csrc, out=out) == made == manifest.read(out, csrc)
+
+
 def test_a_kernel_that_was_not_built(built):
     with pytest.raises(ObjectError, match=r"no code object scale_threads-32 for gfx942 in .* 2 kernels for gfx942"):
         built.find("gfx942", "scale_threads-32")
