@@ -203,6 +203,12 @@ def installed() -> Manifest:
     return found
 
 
+def installed_library(name: str) -> Path | None:
+    """Path of a host library of that manifest, its bytes checked; None where it was not built."""
+    found = _found()
+    return None if isinstance(found, str) or name not in found.libraries else found.library(name)
+
+
 def is_built(arch: str, instance_id: str) -> bool:
     """Whether the manifest this process uses has that kernel; False when nothing was built."""
     return instance_id in built(arch)

@@ -144,14 +144,14 @@ def _made_from(path: Path) -> str:
 def load() -> Core:
     """The library the build installed; where it was made from other sources, or never, one is built beside the objects.
 
-    DriverError in one sentence when that is not possible either.
+    DriverError in one sentence when that is not possible either, or the installed one may not be used.
     """
     try:
-        path = manifest.installed().library("emulator")
-        if not emulator_library.SOURCES.is_dir() or _made_from(path) == emulator_library.source_hash():
-            return Core(path)
-    except ObjectError:
-        pass  # nothing installed yet: the build below says what is missing, if anything
+        path = manifest.installed_library("emulator")
+    except ObjectError as error:
+        raise DriverError(str(error)) from error
+    if path and (not emulator_library.SOURCES.is_dir() or _made_from(path) == emulator_library.source_hash()):
+        return Core(path)
     try:
         return Core(emulator_library.build_library(locations.writable_objects() / ".build" / "emulator"))
     except BuildError as error:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mla_suite.build import compilers, emulator_library
+from mla_suite.build import compilers, emulator_library, manifest
 from mla_suite.build.locations import BuildError
 from mla_suite.emulator import core
 from mla_suite.launch.driver import DriverError
@@ -81,6 +81,38 @@ def test_a_library_that_cannot_be_put_anywhere(monkeypatch):
     monkeypatch.setattr(emulator_library, "build_library", full)
     with pytest.raises(DriverError, match=r"library cannot be built \(.*No space left on device: .*\); run"):
         core.load.__wrapped__()
+
+
+@pytest.mark.parametrize("damaged", ["emulator/emulator.so", "manifest.json"])
+def test_a_damaged_library_is_named_and_nothing_is_compiled(tmp_path, monkeypatch, damaged):
+    """With or without a compiler, which an installed wheel does not have."""
+    (tmp_path / "emulator").mkdir()
+    built = manifest.Manifest(tmp_path, {}, {"emulator": manifest.Library("emulator/emulator.so", "0" * 64)})
+    (tmp_path / "manifest.json").write_text(built.to_json())
+    (tmp_path / "emulator" / "emulator.so").touch()
+    (tmp_path / damaged).write_bytes(b"of somebody else")
+    monkeypatch.setattr(manifest, "locate", lambda: tmp_path)
+    monkeypatch.setattr(emulator_library, "build_library", lambda folder: pytest.fail("compiles"))
+    manifest.forget()
+    try:
+        with pytest.raises(DriverError, match=f"{damaged} .*run `python -m mla_suite build`"):
+            core.load.__wrapped__()
+    finally:
+        manifest.forget()
+
+
+@pytest.mark.parametrize("found", [lambda folder: "no code objects", lambda folder: folder], ids=["nothing", "kernels"])
+def test_a_library_that_is_not_installed_is_compiled(tmp_path, monkeypatch, found):
+    (tmp_path / "manifest.json").write_text(manifest.Manifest(tmp_path, {}, {}).to_json())
+    library, asked = core.load().path, []
+    monkeypatch.setattr(manifest, "locate", lambda: found(tmp_path))
+    monkeypatch.setattr(emulator_library, "build_library", lambda folder: asked.append(folder) or library)
+    manifest.forget()
+    try:
+        assert core.load.__wrapped__().path == library
+        assert len(asked) == 1
+    finally:
+        manifest.forget()
 
 
 def test_a_library_of_another_version(tmp_path, sources):
