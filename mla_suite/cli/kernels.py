@@ -39,15 +39,17 @@ def run(arguments: argparse.Namespace) -> int:
     if not entries:
         there = ", ".join(sorted({arch for arch, _ in manifest.kernels})) or "no arch"
         raise UsageError(f"nothing that was built has that arch and name; {manifest.root} holds kernels of {there}")
-    table = Table(title=str(manifest.root), caption="LDS: static + dynamic bytes; loop: static counts per turn")
-    for name in ("arch", "kernel"):
-        table.add_column(name, overflow="fold")
-    for name in numbers(entries[0]):
-        table.add_column(name, justify="right")
-    for entry in entries:
-        table.add_row(entry.arch, entry.id, *numbers(entry).values())
     console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(table)
+    for root in sorted({entry.root for entry in entries}):  # this user's kernels of tuned rows have a folder of theirs
+        table = Table(title=str(root), caption="LDS: static + dynamic bytes; loop: static counts per turn")
+        for name in ("arch", "kernel"):
+            table.add_column(name, overflow="fold")
+        for name in numbers(entries[0]):
+            table.add_column(name, justify="right")
+        for entry in entries:
+            if entry.root == root:
+                table.add_row(entry.arch, entry.id, *numbers(entry).values())
+        console.print(table)
     for version in sorted({f"{entry.arch}: {entry.compiler}" for entry in entries}):
         console.print(version)
     return 0

@@ -7,10 +7,11 @@ import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sample_tree import edit
+from sample_tree import IDS, edit
 
 from mla_suite.__main__ import main
 from mla_suite.build import BuildError, ObjectError, build, locations, manifest
@@ -261,6 +262,16 @@ def test_the_table_of_kernels(built, capsys, objects):
     (objects / "manifest.json").write_text("{")
     assert kernels_command.run(parser.parse_args(["--objects", str(objects)])) == 1
     assert "is damaged" in capsys.readouterr().err
+
+
+def test_kernels_of_tuned_rows_are_shown_with_their_folder(built, capsys, monkeypatch):
+    other = replace(built.find("gfx950", IDS[1]), id="tuned_threads-512", root=Path("/cache/tuned"))
+    both = replace(built, kernels={**built.kernels, ("gfx950", other.id): other})
+    monkeypatch.setattr(kernels_command, "installed", lambda: both)
+    assert main(["kernels", "--arch", "gfx950"]) == 0
+    tables = capsys.readouterr().out.split("LDS: static")[:-1]
+    shown = {"/cache/tuned" in table: [key in table for key in (*IDS, other.id)] for table in tables}
+    assert shown == {True: [False, False, True], False: [True, True, False]}
 
 
 @pytest.mark.parametrize("option", ["--arch", "--kernel"])
