@@ -1,6 +1,7 @@
 """`python -m mla_suite <command>`: the commands are listed in `mla_suite.cli`."""
 
 import argparse
+import errno
 import importlib
 import inspect
 import io
@@ -12,12 +13,18 @@ import mla_suite
 from mla_suite.cli import COMMANDS, INTERRUPTED
 from mla_suite.errors import UsageError
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""A disk or a device refused a write. Where such an error has a file's name, that file could not be opened."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     if mla_suite.__file__ is None:
         folder = next(iter(mla_suite.__path__))
         print(f"the folder {folder} hides the installed package of its name; run this from elsewhere", file=sys.stderr)
         return 2
+    if sys.stdout is None:  # the next file that is opened would get its number
+        print("the standard output is closed; send it to a file or to /dev/null", file=sys.stderr)
+        return 1
     arguments = list(sys.argv[1:] if argv is None else argv)
     listing = "\n".join(f"  {name:10}{summary}" for name, summary in COMMANDS.items())
     parser = argparse.ArgumentParser(
@@ -46,12 +53,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{command}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader has enough, as `head` has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python writes the rest at exit, and fails
+        _discard_output()
         return 1  # as rich does where it prints
+    except OSError as error:
+        if error.errno not in FULL or error.filename is not None:
+            raise
+        _discard_output()
+        print(f"{command}: the output cannot be written ({error.strerror})", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"{command}: stopped", file=sys.stderr)
         return INTERRUPTED
     return result
+
+
+def _discard_output() -> None:
+    """Python would write the rest at exit, and fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

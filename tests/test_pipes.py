@@ -1,4 +1,5 @@
-"""A command whose output is a pipe says by lines how far it is; one that Ctrl-C ends has saved what it measured."""
+"""A command whose output is a pipe says by lines how far it is; one that cannot write its output says so in a sentence;
+one that Ctrl-C ends has saved what it measured."""
 
 from __future__ import annotations
 
@@ -56,6 +57,20 @@ def test_an_interrupted_bench_has_saved_what_it_measured(tmp_path: Path) -> None
     assert " s  decode-b1-h16-q1-kv1024-p64-bf16" in said, "progress"
     assert said.endswith("bench: stopped\n")
     assert ",b1-h16-q1-kv1024-p64-bf16,reference," in table.read_text()
+
+
+@pytest.mark.parametrize("command", ["formats", "explain"], ids=["rich", "print"])
+@pytest.mark.parametrize(
+    ("redirection", "sentence"),
+    [
+        (">&-", "the standard output is closed; send it to a file or to /dev/null\n"),
+        (">/dev/full", "{}: the output cannot be written (No space left on device)\n"),
+    ],
+)
+def test_output_that_cannot_be_written_is_one_sentence(command: str, redirection: str, sentence: str) -> None:
+    line = f'"$0" -m mla_suite {command} {redirection}'
+    done = subprocess.run(["sh", "-c", line, sys.executable], stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, sentence.format(command))
 
 
 @pytest.mark.full
