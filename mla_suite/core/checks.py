@@ -36,8 +36,9 @@ def env_flag(name: str, value: str, effect: str) -> bool:
 def every(name: str, value: str) -> int:
     """The whole number n that a variable of the environment has, 0 for none. A warning says that another value has no
     effect."""
-    n = int(value) if value.isdecimal() else 0
-    env_flag(name, value, str(n) if n else "a whole number n, to check every n-th call")
+    n = int(value) if value.isascii() and value.isdecimal() else 0
+    if not n:
+        env_flag(name, value, "a whole number n, to check every n-th call")
     return n
 
 

@@ -269,10 +269,11 @@ def test_the_environment_switches_it_on_for_all_threads(folder):
 
 
 def test_a_wrong_value_of_the_variable_has_a_warning(caplog):
-    assert checks.every("MLA_SUITE_CHECK", "often") == 0
-    assert "MLA_SUITE_CHECK is 'often', which has no effect; it takes a whole number n" in caplog.text
-    caplog.clear()
-    assert [checks.every("MLA_SUITE_CHECK", value) for value in ("", "0", "100")] == [0, 0, 100]
+    for wrong in ("often", "\u0665", "-5"):  # an Arabic five
+        assert checks.every("MLA_SUITE_CHECK", wrong) == 0
+        assert f"MLA_SUITE_CHECK is '{wrong}', which has no effect; it takes a whole number n" in caplog.text
+        caplog.clear()
+    assert [checks.every("MLA_SUITE_CHECK", value) for value in ("", "0", "100", "007")] == [0, 0, 100, 7]
     assert not caplog.text
 
 
