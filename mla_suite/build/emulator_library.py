@@ -59,6 +59,8 @@ def build_library(folder: Path, sources: Path = SOURCES) -> Path:
     note = Note(folder / "emulator.note", (library,))
     inputs = [source_hash(sources)]
     with locked(folder):
+        for abandoned in folder.glob(".emulator.*.so"):  # by builds that were killed
+            abandoned.unlink()
         if note.holds(inputs):
             return library
         temporary = folder / f".emulator.{os.getpid()}.so"
