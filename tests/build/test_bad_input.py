@@ -50,12 +50,18 @@ def linked(path: Path) -> None:
     path.symlink_to(path.with_suffix(".elsewhere"))
 
 
+def folder_in_place(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
 OTHER = "has sha256 .*its manifest says .*altered or half replaced"
 NO_GZIP = "is not a whole gzip file"
 DAMAGED = {
     "an object with another bit": ("hsaco", with_bytes(lambda data: data[:-100] + b"?" + data[-99:]), OTHER),
     "no object": ("hsaco", Path.unlink, r"cannot be read \(No such file"),
     "a link in the place of an object": ("hsaco", linked, "cannot be read"),
+    "a folder in the place of an object": ("hsaco", folder_in_place, r"cannot be read \(Is a directory"),
     "an object that others may write": ("hsaco", lambda path: path.chmod(0o666), "may be written by others .*0666"),
     "another text": ("s.gz", with_bytes(altered), OTHER),
     "a text of too many bytes": ("s.gz", with_bytes(lambda packed: gzip.compress(bytes(65 << 20))), NO_GZIP),
@@ -104,11 +110,6 @@ def test_a_damaged_manifest(objects, damage, sentence):
     path.write_text(damage(path.read_text()))
     with refused(sentence):
         manifest.read(objects)
-
-
-def folder_in_place(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
 
 
 @pytest.mark.parametrize(
