@@ -14,7 +14,7 @@ from mla_suite.cli import COMMANDS, INTERRUPTED
 from mla_suite.errors import UsageError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""A disk or a device refused a write. Where such an error has a file's name, that file could not be opened."""
+"""What a disk or a device answers to a write. Such an error with a file's name is about opening that file."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _discard_output() -> None:
-    """Python would write the rest at exit, and fail."""
+    """Sends what is left to /dev/null; Python would write it at exit, and fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
