@@ -57,9 +57,9 @@ class ParallelMLA(MLA):
         parallel = self.parallel
         if parallel.cp_size == 1:
             return parallel.sum_over_all(super().decode(x, kv_cache, step, cos_sin, **options))
+        w_uk, w_uv = self._up_projections()
         q_nope, q_pe, kv_c, k_pe = self._projected(x)
         self._append(kv_c, k_pe, kv_cache, step, cos_sin, options.get("kv_descale"))
-        w_uk, w_uv = self._up_projections()
         q = absorbed(q_nope, q_pe, w_uk, cos_sin, step.positions, interleaved=self.config.rope_interleaved)
         out, _ = cp_decode(
             parallel.gather_heads(q),

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from mla_suite.integrations import refuse
 from mla_suite.integrations.interface import Interface
 from mla_suite.integrations.transformers_cache import LatentLayer
+from mla_suite.models.absorb import ABSORBABLE, not_absorbable
 
 TESTED = ("5.20", "5.24")
 """Oldest and newest release that the tests have run with."""
@@ -55,15 +56,10 @@ def check_projections(layers: list[Any]) -> None:
     An adapter or a hook would be part of prompts, which call the module, and not of single tokens.
     """
     for layer in layers:
-        found = layer.kv_b_proj
-        if type(found) is not nn.Linear or found.bias is not None:
-            given = f"kv_b_proj of layer {layer.layer_idx} is {type(found).__name__}"
-        elif found._forward_hooks or found._forward_pre_hooks or "forward" in found.__dict__:
-            given = f"kv_b_proj of layer {layer.layer_idx} has a hook or a forward of its own"
-        else:
-            continue
-        possible = "absorption needs a plain Linear without bias: merge the adapter into it, or call unpatch(model)"
-        refuse("patch", given, possible, TypeError)
+        given = not_absorbable(layer.kv_b_proj)
+        if given is not None:
+            possible = f"{ABSORBABLE}, or call unpatch(model)"
+            refuse("patch", f"kv_b_proj of layer {layer.layer_idx} {given}", possible, TypeError)
 
 
 def _cache_name(interface: Interface, module: nn.Module, needed: set[str]) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from mla_suite.models.operators import TAGS, have_kernels, library, on_its_device, stages
 from mla_suite.models.rope import rotate
@@ -20,6 +21,9 @@ MAX_ROWS = 128  # tokens of a program
 COLUMNS = 64  # latent columns that a program multiplies at a time
 HEADS = 32  # heads whose q_pe a program rotates at a time
 PROGRAMS = 128  # enough programs to fill the largest GPU; with fewer, each has more columns and loads ahead
+
+ABSORBABLE = "absorption needs a plain Linear without bias: merge the adapter into it"
+"""What is possible, in an error that gives the answer of `not_absorbable`."""
 
 library.define(
     "absorb(Tensor q_nope, Tensor q_pe, Tensor w_uk, Tensor? cos_sin, Tensor? positions, bool interleaved) -> Tensor",
@@ -57,6 +61,25 @@ def head_values(latents: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
     if _has_kernel(latents, w_uv):
         return torch.ops.mla_suite_layers.head_values(latents, w_uv)
     return torch.einsum("...hl,hdl->...hd", latents, w_uv)
+
+
+def not_plain(projection: nn.Module) -> str | None:
+    """What a projection does besides multiplying by its weight and adding its bias; None: nothing, the weight may be
+    read instead of calling the module.
+
+    Hooks that `torch.nn.modules.module` registers for all modules do not count.
+    """
+    if type(projection) is not nn.Linear:
+        return f"is {type(projection).__name__}"
+    if projection._forward_hooks or projection._forward_pre_hooks or "forward" in projection.__dict__:
+        return "has a hook or a forward of its own"
+    return None
+
+
+def not_absorbable(projection: nn.Module) -> str | None:
+    """Why `absorbed` and `head_values` over the weight of kv_b_proj would not be what the module computes, or None."""
+    given = not_plain(projection)
+    return "has a bias" if given is None and projection.bias is not None else given
 
 
 def _has_kernel(*operands: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ import mla_suite
 from mla_suite import kv_formats
 from mla_suite.core import checks
 from mla_suite.models import prefill
-from mla_suite.models.absorb import absorbed, head_values
+from mla_suite.models.absorb import ABSORBABLE, absorbed, head_values, not_absorbable
 from mla_suite.models.cache import Step
 from mla_suite.models.config import MLAConfig
 from mla_suite.models.qkv_down_proj import LatentNorm, latents
@@ -146,9 +146,9 @@ class MLA(nn.Module):
                 f"MLA.decode: x has shape {tuple(x.shape)} for a step of {step.seq_lens.shape[0]} sequences; it takes "
                 "[batch, q_len, hidden_size]"
             )
+        w_uk, w_uv = self._up_projections()
         q_nope, q_pe, kv_c, k_pe = self._projected(x)
         self._append(kv_c, k_pe, kv_cache, step, cos_sin, kv_descale)
-        w_uk, w_uv = self._up_projections()
         q = absorbed(q_nope, q_pe, w_uk, cos_sin, step.positions, interleaved=self.config.rope_interleaved)
         scale = self.config.softmax_scale
         head_dim_v = self.config.kv_lora_rank
@@ -203,6 +203,8 @@ class MLA(nn.Module):
         needed. New tokens see each other unquantised whatever the kv_format. Returns x's shape.
         """
         prefill.check(x, kv_cache, step, positions, q_lens, valid, prefix)
+        if kv_cache is not None:
+            self._absorbable_kv_b_proj()  # which prefill calls, and decode steps over this cache do not
         reads_values = x.is_cpu or checks.debugging()
         if reads_values and checks.readable(x) and kv_cache is not None and step is not None and q_lens is not None:
             prefill.check_order(q_lens, step, kv_cache.shape[1])
@@ -277,9 +279,18 @@ class MLA(nn.Module):
     def _up_projections(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Views W_UK [heads, qk_nope_head_dim, latent] and W_UV [heads, v_head_dim, latent] of kv_b_proj."""
         c = self.config
-        weight = self.kv_b_proj.weight.view(c.num_heads, c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank)
+        weight = self._absorbable_kv_b_proj().weight
+        weight = weight.view(c.num_heads, c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank)
         w_uk, w_uv = weight.split([c.qk_nope_head_dim, c.v_head_dim], dim=1)
         return w_uk, w_uv
+
+    def _absorbable_kv_b_proj(self) -> nn.Linear:
+        """kv_b_proj; TypeError where the module is more than its weight, such as with an adapter or a hook."""
+        found = self.kv_b_proj
+        given = not_absorbable(found)
+        if given is not None:
+            raise TypeError(f"MLA: kv_b_proj {given}; {ABSORBABLE}")
+        return found
 
     def _expanded(self, kv_c: torch.Tensor, rotated_k_pe: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         c = self.config
