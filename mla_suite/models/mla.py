@@ -15,7 +15,7 @@ from mla_suite.models import prefill
 from mla_suite.models.absorb import ABSORBABLE, absorbed, head_values, not_absorbable
 from mla_suite.models.cache import Step
 from mla_suite.models.config import MLAConfig
-from mla_suite.models.qkv_down_proj import LatentNorm, latents
+from mla_suite.models.qkv_down_proj import LatentNorm, Parameters, are_views, equals_both, held, joined, latents
 from mla_suite.models.rope import rotate
 
 
@@ -30,7 +30,8 @@ class MLA(nn.Module):
     - `forward`: decode.
 
     With heads split over ranks the result is this rank's share of the sum that an all-reduce completes.
-    Inference only: the operators refuse gradients. `fuse()` makes one product of the two down-projections.
+    Inference only: the operators refuse gradients; a prefill without a cache calls none of them and passes gradients.
+    `fuse()` makes one product of the two down-projections.
     """
 
     down_weight: torch.Tensor | None
@@ -75,28 +76,27 @@ class MLA(nn.Module):
         self.o_proj = linear(heads * config.v_head_dim, config.hidden_size, bias)
         self.register_buffer("down_weight", None, persistent=False)
         self.register_buffer("down_bias", None, persistent=False)
+        self._joined: Parameters = ()  # those that `fuse` made views of the two
         self.register_load_state_dict_post_hook(_fused_again)  # with assign=True the parameters are other tensors
 
     def fuse(self) -> MLA:
         """Multiply x by both down-projections at once: queries' and latents', or q_proj where q has no low rank.
 
         Their weights become views of one matrix, under the names they had: state dicts stay as they are, and loading
-        one, `.to()`, copying in place and deepcopy keep the two in step. Call it again after giving either projection
-        another tensor. On a CUDA GPU an o_proj of many heads gets zeros as its bias, for speed; state dicts do not
-        have them. Returns the layer.
+        one, `.to()`, copying in place and deepcopy keep the two in step. The modules are called instead while the
+        product would differ from what they do, and while gradients are recorded: see docs/model_author.md. Call this
+        again after giving either another tensor; where either is no plain Linear it leaves both as they are. On a CUDA
+        GPU an o_proj of many heads gets zeros as its bias, for speed; state dicts do not have them. Returns the layer.
         """
+        first, second = self._down_projections()
+        if type(first) is not nn.Linear or type(second) is not nn.Linear:
+            self.down_weight, self.down_bias, self._joined = None, None, ()
+            return self
+        now, weight = held(first, second), self.down_weight
         with torch.no_grad():
-            first, second = self._down_projections()
-            sizes = [first.out_features, second.out_features]
-            self.down_weight = torch.cat((first.weight, second.weight))
-            first.weight.data, second.weight.data = self.down_weight.split(sizes)
-            if second.bias is not None:
-                own = second.bias.new_zeros(sizes[0]) if first.bias is None else first.bias
-                self.down_bias = torch.cat((own, second.bias))
-                parts = self.down_bias.split(sizes)
-                second.bias.data = parts[1]
-                if first.bias is not None:
-                    first.bias.data = parts[0]
+            if weight is None or not are_views(now, self._joined, weight, self.down_bias):
+                self.down_weight, self.down_bias = joined(first, second)
+                self._joined = now
             _add_zeros(self.o_proj)
         return self
 
@@ -264,12 +264,14 @@ class MLA(nn.Module):
         c = self.config
         q_norm = None if c.q_lora_rank is None else self.q_a_layernorm
         first, second = self._down_projections()
-        sizes = [first.out_features, c.kv_lora_rank, c.qk_rope_head_dim]
-        if self.down_weight is None:
-            kv_c, k_pe = second(x).split(sizes[1:], dim=-1)
-            q, kv_c = first(x) if q_norm is None else q_norm(first(x)), self.kv_a_layernorm(kv_c)
+        sizes = [c.kv_lora_rank, c.qk_rope_head_dim]
+        weight, bias = self.down_weight, self.down_bias
+        if weight is not None and equals_both(x, first, second, self._joined, weight, bias):
+            sizes = [first.out_features, *sizes]
+            q, kv_c, k_pe = latents(x, weight, bias, q_norm, self.kv_a_layernorm, sizes)
         else:
-            q, kv_c, k_pe = latents(x, self.down_weight, self.down_bias, q_norm, self.kv_a_layernorm, sizes)
+            kv_c, k_pe = second(x).split(sizes, dim=-1)
+            q, kv_c = first(x) if q_norm is None else q_norm(first(x)), self.kv_a_layernorm(kv_c)
         if c.q_lora_rank is not None:
             q = self.q_b_proj(q)
         heads = q.view(*x.shape[:-1], c.num_heads, c.qk_head_dim)

@@ -6,10 +6,13 @@ operator, `mla_suite_layers::latents`: the product leaves its parts apart, in fp
 
 from __future__ import annotations
 
+from operator import is_
+
 import torch
 from torch import nn
 from torch.nn import functional
 
+from mla_suite.models.absorb import not_plain
 from mla_suite.models.operators import TAGS, have_kernels, library, on_its_device
 
 PARTS = 2  # splits of K; with 4 a step took 1.5 us longer
@@ -22,6 +25,7 @@ library.define(
 )
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Parameters = tuple[torch.Tensor | None, ...]
 
 
 class LatentNorm(nn.Module):
@@ -38,6 +42,62 @@ class LatentNorm(nn.Module):
         values = x.float()
         scaled = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * scaled.to(x.dtype)
+
+
+def joined(first: nn.Linear, second: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One weight, and one bias where either has one, of which those of both projections become views."""
+    both = first, second
+    sizes = [each.out_features for each in both]
+    weight = torch.cat([each.weight.data for each in both])
+    for each, part in zip(both, weight.split(sizes), strict=True):
+        each.weight.data = part
+    if first.bias is None and second.bias is None:
+        return weight, None
+    bias = torch.cat([weight.new_zeros(each.out_features) if each.bias is None else each.bias.data for each in both])
+    for each, part in zip(both, bias.split(sizes), strict=True):
+        if each.bias is not None:
+            each.bias.data = part
+    return weight, bias
+
+
+def held(first: nn.Linear, second: nn.Linear) -> Parameters:
+    """Weight and bias, or None, of the first and of the second: the modules' own or those of a functional call."""
+    return *first._parameters.values(), *second._parameters.values()
+
+
+def are_views(now: Parameters, then: Parameters, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether the parameters are still those that were joined and still views of the weight and bias made then."""
+    same = all(map(is_, now, then))
+    if torch.compiler.is_dynamo_compiling():
+        return same  # which storage they have is not traced
+    if not same and not torch.compiler.is_exporting():  # non-strict export has stand-ins, which share as they do
+        return False
+    return _share(weight, now[::2]) and (bias is None or _share(bias, now[1::2]))  # weights and biases alternate
+
+
+def _share(whole: torch.Tensor, parts: Parameters) -> bool:
+    storage = whole.untyped_storage()
+    return all(part is None or part.untyped_storage() is storage for part in parts)
+
+
+def equals_both(
+    x: torch.Tensor,
+    first: nn.Linear,
+    second: nn.Linear,
+    then: Parameters,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> bool:
+    """Whether one product with the joined weight is all that calling both modules would be.
+
+    They are plain, with the parameters that were joined, and record no gradients, which would be theirs.
+    """
+    if not_plain(first) is not None or not_plain(second) is not None:
+        return False
+    now = held(first, second)
+    if torch.is_grad_enabled() and (x.requires_grad or any(own is not None and own.requires_grad for own in now)):
+        return False
+    return are_views(now, then, weight, bias)
 
 
 def latents(

@@ -66,6 +66,7 @@ LATER = {
     "assigned": lambda layer: layer.load_state_dict(make(layer.config).state_dict(), assign=True),
     "load_weights": lambda layer: layer.load_weights(make(layer.config).state_dict()),
     "half and back": lambda layer: layer.half().float(),
+    "shared": lambda layer: layer.share_memory(),
 }
 
 
@@ -104,6 +105,131 @@ def test_a_layer_inside_a_model_is_fused_again_too():
     plain = make(LOW_RANK)
     plain.load_state_dict(model[0].state_dict())
     assert_same(model[0], plain)
+
+
+def test_shared_memory_stays_shared():
+    fused = make(BIASED).fuse()
+    fused.share_memory()
+    assert all(tensor.is_shared() for tensor in (*fused.parameters(), *fused.buffers()))
+
+
+class Adapter(torch.nn.Module):
+    """What a projection gives and a product of its own."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.more = base, torch.nn.Linear(base.in_features, base.out_features).requires_grad_(False)
+        self.more.load_state_dict({"weight": base.weight + 1, "bias": torch.ones(base.out_features)})
+
+    def forward(self, x):
+        return self.base(x) + self.more(x)
+
+
+def adapted(layer, name):
+    setattr(layer, name, Adapter(getattr(layer, name)))
+
+
+def hooked(layer, name):
+    getattr(layer, name).register_forward_hook(lambda module, args, out: out + 1)
+
+
+def hooked_before(layer, name):
+    getattr(layer, name).register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+
+
+def with_another_forward(layer, name):
+    projection = getattr(layer, name)
+    projection.forward = lambda x: torch.nn.functional.linear(x + 1, projection.weight)
+
+
+def with_another_weight(layer, name):
+    projection = getattr(layer, name)
+    projection.weight = torch.nn.Parameter(projection.weight + 1, requires_grad=False)
+
+
+def with_another_bias(layer, name):
+    getattr(layer, name).bias = torch.nn.Parameter(torch.ones(getattr(layer, name).out_features), requires_grad=False)
+
+
+def with_other_data(layer, name):
+    getattr(layer, name).weight.data = getattr(layer, name).weight + 1
+
+
+CHANGES = [
+    adapted,
+    hooked,
+    hooked_before,
+    with_another_forward,
+    with_another_weight,
+    with_another_bias,
+    with_other_data,
+]
+
+
+@pytest.mark.parametrize("name", ["q_a_proj", "kv_a_proj_with_mqa"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_projection_that_changes_is_called(change, name):
+    plain = make(LOW_RANK)
+    fused = copy.deepcopy(plain).fuse()
+    before = outputs(fused)
+    for layer in (fused, plain):
+        change(layer, name)
+    assert_same(fused, plain)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(outputs(fused), before)
+    assert_same(fused.half().float().fuse(), plain.half().float())
+
+
+class Prefill(torch.nn.Module):
+    """A prefill without a cache, which gradients pass."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x):
+        table = cos_sin_table(self.attention.config, 8)
+        return self.attention.prefill(x, table, positions=torch.arange(x.shape[1])[None])
+
+
+def test_functional_calls_have_the_weights_that_they_are_given():
+    plain, x = Prefill(make(LOW_RANK)), torch.randn(1, PAST, LOW_RANK.hidden_size)
+    fused = copy.deepcopy(plain)
+    fused.attention.fuse()
+    others = [{name: scale * tensor for name, tensor in plain.state_dict().items()} for scale in (1.5, 0.5)]
+    expected = [torch.func.functional_call(plain, other, (x,)) for other in others]
+
+    def call(weights):
+        return torch.func.functional_call(fused, weights, (x,))
+
+    torch._dynamo.reset()
+    for step in (call, torch.compile(call, fullgraph=True, backend="eager")):
+        for found, wanted in zip(map(step, others), expected, strict=True):
+            torch.testing.assert_close(found, wanted)
+    stacked = {name: torch.stack([other[name] for other in others]) for name in others[0]}
+    torch.testing.assert_close(torch.func.vmap(call)(stacked), torch.stack(expected))
+
+
+@pytest.mark.parametrize("config", [LOW_RANK, BIASED], ids=["low rank", "bias"])
+def test_gradients_reach_both_projections(config):
+    plain, x = Prefill(make(config)).requires_grad_(), torch.randn(1, PAST, config.hidden_size)
+    fused = copy.deepcopy(plain)
+    fused.attention.fuse()
+    for model in (plain, fused):
+        model(x).square().sum().backward()
+    for (name, mine), theirs in zip(fused.named_parameters(), plain.parameters(), strict=True):
+        assert theirs.grad.any(), name
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize(("later", "products"), [(None, 4), (with_another_weight, 5), (with_other_data, 5)])
+def test_an_exported_prefill_has_one_product_where_that_is_both(later, products):
+    model, x = Prefill(make(LOW_RANK).fuse()), torch.randn(1, PAST, LOW_RANK.hidden_size)
+    if later is not None:
+        later(model.attention, "q_a_proj")
+    program = torch.export.export(model, (x,))
+    assert sum(node.target is torch.ops.aten.linear.default for node in program.graph.nodes) == products
+    torch.testing.assert_close(program.module()(x), model(x))
 
 
 @pytest.mark.parametrize(("fused", "products"), [(True, 3), (False, 4)])
