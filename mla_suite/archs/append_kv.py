@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import gcd
 
 import torch
 
@@ -11,7 +12,8 @@ from mla_suite.archs import ArchSpec
 from mla_suite.build.params import divisor
 from mla_suite.core import checks
 from mla_suite.core.dispatch import Supported, Unsupported
-from mla_suite.kv_formats import KVFormat, get_kv_format
+from mla_suite.kv_formats import Field, KVFormat, get_kv_format
+from mla_suite.kv_formats.declare import ENCODING_BITS
 from mla_suite.launch import missing
 from mla_suite.launch.spec import CallSpec, LaunchSpec, inputs, present
 from mla_suite.ops.append_kv import AppendKvArgs, Problem
@@ -22,7 +24,12 @@ MAX_TOKENS = 512  # tokens of a workgroup
 MAX_SINGLE_TOKENS = 8  # tokens for each compute unit: up to this number, a workgroup writes one
 ENCODINGS = {"bf16": 0, "fp16": 1, "fp32": 2, "e4m3fn": 3, "e4m3fnuz": 4, "e8m0": 5, "e2m1": 6}
 IN_TYPES = {torch.bfloat16: ENCODINGS["bf16"], torch.float16: ENCODINGS["fp16"], torch.float32: ENCODINGS["fp32"]}
+VALUES = frozenset({"bf16", "fp16", "fp32", "e4m3fn", "e4m3fnuz"})
+"""Encodings of latents and rope values."""
+RUN_VALUES = frozenset({"e4m3fn", "e2m1"})
+"""Encodings of a row that is one run (is_one_run)."""
 MAX_SCALE_GROUP = 128
+LEAST_POWER_OF_TWO = 2.0**-126  # of a scale: powers are rounded up as normal numbers
 MAX_SLOTS = 2**31 - 1
 
 
@@ -98,24 +105,58 @@ def supports(problem: Problem, arch: ArchSpec, bulk_bytes: int, has_runs: bool =
     """`has_runs`: the arch has kernels of one run."""
     fmt = get_kv_format(problem.kv_format)
     if "e2m1" in fmt.encodings and problem.latent % 2:
-        given = f"kv_format {problem.kv_format} holds two values to a byte"
+        given = f"kv_format {fmt.name} holds two values to a byte"
         return Unsupported(f"{given}; {arch.name}'s kernels divide its rows between bytes, not behind {problem.latent}")
     fmt = fmt.sized(problem.latent, problem.rope)
     beyond = fmt.scaled > fmt.latent or "e2m1" in fmt.encodings  # what kernels of any kv_format do not store
     one_run = has_runs and is_one_run(fmt) and beyond
     if beyond and not one_run:
-        given = f"kv_format {problem.kv_format} scales its rope values too or has values of 4 bits"
+        given = f"kv_format {fmt.name} scales its rope values too or has values of 4 bits"
         return Unsupported(f"{given}; {arch.name}'s kernels of any kv_format store neither")
-    if fmt.scale_rule is not None and fmt.scale_rule.tile > MAX_SCALE_GROUP:
-        given = f"kv_format {problem.kv_format} shares a scale among {fmt.scale_rule.tile}"
-        return Unsupported(f"{given}; it takes {MAX_SCALE_GROUP}")
+    if unstored := _unstored(fmt, one_run):
+        return Unsupported(unstored)
     needed = min(fmt.alignment, 4)  # bytes of the widest single store
     if problem.alignment < needed:
         given = f"kv_cache is aligned to {problem.alignment} bytes"
-        return Unsupported(f"{given}; kv_format {problem.kv_format} needs {needed}")
+        return Unsupported(f"{given}; kv_format {fmt.name} needs {needed}")
     config = AppendConfig(arch, tokens_of_workgroup(problem.tokens, arch), bulk_bytes, one_run=one_run)
     answer = Supported(config, f"{config.instance}, {config.tokens} to a workgroup, any kv_format")
     return missing(arch, config.instance) or answer
+
+
+def _unstored(fmt: KVFormat, one_run: bool) -> str:
+    """What of a record the kernels do not store, in a sentence; empty where they store all of it."""
+    given, taken = f"kv_format {fmt.name} has", RUN_VALUES if one_run else VALUES
+    if others := {field.encoding for field in fmt.value_fields} - taken:
+        return f"{given} values in {', '.join(sorted(others))}; the kernel takes {', '.join(sorted(taken))}"
+    if not all(map(_aligned, fmt.fields)):
+        return f"{given} fields that lie off their elements; the kernel stores whole ones"
+    rule = fmt.scale_rule
+    if rule is None:
+        return ""
+    halves = "e2m1" in fmt.encodings
+    if rule.tile > MAX_SCALE_GROUP or (halves and rule.tile % 2):
+        most = f"{MAX_SCALE_GROUP}{', in pairs' if halves else ''}"
+        return f"{given} a scale for {rule.tile} values; the kernel takes {most}"
+    whole = fmt.head_dim if one_run else fmt.latent
+    if fmt.scaled != whole:
+        return f"{given} scales for {fmt.scaled} of {whole} values; the kernel takes all or none"
+    # The kernels divide by the scale before it is encoded, so its encoding must hold it; only runs round it to e4m3.
+    encoding, powers = fmt.by_name["scale"].encoding, rule.power_of_two
+    if not (encoding == "fp32" or (powers and encoding in ("bf16", "e8m0")) or (one_run and encoding == "e4m3fn")):
+        kind = "powers of two" if powers else "scales of any bits"
+        runs = " and, for values of 4 bits or whole rows, e4m3fn" if one_run else ""
+        return f"{given} {kind} in {encoding}; the kernel takes fp32, powers of two in bf16 or e8m0{runs}"
+    if powers and rule.smallest < LEAST_POWER_OF_TWO:
+        return (
+            f"{given} scales from {rule.smallest:.3g} on; the kernel takes powers of two from {LEAST_POWER_OF_TWO:.3g}"
+        )
+    return ""
+
+
+def _aligned(field: Field) -> bool:
+    """Whether every token has the field at a multiple of its elements' bytes."""
+    return gcd(field.offset, field.stride, field.per_block) % max(ENCODING_BITS[field.encoding] // 8, 1) == 0
 
 
 def tokens_of_workgroup(tokens: int, arch: ArchSpec) -> int:

@@ -154,7 +154,8 @@ class KVFormat:
     @functools.cached_property
     def dense(self) -> bool:
         """Whether a token is nothing but its row in one encoding of whole bytes, so that any head_dim fits."""
-        return len(self.encodings) == 1 and all(ENCODING_BITS[encoding] >= 8 for encoding in self.encodings)
+        alone = self.fields == self.value_fields and len(self.encodings) == 1
+        return alone and all(ENCODING_BITS[encoding] >= 8 for encoding in self.encodings)
 
     @functools.cached_property
     def seamless(self) -> bool:

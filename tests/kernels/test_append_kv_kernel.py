@@ -10,12 +10,13 @@ import torch
 from backend_calls import BackendCalls
 from built import require_built
 from hostile_inputs import filled, fused_pairs, raw
+from made_formats import made
 
 import mla_suite
 from mla_suite import archs, emulator
 from mla_suite.archs.append_kv import MAX_TOKENS, AppendConfig, is_one_run
 from mla_suite.core import dispatch
-from mla_suite.core.dispatch import Unsupported
+from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.kv_formats import KV_FORMATS, get_kv_format
 from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.append_kv import APPEND_KV
@@ -261,3 +262,67 @@ def test_a_cache_off_alignment_is_refused():
     answer = NATIVE.supports(problem, archs.get("gfx950"))
     assert isinstance(answer, Unsupported)
     assert "aligned to 1 bytes; kv_format v32 needs 4" in answer.reason
+
+
+POWERS = dict(scale="e8m0", power_of_two=True)
+
+
+def supported(fmt, arch):
+    kv_c, k_pe = rows(fmt, 2)
+    return NATIVE.supports(
+        APPEND_KV.problem(kv_c, k_pe, filled(fmt, 2, 4), torch.arange(2), kv_format=fmt), archs.get(arch)
+    )
+
+
+@pytest.mark.parametrize(
+    "fmt",
+    [
+        made(scale="bf16", power_of_two=True),
+        made(rope="fp16"),
+        made(count=256, rope="fp32", pad=12),
+        made("fp16", rope="e4m3fnuz", tile=96, count=480, **POWERS),
+        made(rope="e4m3fn", scale="e4m3fn", tile=64, count=448, tiles=8),
+    ],
+    ids=lambda fmt: fmt.name,
+)
+def test_a_format_that_is_taken_gets_the_references_bytes(arch, fmt):
+    answer = supported(fmt, arch.name)
+    assert isinstance(answer, Supported), answer.reason
+    assert_same_bytes(fmt, 2, 4, *rows(fmt, 5), torch.tensor([7, 0, -1, 3, 4]), config=answer.config)
+
+
+@pytest.mark.parametrize("arch_name", [*ARCHS, "sm_90"])
+@pytest.mark.parametrize(
+    ("fmt", "reason"),
+    [
+        (made(scale="e4m3fn"), "has scales of any bits in e4m3fn"),
+        (made(scale="bf16"), "has scales of any bits in bf16"),
+        (made(scale="e8m0"), "has scales of any bits in e8m0"),
+        (made(scale="fp16", power_of_two=True), "has powers of two in fp16"),
+        (made(smallest=2.0**-127, power_of_two=True), "has scales from 5.88e-39 on"),
+        (made(tile=256), "has a scale for 256 values"),
+        (made(tiles=3), "has scales for 384 of 512 values"),
+        (made(rope="e8m0"), "has values in e8m0"),
+        (made(pad=5), "has fields that lie off their elements"),
+    ],
+    ids=lambda given: getattr(given, "name", ""),
+)
+def test_what_a_kernel_does_not_store_is_refused(arch_name, fmt, reason):
+    answer = supported(fmt, arch_name)
+    assert isinstance(answer, Unsupported)
+    assert f"kv_format {fmt.name} {reason}" in answer.reason
+
+
+@pytest.mark.parametrize("arch_name", ARCHS)
+@pytest.mark.parametrize("latent", ["bf16", "e4m3fnuz"])
+def test_a_run_of_other_values_is_refused(arch_name, latent):
+    answer = supported(made(latent, rope=latent, tile=64, count=448, tiles=8, **POWERS), arch_name)
+    assert isinstance(answer, Unsupported)
+    assert f"has values in {latent}; the kernel takes e2m1, e4m3fn" in answer.reason
+
+
+def test_a_byte_of_two_tiles_is_refused():
+    fmt = made("e2m1", rope="e2m1", count=16, ropes=14, scale="e4m3fn", tile=15, tiles=2)
+    answer = supported(fmt, "gfx942")
+    assert isinstance(answer, Unsupported)
+    assert "has a scale for 15 values; the kernel takes 128, in pairs" in answer.reason

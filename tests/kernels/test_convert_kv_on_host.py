@@ -9,6 +9,7 @@ import pytest
 import torch
 from hostile_inputs import raw
 from kernels_on_host import compiled, with_a_fault, written
+from made_formats import made
 from planted import each_of
 
 from mla_suite import archs
@@ -16,7 +17,7 @@ from mla_suite.archs.sm_90 import Kernels
 from mla_suite.build import params
 from mla_suite.build.instances import instances
 from mla_suite.core.dispatch import Supported, Unsupported
-from mla_suite.kv_formats import KV_FORMATS
+from mla_suite.kv_formats import KV_FORMATS, get_kv_format
 from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.convert_kv import CONVERT_KV, ConvertKvArgs, reference
 
@@ -54,7 +55,7 @@ def rows_of(width, seed):
 
 def arguments(a, b, pages=(3, 8), width=None, descale=None):
     """Both caches hold SLOTS tokens; some tokens are skipped. dense rows are as wide as the record, or `width`."""
-    kinds = KV_FORMATS[a], KV_FORMATS[b]
+    kinds = get_kv_format(a), get_kv_format(b)
     width = width or next((kind.head_dim for kind in kinds if not kind.dense), 576)
     descales = [descale if kind.per_tensor_descale else None for kind in kinds]
     rows = rows_of(width, 0).view(-1, pages[0], width)
@@ -214,6 +215,63 @@ def test_every_declared_kernel_is_picked():
     assert {answer.config.instance for answer in picked} == {
         item.id for item in instances("sm_90") if item.kernel == "convert_kv"
     }
+
+
+POWERS = dict(scale="e8m0", power_of_two=True)
+TAKEN = [
+    made(),
+    made(tile=64, power_of_two=True),
+    made(tile=256, count=1024, **POWERS),
+    made(tile=512, count=2048, **POWERS),
+    made(rope=None, count=1024, **POWERS),
+    made(tile=64, count=448, pad=1, **POWERS),
+    made("e4m3fnuz", tile=32, divisor=224.0, **POWERS),
+    made("e2m1", scale="e4m3fn", tile=16, rope=None, divisor=5.0, smallest=2.0**-9),
+    made(rope="e4m3fn", tile=64, count=448, tiles=8, **POWERS),
+]
+
+
+@pytest.mark.parametrize("fmt", TAKEN, ids=lambda fmt: fmt.name)
+def test_a_format_that_is_taken_gets_the_references_bytes(program, tmp_path, fmt):
+    for a, b in ((fmt, "bf16"), ("fp32", fmt)):
+        assert differences(program, tmp_path, arguments(a, b)) == 0
+
+
+@pytest.mark.parametrize(
+    ("fmt", "reason"),
+    [
+        (made(scale="bf16", power_of_two=True), "scales in bf16 for e4m3fn; the kernel takes fp32 or e8m0"),
+        (made(scale="e4m3fn"), "scales in e4m3fn for e4m3fn"),
+        (made("e2m1", tile=16, rope=None, **POWERS), "scales in e8m0 for e2m1; the kernel takes e4m3fn"),
+        (made("e2m1", tile=32, rope=None, scale="e4m3fn"), "16 scales, each for 32 values, in 16 bytes"),
+        (made("e2m1", tile=16, rope=None, scale="e4m3fn", divisor=8.0), "for quotients up to 8"),
+        (made("bf16"), "rope values in bf16 behind bf16"),
+        (made("bf16", rope=None), "scales in fp32 for bf16; the kernel takes none"),
+        (made("e8m0", rope=None), "512 latents in e8m0"),
+        (made(rope="fp16"), "rope values in fp16 behind e4m3fn"),
+        (made(scale="e8m0"), "of any bits for e4m3fn; the kernel takes powers of two"),
+        (made("e4m3fnuz", divisor=224.0), "of any bits for e4m3fnuz; the kernel takes powers of two"),
+        (made("e4m3fnuz", divisor=240.0, power_of_two=True), "for quotients up to 240"),
+        (made(smallest=2.0**-130), "scales from 7.35e-40 on"),
+        (made(tile=32), "16 scales, each for 32 values, in 64 bytes"),
+        (made(tile=96, count=480), "each for 96 values"),
+        (made(tile=24, count=456, ropes=72), "456 latents in e4m3fn"),
+        (made(count=256), "scales for 256 of 256 latents in rows of 320 values"),
+        (made(tiles=3), "scales for 384 of 512 latents"),
+        (made(pad=4), "4 bytes of padding"),
+        (made(pad=1, rope=None, **POWERS), "1 bytes of padding"),
+    ],
+    ids=lambda given: getattr(given, "name", ""),
+)
+def test_what_a_kernel_does_not_read_or_write_is_refused(fmt, reason):
+    problem = CONVERT_KV.describe(arguments("bf16", "fp8"))
+    width = fmt.head_dim
+    for formats in ((fmt, "bf16"), ("bf16", fmt)):
+        given = dict(zip(("source_format", "destination_format"), formats, strict=True), width=width)
+        answer = SM_90.convert_kv(problem._replace(**given))
+        assert isinstance(answer, Unsupported)
+        assert f"kv_format {fmt.name} has" in answer.reason
+        assert reason in answer.reason
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import inf
+from typing import NamedTuple
 
 import torch
 
 from mla_suite.archs import ArchSpec
 from mla_suite.build.params import divisor
 from mla_suite.core.dispatch import Supported, Unsupported
-from mla_suite.kv_formats import KVFormat, get_kv_format
+from mla_suite.kv_formats import Field, KVFormat, ScaleRule, get_kv_format
 from mla_suite.launch import missing
 from mla_suite.launch.spec import CallSpec, LaunchSpec, inputs, present
 from mla_suite.ops.convert_kv import ConvertKvArgs, Problem
@@ -20,8 +22,28 @@ LANES = 32
 TOKENS = 8  # of a warp; half as many between the encodings that STREAMS names
 STREAMS = {("bf16", "e4m3"), ("fp16", "e4m3"), ("e4m3", "bf16"), ("e4m3", "fp16")}
 WARPS = 4  # of a block
-ELEMENTS = {"e4m3fn": "e4m3"}
-"""Encoding -> its name in csrc/sm_90/convert_kv/elements.hpp, where that differs."""
+PASS = UNIT * LANES  # values of a row that a warp takes at once
+ELEMENTS = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "e4m3fn": "e4m3", "e4m3fnuz": "e4m3fnuz", "e2m1": "e2m1"}
+"""Encoding of latents -> its name in csrc/sm_90/convert_kv/elements.hpp."""
+
+
+class Scales(NamedTuple):
+    """The scales with which kernels take an element."""
+
+    encodings: tuple[str, ...]
+    tiles: tuple[int, ...]  # values that share one: as many lanes have them as a shuffle reduces
+    smallest: float  # from here on the scale, or half of FNUZ's, and its reciprocal are normal numbers
+    divisor: float  # at most: quotients of a larger one would not saturate where the encoding does
+    powers: bool = False  # of two, and no others
+
+
+TILES = (16, 32, 64, 128, 256, 512)
+SCALES = {
+    "e4m3fn": Scales(("fp32", "e8m0"), TILES, 2.0**-126, inf),
+    "e4m3fnuz": Scales(("fp32", "e8m0"), TILES, 2.0**-125, 224.0, powers=True),
+    "e2m1": Scales(("e4m3fn",), (UNIT,), 2.0**-9, 6.0),
+}
+MAX_SCALE_BYTES = 32  # of a token, in shared memory
 
 
 @dataclass(frozen=True)
@@ -79,16 +101,57 @@ def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
     if problem.alignment < 16:
         given = f"a cache is aligned to {problem.alignment} bytes"
         return Unsupported(f"{given}; loads and stores of 16 bytes do not reach its rows")
+    formats = get_kv_format(problem.source_format), get_kv_format(problem.destination_format)
+    for fmt in formats:
+        if unfit := _unfit(fmt, problem.width):
+            return Unsupported(f"kv_format {fmt.name} has {unfit}")
     if not problem.countable:
         return Unsupported("a cache has 2^31 slots or more, or as many bytes in a page; the kernel counts in 31 bits")
-    source, destination = (_element(name) for name in (problem.source_format, problem.destination_format))
+    source, destination = (ELEMENTS[fmt.by_name["latent"].encoding] for fmt in formats)
     config = ConvertConfig(arch, source, destination)
     return missing(arch, config.instance) or Supported(config, f"{config.instance}, {config.tokens} tokens to a warp")
 
 
-def _element(kv_format: str) -> str:
-    encoding = get_kv_format(kv_format).by_name["latent"].encoding
-    return ELEMENTS.get(encoding, encoding)
+def _unfit(fmt: KVFormat, width: int) -> str:
+    """What a kv_format has that the kernels do not read and write, and what they take; empty where there is nothing."""
+    fmt = _of_width(fmt, width)
+    latent, rope, scale, pad = map(fmt.by_name.get, ("latent", "rope", "scale", "pad"))
+    assert latent is not None
+    if latent.encoding not in ELEMENTS or latent.count % UNIT:
+        return f"{latent.count} latents in {latent.encoding}; the kernel takes {UNIT}s in {', '.join(ELEMENTS)}"
+    if rope is not None and (scale is None or rope.encoding != "bf16" or not fmt.flavour):
+        return f"rope values in {rope.encoding} behind {latent.encoding}; the kernel takes bf16 behind scaled e4m3"
+    if pad is not None:
+        behind = scale is not None and replace(
+            scale, name="pad", encoding="pad", count=1, offset=scale.offset + scale.count
+        )
+        if rope is None or pad != behind:
+            return (
+                f"{pad.count} bytes of padding; the kernel takes one behind scales of a byte, in rows with rope values"
+            )
+    if scale is None or fmt.scale_rule is None:
+        return "" if latent.encoding != "e2m1" else "values in e2m1 without scales; the kernel takes scaled ones"
+    return _unfit_scales(fmt.scale_rule, scale, latent, width)
+
+
+def _unfit_scales(rule: ScaleRule, scale: Field, latent: Field, width: int) -> str:
+    """The same of scales."""
+    known = SCALES.get(latent.encoding)
+    if known is None or scale.encoding not in known.encodings:
+        taken = "none" if known is None else " or ".join(known.encodings)
+        return f"scales in {scale.encoding} for {latent.encoding}; the kernel takes {taken}"
+    if not rule.power_of_two and (known.powers or scale.encoding == "e8m0"):
+        return f"scales in {scale.encoding} of any bits for {latent.encoding}; the kernel takes powers of two"
+    if rule.tile not in known.tiles or scale.bytes > MAX_SCALE_BYTES:
+        taken = f"one for {', '.join(map(str, known.tiles))}, and {MAX_SCALE_BYTES} bytes of them"
+        return f"{scale.count} scales, each for {rule.tile} values, in {scale.bytes} bytes; the kernel takes {taken}"
+    if not scale.count * rule.tile == latent.count <= width // PASS * PASS:
+        given = f"scales for {scale.count * rule.tile} of {latent.count} latents in rows of {width} values"
+        return f"{given}; the kernel takes scales for all latents, which the row's whole {PASS}s hold"
+    if rule.smallest < known.smallest or rule.divisor > known.divisor:
+        given = f"scales from {rule.smallest:.3g} on, for quotients up to {rule.divisor:g}"
+        return f"{given}; the kernel takes {known.smallest:.3g} and {known.divisor:g}"
+    return ""
 
 
 def holds_in_bf16(fmt: KVFormat, descaled: bool) -> bool:
@@ -105,11 +168,15 @@ def _width(args: ConvertKvArgs) -> int:
     return args.source.shape[-1] if fmt.dense else fmt.head_dim
 
 
+def _of_width(fmt: KVFormat, width: int) -> KVFormat:
+    """The kv_format with rows of one run as one field."""
+    return fmt.sized(width, 0) if fmt.seamless else fmt
+
+
 @lru_cache(maxsize=1024)
 def _place(kv_format: str, width: int, page: int) -> dict[str, int | float]:
     """What a KvPlace has of a kv_format and a page size."""
-    fmt = get_kv_format(kv_format)
-    fmt = fmt.sized(width, 0) if fmt.seamless else fmt
+    fmt = _of_width(get_kv_format(kv_format), width)
     rule, scale = fmt.scale_rule, fmt.by_name.get("scale")
     found: dict[str, int | float] = dict(page=page, **divisor("page", page), latent_units=fmt.latent // UNIT)
     for name in ("latent", "rope", "scale"):
