@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from math import inf
+from math import gcd, inf
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from mla_suite.archs import ArchSpec
 from mla_suite.build.params import divisor
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.kv_formats import Field, KVFormat, ScaleRule, get_kv_format
+from mla_suite.kv_formats.declare import ENCODING_BITS
 from mla_suite.launch import missing
 from mla_suite.launch.spec import CallSpec, LaunchSpec, inputs, present
 from mla_suite.ops.convert_kv import ConvertKvArgs, Problem
@@ -129,6 +130,9 @@ def _unfit(fmt: KVFormat, width: int) -> str:
             return (
                 f"{pad.count} bytes of padding; the kernel takes one behind scales of a byte, in rows with rope values"
             )
+    for part, size in ((latent, min(UNIT * ENCODING_BITS[latent.encoding] // 8, 16)), (rope, 16), (scale, 4)):
+        if part is not None and (place := gcd(part.offset, part.stride, part.per_block)) % size:
+            return f"{part.name}s at multiples of {gcd(place, 16)} bytes; the kernel copies {size} at once"
     if scale is None or fmt.scale_rule is None:
         return "" if latent.encoding != "e2m1" else "values in e2m1 without scales; the kernel takes scaled ones"
     return _unfit_scales(fmt.scale_rule, scale, latent, width)
