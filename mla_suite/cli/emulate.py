@@ -29,7 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 import mla_suite
-from mla_suite import emulator, testing
+from mla_suite import archs, emulator, testing
 from mla_suite.archs import ArchSpec
 from mla_suite.bench import inputs
 from mla_suite.bench.runners import fp8_weights
@@ -84,7 +84,7 @@ def _sample(op: Op, args: argparse.Namespace) -> Sample:
             raise UsageError(
                 "emulate: a problem of your own is one of decode, without a sample, and has --heads and --kv"
             )
-        return problem.with_values(given)
+        return problem.with_values(given, archs.get(args.on))
     samples = {sample.name: sample for sample in op.samples()}
     name = args.sample or next(iter(samples))
     if name not in samples:
@@ -104,10 +104,11 @@ def measure(op: Op, sample: Sample, arch: str, time: bool = False) -> dict[str, 
         return [*made, *(args[position] for position in op.known.mutated)]
 
     expected = results(*sample.make(device))
-    args, kwargs = sample.make(device)
-    with emulator.configured(collect=True, time=time) as reports, mla_suite.emulate(arch) as record:
-        explanation = explain(op.name, *args, **kwargs)
-        got = results(args, kwargs)
+    with mla_suite.emulate(arch) as record:
+        args, kwargs = sample.make(device)  # a plan, too, is made there
+        with emulator.configured(collect=True, time=time) as reports:
+            explanation = explain(op.name, *args, **kwargs)
+            got = results(args, kwargs)
     keys = int(args[2].sum()) if op.name == "decode" else 0
     bound = None
     if op.name == "decode" and fp8_weights(explanation.config):

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
             positional, keywords = problem.without_values(register.get(args.op).name, options, arch)
             _show(explain_on(arch, args.op, *positional, **keywords), args.launches)
             if args.time:
-                print(_modelled(register.get(args.op), problem.with_values(options), arch))
+                print(_modelled(register.get(args.op), problem.with_values(options, arch), arch))
         return 0
     device = args.device or torch.device("cuda" if torch.cuda.is_available() and arch is None else "cpu")
     for record in [register.get(args.op)] if args.op else list(register.registry().values()):

@@ -105,24 +105,29 @@ def without_values(op: str, options: dict[str, Any], arch: ArchSpec | None) -> t
     return tensors, dict(softmax_scale=192**-0.5, **keywords)
 
 
-def with_values(options: dict[str, Any]) -> Sample:
-    """The sample of decode for the options, which have heads and kv at least."""
+def with_values(options: dict[str, Any], arch: ArchSpec) -> Sample:
+    """The sample of decode for the options, which have heads and kv at least; made while the arch is emulated, its plan
+    is that of `mla_suite.plan` there."""
     given = dict(options)
     lens, dtype = given.pop("batch", 1) * [given.pop("kv")], getattr(torch, given.pop("q_dtype", "bfloat16"))
-    return decode_sample(lens, dtype=dtype, planned=given.pop("plan", False), page=given.pop("page_size", 64), **given)
+    planned = dict(planned=given.pop("plan", False), num_sm_parts=_sm_parts(options, options.get("q_len", 1), arch))
+    return decode_sample(lens, dtype=dtype, page=given.pop("page_size", 64), **planned, **given)
+
+
+def _sm_parts(options: dict[str, Any], q_len: int, arch: ArchSpec | None) -> int:
+    return parts_on(1 if arch is None else arch.compute_units, scheduler.tile_rows(arch), options["heads"] * q_len)
 
 
 def _splits(options: dict[str, Any], sequences: int, q_len: int, keys: int, arch: ArchSpec | None) -> dict[str, Any]:
     """Returns the arguments that say how keys are split; a plan is as `mla_suite.plan` makes it on the arch."""
     found: dict[str, Any] = {name: options[name] for name in ("num_splits", "split_size") if name in options}
     if "plan" in options:
-        units = 1 if arch is None else arch.compute_units
         found["plan"] = mla_suite.plan(
             torch.empty(sequences, dtype=torch.int32, device="meta"),
             num_heads=options["heads"],
             max_seqlen_q=q_len,
             max_seqlen_kv=keys,
-            num_sm_parts=parts_on(units, scheduler.tile_rows(arch), options["heads"] * q_len),
+            num_sm_parts=_sm_parts(options, q_len, arch),
             **found,
         )
     return found

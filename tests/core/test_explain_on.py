@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import mla_suite
 from mla_suite import archs
 from mla_suite.__main__ import main
 from mla_suite.archs.attention import decode_shape
@@ -83,3 +84,18 @@ def test_the_command_prints_one_problem(capsys):
     first, *rest = capsys.readouterr().out.splitlines()
     assert first == "sparse_decode on gfx950 -> native (gfx950): dsv4 records, tiles of 16 rows for 16 heads"
     assert "  32 splits of each query token, whose 32 partial results combine merges" in rest
+
+
+def test_what_is_emulated_has_the_plan_of_the_arch(capsys):
+    """`emulate` and `explain --time` run the tensors of with_values; both commands say the parts of their plan."""
+    options = {"batch": 2, "heads": 16, "q_len": 2, "kv": 100}
+    with mla_suite.emulate("gfx942") as arch:
+        args, _ = problem.with_values({**options, "plan": True}, arch).make(torch.device("cpu"))
+        own = mla_suite.plan(args[2], num_heads=16, max_seqlen_q=2, max_seqlen_kv=100)
+    assert torch.equal(args[DecodeArgs.__match_args__.index("plan")], own)
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()] + ["--plan", "--on=gfx942"]
+    said = set()
+    for command in ("explain", "emulate"):
+        assert main([command, "decode", *words]) == 0
+        said |= {line.strip() for line in capsys.readouterr().out.splitlines() if "the plan splits" in line}
+    assert len(said) == 1
