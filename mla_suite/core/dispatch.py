@@ -156,6 +156,11 @@ class Choice:
     supported: Supported
     refused: tuple[tuple[str, str], ...]
 
+    @property
+    def needs_permission(self) -> bool:
+        """Whether a call on a GPU is an error outside of `allow_reference`, since no kernel takes it."""
+        return self.backend.name == "reference" and bool(self.refused)
+
     def run(self, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         """Fill the outputs of one call."""
         self.backend.run(self.supported.config, outputs, args)

@@ -23,7 +23,7 @@ class Explanation:
     backend    the backend that runs the call, with its configuration and the reason for it, which names the tuned
                table's file and row if one decided
     refused    the backends preferred to it, each with its reason
-    notes      which context the choice used, and how a native kernel splits the keys
+    notes      which context the choice used, how a native kernel splits the keys, and whether a GPU refuses the call
     problem    all it could depend on
     spec       the record of its launches (`launch.spec.CallSpec`) if a native kernel runs
     """
@@ -63,7 +63,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     first = dispatch.first_tensor([getattr(given, record.arguments[0])])
     arch, problem = dispatch.arch_of(first), record.describe(given)
     choice = dispatch.choose(op, record.backends, problem, arch, first.device.type)
-    return _explanation(op, (outputs, given), problem, arch, choice)
+    return _explanation(op, (outputs, given), problem, arch, choice, on_gpu=first.is_cuda)
 
 
 def explain_on(arch: ArchSpec, op: str, *args: Any, **kwargs: Any) -> Explanation:
@@ -75,7 +75,7 @@ def explain_on(arch: ArchSpec, op: str, *args: Any, **kwargs: Any) -> Explanatio
     given, outputs = _checked(record, args, kwargs)
     problem = record.describe(given)
     choice = dispatch.ask(op, record.backends, problem, arch, "cuda")
-    return _explanation(op, (outputs, given), problem, arch, choice)
+    return _explanation(op, (outputs, given), problem, arch, choice, on_gpu=True)
 
 
 def _checked(record: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[torch.Tensor, ...]]:
@@ -98,12 +98,15 @@ def _explanation(
     problem: Hashable,
     arch: ArchSpec | None,
     choice: dispatch.Choice,
+    on_gpu: bool,
 ) -> Explanation:
     answer = choice.supported
     # A problem may say in words what it is made from, and a configuration how it splits a call; most add nothing.
     notes: tuple[str, ...] = getattr(problem, "notes", tuple)()
     spec = answer.config.spec(*call) if hasattr(answer.config, "spec") else None
     notes += () if spec is None else spec.notes
+    if on_gpu and choice.needs_permission:
+        notes += ("no kernel takes it: outside `with mla_suite.allow_reference():` the call is an error on a GPU",)
     name = arch.name if arch else None
     return Explanation(
         op, name, choice.backend.name, answer.config, answer.reason, choice.refused, notes, problem, spec

@@ -186,8 +186,7 @@ def _prepare(op: Op, outputs: tuple[torch.Tensor, ...], record: Any) -> dispatch
     seen = op.seen(record)
     choice = op.choose_seen(seen)
     launch = choice.backend.prepare(choice.supported.config, outputs, seen)
-    on_gpu = op.first(record).is_cuda and choice.backend.name == "reference" and choice.refused
-    return _if_allowed(op.name, choice, launch) if on_gpu else launch
+    return _if_allowed(op.name, choice, launch) if op.first(record).is_cuda and choice.needs_permission else launch
 
 
 def _if_allowed(name: str, choice: dispatch.Choice, launch: dispatch.Launch) -> dispatch.Launch:

@@ -44,6 +44,13 @@ def test_what_no_kernel_takes_goes_to_triton_and_says_why(arch, op, options):
     assert dict(answer.refused)["native"]
 
 
+@pytest.mark.parametrize("kv_format", ["bf16", "v32"])
+def test_where_only_the_reference_serves_a_gpu_refuses(kv_format):
+    answer = on("sm_90", "decode", heads=16, kv=512, kv_format=kv_format)
+    error = "no kernel takes it: outside `with mla_suite.allow_reference():` the call is an error on a GPU"
+    assert (error in answer.notes) == (answer.backend == "reference") == (kv_format == "v32")
+
+
 def test_the_splits_it_names_are_those_of_the_launch():
     options = {"batch": 4, "heads": 128, "kv": 8192}
     args, kwargs = problem.without_values("decode", options, archs.get("sm_90"))
