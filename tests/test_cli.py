@@ -70,6 +70,11 @@ def test_no_command_prints_the_list(capsys: pytest.CaptureFixture[str]) -> None:
         ("explain decode --on sm_90 --heads 16 --kv -1", "--kv -1; it is a number of keys, 0 at least"),
         ("explain decode --on sm_90 --heads 16 --kv 64 --kv-format nope", "explain: kv_format 'nope' is unknown"),
         ("explain decode --on sm_90 --heads 1 --kv 9 --split-size 4 --num-splits 2", "num_splits"),
+        (
+            "explain sparse_decode --on gfx942 --heads 16 --topk 8 --time",
+            "--time models problems of decode alone; leave out",
+        ),
+        ("explain decode --time", "on an AMD arch: add --on gfx942"),
         ("demo --kv-format nope", "demo: kv_format 'nope' is unknown; the kv_formats are bf16, "),
     ],
 )
@@ -285,11 +290,12 @@ def test_emulate_reports_numbers_counters_and_findings(capsys: pytest.CaptureFix
     assert launch["bytes_loaded"]["kv_cache"] >= 200 * 1152
 
 
-def test_emulate_fails_where_the_reference_served(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("kv_format", ["v32", "dsv4"])
+def test_emulate_fails_where_the_reference_served(kv_format: str, capsys: pytest.CaptureFixture[str]) -> None:
     """It differs by nothing from itself."""
-    assert main(["emulate", "decode", "--on", "gfx942", "--heads", "16", "--kv", "64", "--kv-format", "v32"]) == 1
+    assert main(["emulate", "decode", "--on", "gfx942", "--heads", "16", "--kv", "64", "--kv-format", kv_format]) == 1
     printed = capsys.readouterr()
-    assert "not native: kv_format v32" in printed.out
+    assert f"not native: kv_format {kv_format}" in printed.out
     assert printed.err == "emulate: nothing ran on an emulated gfx942: decode chose another backend\n"
 
 
@@ -335,25 +341,26 @@ def test_emulate_prints_findings_with_their_source_lines(
     ("words", "sentence"),
     [
         (["cmobine"], "no operator 'cmobine'; registered are "),
+        (["combine", "nothing"], "combine has no sample 'nothing'; it has "),
         (["combine", "--on", "gfx900"], "unknown arch 'gfx900': known are gfx942, gfx950, sm_90"),
-        (["combine", "--on", "sm_90"], "emulate: sm_90 is not emulated"),
-        (["decode", "--q-len", "4"], "emulate: a problem of your own is one of decode"),
-        (["combine", "--heads", "4", "--kv", "64"], "emulate: a problem of your own is one of decode"),
+        (["combine", "--on", "sm_90"], "sm_90 is not emulated"),
+        (["decode", "--q-len", "4"], "a problem of your own is one of decode"),
+        (["combine", "--heads", "4", "--kv", "64"], "a problem of your own is one of decode"),
+        (["decode", "--heads", "4", "--kv", "100000000000"], "decode: max_seqlen_kv is 100000000000; it takes"),
+        (["decode", "--heads", "4", "--kv", "2000000000"], "the problem takes about "),
         (["decode", "--heads", "4", "--kv", "-5"], "--kv -5; it is a number of keys, 0 at least"),
     ],
 )
 def test_emulate_refuses_in_a_sentence(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["emulate", *words]) == 1
+    assert main(["emulate", *words]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(sentence)
+    assert error.startswith(f"emulate: {sentence}")
     assert error.count("\n") == 1
 
 
 def test_emulate_names_what_exists(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["emulate"]) == 0
     assert "sparse_decode" in capsys.readouterr().out
-    assert main(["emulate", "combine", "nothing"]) == 1
-    assert "combine has no sample 'nothing'; it has" in capsys.readouterr().err
 
 
 def test_a_bug_in_a_command_keeps_its_traceback(monkeypatch):

@@ -69,7 +69,7 @@ def build(
     if not fp16:
         wanted = [item for item in wanted if item.constants.get("DTYPE") != "fp16"]
     for_nvidia = _archs_of("nvidia", wanted)
-    nvidia = compilers.find_nvidia(nvcc) if for_nvidia else None
+    nvidia = compilers.find_nvidia(nvcc) if for_nvidia or nvcc is not None else None  # a path that is given is right
     if debug and not for_nvidia:
         raise ValueError(
             "debug is for NVIDIA kernels, as no other kernel waits in a loop; name sm_90 or leave debug out"
@@ -83,7 +83,7 @@ def build(
         print(f"{left_out} is left out: {NO_NVCC}; everything else works without it", file=sys.stderr)
         wanted = [item for item in wanted if item.arch.vendor != "nvidia"]
     for_amd = _archs_of("amd", wanted)
-    amd = compilers.find_amd(rocm, for_amd) if for_amd else None
+    amd = compilers.find_amd(rocm, for_amd) if for_amd or rocm is not None else None
     complete = archs is None and kernels is None
     replaced = {(item.arch.name, item.kernel) for item in wanted}
     elsewhere = set(known) - {item.arch.name for item in wanted}

@@ -10,7 +10,8 @@ On a GPU it measures the device time of a call by CUDA graph replay with cold ca
 of 0.7 s without one (`sustd`); the host time of an eager call; and the ceilings of the card in the same
 run, so that a time can be read beside its floor. Without a GPU it measures the reference on the CPU. With --on the
 kernels of an AMD arch run in the emulator, and each line has what a model makes of the time, its class, and how far
-that model was from published times (docs/amd_time_model.md). The exit status is 1 when a result is wrong.
+that model was from published times (docs/amd_time_model.md). The exit status is 1 when a result is wrong or nothing
+was timed.
 
 pytest-benchmark stores and compares runs of the same shapes: `pytest benchmarks --set flashmla`, in a clone.
 """
@@ -95,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"{'shape, backend':{width}} {HEADER}", flush=True)
         if ceilings is not None:
             rows.about["ceilings"] = str(ceilings)
-        wrong, refused = 0, dict[str, list[str]]()
+        wrong, timed, refused = 0, 0, dict[str, list[str]]()
         effort = Effort(args.rounds, sustained_s=args.sustained, warmup=args.warmup, iters=args.iters)
         for case in cases:
             update(description=case.id[:60])
@@ -105,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
                 if found.failure and not found.wrong:
                     refused.setdefault(f"{found.backend}: {found.failure}", []).append(case.id)
                 else:
+                    timed += not found.wrong
                     print(f"{case.id + ' ' + found.backend:{width}} {_shown(found)}", flush=True)
             update(advance=1)
     for why, shapes in refused.items():
@@ -112,7 +114,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"not timed, {shapes[0]}{more}: {why}")
     if wrong:
         print(f"bench: {wrong} results are wrong, see above", file=sys.stderr)
-    return 1 if wrong else 0
+    elif not timed:
+        print("bench: nothing was timed, see above", file=sys.stderr)
+    return 1 if wrong or not timed else 0
 
 
 def _cases(args: argparse.Namespace, names: list[str]) -> list[Case]:

@@ -12,7 +12,8 @@ Prints the distance to the reference, what the sanitizer found (with source line
 launch and, per resource, the clocks that one compute unit needs at least. A bound is a bound, never a time. With
 --time every launch also has a modelled time, its range, and how far the model was from published times held out of its
 fit (docs/amd_time_model.md). A modelled time is never a measured one.
-The exit status is 1 when a number is wrong, when the sanitizer found something, or when no kernel of that GPU ran.
+The exit status is 1 when a number is wrong, when the sanitizer found something, or when no kernel of that GPU ran, and
+2 when there is no such problem.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from mla_suite.bench.runners import fp8_weights
 from mla_suite.build import ObjectError
 from mla_suite.cli import problem
 from mla_suite.core import register
-from mla_suite.core.explain import explain
+from mla_suite.core.explain import explain, explain_on
 from mla_suite.core.op import Op, Sample
 from mla_suite.emulator import Report, timing
 from mla_suite.errors import UsageError
@@ -62,7 +63,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         op = register.get(args.op)
         record = measure(op, _sample(op, args), args.on, time=args.time)
-    except (ValueError, LaunchError, DriverError, ObjectError) as error:
+    except ValueError as error:
+        raise UsageError(str(error).removeprefix("emulate: ")) from error
+    except (LaunchError, DriverError, ObjectError) as error:
         print(error, file=sys.stderr)
         return 1
     if args.json:
@@ -81,14 +84,15 @@ def _sample(op: Op, args: argparse.Namespace) -> Sample:
     given = problem.given(args)
     if given:
         if "heads" not in given or "kv" not in given or op.name != "decode" or args.sample:
-            raise UsageError(
-                "emulate: a problem of your own is one of decode, without a sample, and has --heads and --kv"
-            )
-        return problem.with_values(given, archs.get(args.on))
+            raise UsageError("a problem of your own is one of decode, without a sample, and has --heads and --kv")
+        arch = archs.get(args.on)
+        positional, keywords = problem.without_values(op.name, given, arch)
+        explain_on(arch, op.name, *positional, **keywords)  # refuses what no tensors need be made for
+        return problem.with_values(given, arch)
     samples = {sample.name: sample for sample in op.samples()}
     name = args.sample or next(iter(samples))
     if name not in samples:
-        raise UsageError(f"emulate: {op.name} has no sample {name!r}; it has {', '.join(samples)}")
+        raise UsageError(f"{op.name} has no sample {name!r}; it has {', '.join(samples)}")
     return samples[name]
 
 

@@ -49,8 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     arch = archs.get(args.on) if args.on else None
     options = problem.given(args)
-    if args.time and (arch is None or (options and args.op != "decode")):
+    if args.time and arch is None:
         raise UsageError("--time models samples, and problems of decode, on an AMD arch: add --on gfx942 for example")
+    if args.time and options and args.op != "decode":
+        raise UsageError(
+            f"--time models problems of decode alone; leave out --time, or --{next(iter(options))} and the like"
+        )
     if options:
         if arch is None:
             raise UsageError("a problem of your own is explained for an arch: add --on ARCH, sm_90 for example")

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mla_suite.cli import positive
+from mla_suite.errors import UsageError
 from mla_suite.kv_formats import KV_FORMATS, Field, KVFormat, get_kv_format
 
 NOTES = {
@@ -31,6 +32,9 @@ NOTES = {
     "e2m1": "OCP fp4: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign; the first of two values is in the low half of their byte",
     "e8m0": "2^(byte - 127): byte 0 is 2^-127, 255 is NaN",
 }
+COUNTED = dict(window_layers=40, window=128, window_format="v41", ratios=[1, 1, 2, 2], index_bytes=68)
+COUNTED |= dict(index_ratios=[1, 1, 1, 1, 2, 2, 2, 2])
+"""Options of a windowed model -> their defaults."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,21 +45,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--constants", action="store_true", help="also print the constants kernels are compiled with")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--context", type=positive, help="tokens of a sequence of a windowed model, to count a GiB in")
-    parser.add_argument("--window-layers", type=positive, default=40, help="layers with a window (default 40)")
-    parser.add_argument("--window", type=positive, default=128, help="tokens of a window (default 128)")
-    parser.add_argument("--window-format", default="v41", help="kv_format of windows (default v41)")
+    parser.add_argument("--window-layers", type=positive, help="layers with a window (default 40)")
+    parser.add_argument("--window", type=positive, help="tokens of a window (default 128)")
+    parser.add_argument("--window-format", help="kv_format of windows (default v41)")
     parser.add_argument(
-        "--ratios", type=positive, nargs="+", default=[1, 1, 2, 2],
+        "--ratios", type=positive, nargs="+",
         help="tokens to an entry of each compressed cache, in the kv_formats named (default 1 1 2 2)",
     )  # fmt: skip
     parser.add_argument(
-        "--index-ratios", type=positive, nargs="+", default=[1, 1, 1, 1, 2, 2, 2, 2],
+        "--index-ratios", type=positive, nargs="+",
         help="the same of each cache of index keys (default 1 1 1 1 2 2 2 2)",
     )  # fmt: skip
-    parser.add_argument("--index-bytes", type=positive, default=68, help="bytes of an index key (default 68: MXFP4)")
+    parser.add_argument("--index-bytes", type=positive, help="bytes of an index key (default 68: MXFP4)")
 
 
 def run(args: argparse.Namespace) -> int:
+    for name, default in COUNTED.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+        elif not args.context:
+            raise UsageError(f"--{name.replace('_', '-')} counts the tokens that a GiB holds: add --context")
     console = Console(highlight=False)
     facts = {fmt.name: describe(fmt, args.page_size) for fmt in map(get_kv_format, args.names or KV_FORMATS)}
     if args.context:

@@ -8,20 +8,21 @@ number of its instructions, code the kernel's bytes. Everything is read from the
 """
 
 import argparse
+import difflib
 import sys
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from mla_suite.build import KernelEntry, ObjectError
+from mla_suite.build import KernelEntry, Manifest, ObjectError
 from mla_suite.build.manifest import installed, read
 from mla_suite.errors import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", help="only this arch")
-    parser.add_argument("--kernel", help="only instances whose id contains this")
+    parser.add_argument("--kernel", help="only instances whose id, or name in what `emulate` prints, contains this")
     parser.add_argument("--objects", type=Path, help="object folder; default: the one that is used")
 
 
@@ -34,11 +35,11 @@ def run(arguments: argparse.Namespace) -> int:
     entries = [
         entry
         for key, entry in sorted(manifest.kernels.items())
-        if (not arguments.arch or key[0] == arguments.arch) and (not arguments.kernel or arguments.kernel in key[1])
+        if (not arguments.arch or key[0] == arguments.arch)
+        and (not arguments.kernel or any(arguments.kernel in name for name in (entry.id, entry.symbol)))
     ]
     if not entries:
-        there = ", ".join(sorted({arch for arch, _ in manifest.kernels})) or "no arch"
-        raise UsageError(f"nothing that was built has that arch and name; {manifest.root} holds kernels of {there}")
+        raise UsageError(_nothing(manifest, arguments.arch, arguments.kernel))
     console = Console(width=None if sys.stdout.isatty() else 160)
     for root in sorted({entry.root for entry in entries}):  # this user's kernels of tuned rows have a folder of theirs
         table = Table(title=str(root), caption="LDS: static + dynamic bytes; loop: static counts per turn")
@@ -53,6 +54,20 @@ def run(arguments: argparse.Namespace) -> int:
     for version in sorted({f"{entry.arch}: {entry.compiler}" for entry in entries}):
         console.print(version)
     return 0
+
+
+def _nothing(manifest: Manifest, arch: str | None, kernel: str | None) -> str:
+    """That no entry has the arch and the name, and what there is instead."""
+    there = sorted({name for name, _ in manifest.kernels})
+    if kernel is None or not there or (arch is not None and arch not in there):
+        held = f"{manifest.root} holds kernels of {', '.join(there) or 'no arch'}"
+        return f"nothing that was built is for {arch or 'any arch'}; {held}"
+    names = {
+        name for key, entry in manifest.kernels.items() if arch in (None, key[0]) for name in (entry.id, entry.kernel)
+    }
+    near = difflib.get_close_matches(kernel, sorted(names), n=3, cutoff=0.5)
+    hint = f"; near it are {', '.join(near)}" if near else ""
+    return f"nothing that was built for {arch or ' or '.join(there)} has {kernel!r} in its name{hint}"
 
 
 def numbers(entry: KernelEntry) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from functools import partial
@@ -21,6 +22,7 @@ from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan import parts_on, scheduler
 
 LENGTHS, KV_FORMATS = {"decode": "kv", "sparse_decode": "topk"}, {"decode": "bf16", "sparse_decode": "v32"}
+DRAWN = 4  # times the bytes of a problem: its values are drawn and compared in fp32
 Q_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e4m3fnuz")
 OPTIONS: dict[str, dict[str, Any]] = {
     "batch": dict(type=positive, help="sequences (default 1)"),
@@ -111,7 +113,14 @@ def with_values(options: dict[str, Any], arch: ArchSpec) -> Sample:
     given = dict(options)
     lens, dtype = given.pop("batch", 1) * [given.pop("kv")], getattr(torch, given.pop("q_dtype", "bfloat16"))
     planned = dict(planned=given.pop("plan", False), num_sm_parts=_sm_parts(options, options.get("q_len", 1), arch))
-    return decode_sample(lens, dtype=dtype, page=given.pop("page_size", 64), **planned, **given)
+    fmt = kv_formats.get_kv_format(given.get("kv_format", KV_FORMATS["decode"]))
+    sizes = dict(latent=fmt.latent, rope=fmt.rope, page=given.pop("page_size", 64))
+    sample = decode_sample(lens, dtype=dtype, **sizes, **planned, **given)
+    here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if DRAWN * sample.bytes > here:
+        needed = f"{DRAWN * sample.bytes / 2**30:.0f} GiB for its values, and this machine has {here / 2**30:.0f}"
+        raise UsageError(f"the problem takes about {needed}; give fewer sequences, heads or keys")
+    return sample
 
 
 def _sm_parts(options: dict[str, Any], q_len: int, arch: ArchSpec | None) -> int:

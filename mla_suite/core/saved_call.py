@@ -151,7 +151,7 @@ def load(path: Path) -> Saved:
     except OSError:
         raise
     except Exception as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        raise ValueError(f"{path} cannot be read: it is no call that check mode saved, or damaged") from error
     if not isinstance(content, dict) or content.get("version") != VERSION:
         raise ValueError(f"{path} is no call that check mode saved, or one of another version of mla_suite")
     return Saved(

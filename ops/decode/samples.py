@@ -50,6 +50,7 @@ def decode_sample(
     batch, head_dim = len(lens), latent + rope
     totals, lens = lens, [int(n) for n in keys_of_rank(torch.tensor(list(lens)), *ranks)]
     fmt = kv_formats.get_kv_format(kv_format)
+    head_dim_v = latent if fmt.dense else fmt.head_dim_v
     counts = [-(-length // page) for length in lens]
     pages = pages or sum(counts) + 1
     q_lens = [1 + b % q_len for b in range(batch)] if varlen else [q_len] * batch
@@ -101,13 +102,13 @@ def decode_sample(
             options |= dict(zip(("cp_world_size", "cp_rank", "cp_interleave"), ranks, strict=True))
         if varlen:
             options["max_seqlen_q"] = max(q_lens)
-        return moved, dict(softmax_scale=head_dim**-0.5, head_dim_v=latent, causal=causal, **options)
+        return moved, dict(softmax_scale=head_dim**-0.5, head_dim_v=head_dim_v, causal=causal, **options)
 
     token_bytes = fmt.token_bytes if (latent, rope) == (fmt.latent, fmt.rope) else head_dim * fmt.element_bytes
     rows = sum(q_lens) * heads
     read = lens if window_left < 0 else [min(n, window_left + each) for n, each in zip(lens, q_lens, strict=True)]
-    moved_bytes = sum(read) * token_bytes + rows * (head_dim * dtype.itemsize + latent * dtype.itemsize + 4)
-    flops = sum(2 * heads * n * length * (head_dim + latent) for n, length in zip(q_lens, read, strict=True))
+    moved_bytes = sum(read) * token_bytes + rows * (head_dim * dtype.itemsize + head_dim_v * dtype.itemsize + 4)
+    flops = sum(2 * heads * n * length * (head_dim + head_dim_v) for n, length in zip(q_lens, read, strict=True))
     flags = [
         *(["sink"] if sink else []),
         *(["rope"] if rotate else []),

@@ -44,20 +44,24 @@ def test_decode_is_checked_against_fp64_and_planned_as_asked(
 @pytest.mark.parametrize(
     ("found", "code"), [(dict(failure="takes 64 heads"), 0), (dict(failure="[off]", wrong=True), 1)]
 )
-def test_a_wrong_result_fails_the_run_and_a_refusal_does_not(
-    found: dict[str, Any], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("timed", [True, False])
+def test_a_wrong_result_fails_the_run_and_a_refusal_does_not_beside_times(
+    found: dict[str, Any], code: int, timed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def one(case: sets.Case, *rest: object, **options: object) -> Iterator[Measured]:
         yield replace(Measured(case, "native"), **found)
+        if timed:
+            yield Measured(case, "reference")
 
     monkeypatch.setattr(bench, "measure", one)
     shapes = len(sets.named("quick", "decode"))
-    assert main([*CPU, "--op", "decode"]) == code
+    assert main([*CPU, "--op", "decode"]) == (code if timed else 1)
     printed = capsys.readouterr()
     more = f"not timed, decode-b2-h16-q1-kv64-p64-bf16 and {shapes - 1} more: native: takes 64 heads"
     assert (more in printed.out) is not code
     assert printed.out.count("WRONG: [off]") == shapes * code
     assert (f"{shapes} results are wrong" in printed.err) == bool(code)
+    assert ("bench: nothing was timed" in printed.err) == (not timed and not code)
 
 
 @pytest.mark.parametrize(

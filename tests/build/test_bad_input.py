@@ -257,8 +257,13 @@ def test_the_table_of_kernels(built, capsys, objects):
     assert NAME in printed
     assert "gfx950: " in printed
     assert "gfx942" not in printed
-    with pytest.raises(ValueError, match=r"nothing that was built has that arch and name; .* holds kernels of gfx942"):
+    with pytest.raises(ValueError, match=r"nothing that was built is for gfx90a; .* holds kernels of gfx942"):
         kernels_command.run(parser.parse_args(["--objects", str(built.root), "--arch", "gfx90a"]))
+    symbol = next(entry.symbol for entry in built.kernels.values() if entry.symbol != entry.id)
+    assert kernels_command.run(parser.parse_args(["--objects", str(built.root), "--kernel", symbol])) == 0
+    assert symbol.rpartition("_")[0].replace("_", "-")[:4] in capsys.readouterr().out.replace("_", "-")
+    with pytest.raises(ValueError, match=rf"has {NAME + 'x'!r} in its name; near it are .*{NAME}"):
+        kernels_command.run(parser.parse_args(["--objects", str(built.root), "--kernel", NAME + "x"]))
     json.loads((objects / "manifest.json").read_text())
     (objects / "manifest.json").write_text("{")
     assert kernels_command.run(parser.parse_args(["--objects", str(objects)])) == 1
@@ -273,6 +278,13 @@ def test_kernels_of_tuned_rows_are_shown_with_their_folder(built, capsys, monkey
     tables = capsys.readouterr().out.split("LDS: static")[:-1]
     shown = {"/cache/tuned" in table: [key in table for key in (*IDS, other.id)] for table in tables}
     assert shown == {True: [False, False, True], False: [True, True, False]}
+
+
+@pytest.mark.parametrize(("option", "arch"), [("--nvcc", "gfx942"), ("--rocm", "sm_90")])
+def test_a_compiler_that_is_named_is_there_even_where_nothing_needs_it(option, arch, capsys, tmp_path):
+    words = [option, str(tmp_path / "none"), "--arch", arch, "--kernel", "plan", "--out", str(tmp_path / "out")]
+    assert main(["build", *words]) == 1
+    assert capsys.readouterr().err.startswith(f"{option} {tmp_path / 'none'}: ")
 
 
 @pytest.mark.parametrize("option", ["--arch", "--kernel"])

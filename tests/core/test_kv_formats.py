@@ -317,5 +317,7 @@ def test_command_prints_every_kv_format(capsys):
     assert "1728 bytes, of which 560 are padding" in text
     assert "P*576 + t*8" in text
     assert "-DKV_LATENT_COUNT=448" in text
+    assert main(["formats", "v41", "--window", "5"]) == 2
+    assert capsys.readouterr().err == "formats: --window counts the tokens that a GiB holds: add --context\n"
     assert main(["formats", "nope"]) == 2
     assert "kv_format 'nope' is unknown" in capsys.readouterr().err

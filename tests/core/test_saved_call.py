@@ -182,4 +182,5 @@ def test_a_file_that_is_none_and_a_call_that_only_the_reference_takes(folder, ca
     assert "is no call that check mode saved" in capsys.readouterr().err
     file.write_bytes(b"nothing")
     assert main(["replay", str(file)]) == 2
-    assert "cannot be read" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error == f"replay: {file} cannot be read: it is no call that check mode saved, or damaged\n"
