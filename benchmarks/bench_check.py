@@ -46,7 +46,9 @@ def main() -> None:
     parser.add_argument("--emulate", metavar="ARCH", default="gfx942", help="on a CPU, the GPU to emulate")
     for name, default in (("batch", 1), ("heads", 16), ("kv", 1024)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
-    parser.add_argument("--every", type=int, nargs="+", default=(1, 100), metavar="N")
+    parser.add_argument(
+        "--every", type=int, nargs="+", default=(1, 100), metavar="N", help="check every N-th call (default 1 100)"
+    )
     parser.add_argument("--save", type=Path, help="write the times to this JSON file")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

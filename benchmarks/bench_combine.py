@@ -90,10 +90,10 @@ def turns(batch: int, heads: int, splits: int, cold: bool) -> list[Turn]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default=SHAPES)
+    parser.add_argument("--shapes", default=SHAPES, help="batch x heads x splits, between commas (default %(default)s)")
     parser.add_argument("--cold", action="store_true", help="partials from device memory")
     parser.add_argument("--only", default="", help="comma-separated runners")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="of each shape (default 3)")
     parser.add_argument("--csv", type=Path, help="write the rows to this file as they come")
     given = parser.parse_args()
     if not torch.cuda.is_available():

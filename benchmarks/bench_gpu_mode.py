@@ -116,7 +116,7 @@ def times(lengths: Sequence[int], device: torch.device) -> Iterator[tuple[int, f
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kv", default=",".join(map(str, ROOFLINE_US)))
+    parser.add_argument("--kv", default=",".join(map(str, ROOFLINE_US)), help="the task's sizes (default: all)")
     lengths = sorted(map(int, parser.parse_args().kv.split(",")))
     if unknown := set(lengths) - set(ROOFLINE_US):
         raise SystemExit(f"--kv {min(unknown)}: the task's sizes are {', '.join(map(str, ROOFLINE_US))}")

@@ -243,8 +243,12 @@ def test_layer(benchmark: Any, device: torch.device, kv_len: int, mode: str) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kv", default=",".join(map(str, LENGTHS)))
-    parser.add_argument("--modes", default="reduce-overhead,max-autotune-no-cudagraphs,eager")
+    parser.add_argument("--kv", default=",".join(map(str, LENGTHS)), help="keys of a sequence (default %(default)s)")
+    parser.add_argument(
+        "--modes",
+        default="reduce-overhead,max-autotune-no-cudagraphs,eager",
+        help="modes of torch.compile, or eager (default %(default)s)",
+    )
     given = parser.parse_args()
     modes = given.modes.split(",")
     if unknown := set(modes) - set(MODES):

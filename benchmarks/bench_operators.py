@@ -18,13 +18,14 @@ time means and its ratio to the roofline of the same session are in `extra_info`
 
 from __future__ import annotations
 
+import argparse
+import sys
+from pathlib import Path
 from typing import Any
 
-import counted_bounds as bounds
 import meter
 import pytest
 import torch
-from counted_bounds import Bounds
 
 from mla_suite.bench import floors, inputs, runners, timer
 from mla_suite.bench.inputs import Call
@@ -32,6 +33,10 @@ from mla_suite.bench.measure import Measured
 from mla_suite.bench.runners import Runner
 from mla_suite.bench.sets import Case
 from mla_suite.core import register
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+import counted_bounds as bounds
+from counted_bounds import Bounds
 
 ROUNDS = 8
 
@@ -130,3 +135,9 @@ def test_modelled(benchmark: Any, case: Case, arch: str, stored: frozenset[str])
     benchmark.group = f"modelled ns, {arch}, {found.modelled.known}"
     benchmark.extra_info["modelled"] = str(found.modelled)
     benchmark.pedantic(meter.add, (round(1e3 * found.modelled.us),), setup=meter.reset)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    parser.error("pytest runs these benchmarks: pytest benchmarks --set NAME")

@@ -277,7 +277,7 @@ def measure(row: Row, pairs: int) -> tuple[float, float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=PARTS, action="append", help="repeatable (default: all)")
-    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--pairs", type=int, default=30, help="of graph replays for a line (default 30)")
     parser.add_argument("--csv", type=Path, help="write the rows to this file as they come")
     arguments = parser.parse_args()
     for part in arguments.part or PARTS:

@@ -55,7 +55,7 @@ class Line(NamedTuple):
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=4, help="decoder layers (default: 4)")
     parser.add_argument("--hidden", type=int, default=7168, help="hidden size (default: 7168)")
     parser.add_argument("--heads", type=int, default=128, help="attention heads (default: 128)")
     parser.add_argument("--intermediate", type=int, default=18432, help="size of the MLPs (default: 18432)")

@@ -39,8 +39,8 @@ def replay(arguments: argparse.Namespace, latent: int, rope: int, types: dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in (("batch", 128), ("heads", 32), ("kv", 4096), ("rounds", 8)):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--cache", choices=CACHES, action="append")
+        parser.add_argument(f"--{name}", type=int, default=value, help=f"default {value}")
+    parser.add_argument("--cache", choices=CACHES, action="append", help="only this type; repeatable")
     arguments = parser.parse_args()
     for name in arguments.cache or CACHES:
         types = CACHES[name]

@@ -80,7 +80,9 @@ def lines(batch: int, ctx: int, device: torch.device, scale: float = SCALE) -> I
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default=",".join(f"{batch}x{ctx}" for batch, ctx in PUBLISHED))
+    parser.add_argument(
+        "--shapes", default=",".join(f"{batch}x{ctx}" for batch, ctx in PUBLISHED), help="default %(default)s"
+    )
     parser.add_argument("--scale-dim", type=int, default=192, metavar="N", help="softmax scale 1/sqrt(N) (default 192)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the lines to this file as they come")
     given = parser.parse_args()

@@ -1,10 +1,8 @@
-"""The tables of docs/scale.md: attention on 1 to 1,024 GPUs by scale_model.py, and beside it what was measured.
-
-python benchmarks/scale_tables.py
-"""
+"""The tables of docs/scale.md: attention on 1 to 1,024 GPUs by scale_model.py, and beside it what was measured."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable, Iterator
 from statistics import mean
 
@@ -270,4 +268,6 @@ def tables() -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
     print("\n\n".join(table for made in tables().values() for table in made))

@@ -1,7 +1,5 @@
 """The first run on a machine with an AMD GPU; any other machine gets a sentence and exit status 77.
 
-usage: python tools/amd_gpu.py gfx942|gfx950
-
 Each step prints its command and what to expect of it; all run, and the last lines say which failed. torch must be a
 ROCm build: the one of this Python, or the requirement that MLA_SUITE_TORCH names (torch==2.9.1+rocm6.4, with
 PIP_EXTRA_INDEX_URL pointing at an index that has it).
@@ -9,6 +7,7 @@ PIP_EXTRA_INDEX_URL pointing at an index that has it).
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import shutil
@@ -137,4 +136,6 @@ def main(arch: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("arch", choices=["gfx942", "gfx950"])
+    sys.exit(main(**vars(parser.parse_args())))

@@ -1,11 +1,10 @@
 """Install the wheel of a folder where no compiler, ninja or checkout can be found, and decode from it: `tox -e wheel`.
 
-usage: python tools/check_wheel.py FOLDER
-
 pip and the programs below have a PATH of this interpreter's folder alone, which must hold no build tool. The programs
 run elsewhere, with a cache of their own; decode fails if it starts a program, since a compiler may lie anywhere.
 """
 
+import argparse
 import json
 import os
 import re
@@ -105,4 +104,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).resolve())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="holds the wheel")
+    main(parser.parse_args().folder.resolve())

@@ -1,7 +1,5 @@
 """AMD's code-object manager (comgr) reads every code object that this tree ships: run under a user space's loader.
 
-usage: python tools/comgr_check.py LIBRARY ARCH[,ARCH...]
-
 Per object: comgr accepts it, names the manifest's arch, its metadata are the manifest's numbers, and the kernel's whole
 text is disassembled into the very mnemonics that the build's assembly has. Objects with a broken byte must be refused.
 Prints one JSON object with the counts; the exit status is 1 with a sentence at the first difference.
@@ -9,6 +7,7 @@ Prints one JSON object with the counts; the exit status is 1 with a sentence at 
 
 from __future__ import annotations
 
+import argparse
 import ctypes as c
 import json
 import re
@@ -195,4 +194,7 @@ def main(library: str, archs: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("library", help="comgr's path")
+    parser.add_argument("archs", help="names between commas")
+    sys.exit(main(**vars(parser.parse_args())))

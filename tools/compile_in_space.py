@@ -1,13 +1,12 @@
 """Compile every AMD kernel with Debian's clang-22, fetched and unpacked; nothing is installed.
 
-usage: python tools/compile_in_space.py clang22 FOLDER [--record]
-
 A warning is as bad as a broken budget. clang-22 is the LLVM of the ziglang wheel, so every kernel must have the wheel's
 instructions, line by line. --record writes the row of docs/rocm.md.
 """
 
 from __future__ import annotations
 
+import argparse
 import stat
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from mla_suite.emulator import assembly
 ARCHS = "gfx942,gfx950"
 
 
-def main(name: str, out: str, *options: str) -> int:
+def main(name: str, out: str, record: bool = False) -> int:
     folder = debian_space.fetch(name)
     if status := compile_strictly.main(ARCHS, f"{out}/objects", str(compiler(folder, Path(out) / "sdk"))):
         return status
@@ -43,7 +42,7 @@ def main(name: str, out: str, *options: str) -> int:
     )
     named = debian_space.named(name, folder)
     print(f"{name} ({', '.join(named)}): {shown}")
-    if "--record" in options:
+    if record:
         rocm_matrix.put(name, named, shown)
     return 0
 
@@ -75,4 +74,8 @@ def _instructions(entry: KernelEntry) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=["clang22"])
+    parser.add_argument("out", metavar="FOLDER", help="for objects and scripts")
+    parser.add_argument("--record", action="store_true", help="write the row of docs/rocm.md")
+    sys.exit(main(**vars(parser.parse_args())))

@@ -1,10 +1,6 @@
-"""Compile kernels with the compiler of this environment; a warning is as bad as a broken budget.
+"""Compile kernels with the compiler of this environment; a warning is as bad as a broken budget."""
 
-usage: python tools/compile_strictly.py ARCH[,ARCH] OBJECT_FOLDER [COMPILER]
-
-COMPILER is the path of a clang to use instead of the ziglang wheel's.
-"""
-
+import argparse
 import subprocess
 import sys
 
@@ -20,4 +16,8 @@ def main(archs: str, out: str, compiler: str = "") -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("archs", help="names between commas")
+    parser.add_argument("out", help="object folder")
+    parser.add_argument("compiler", nargs="?", default="", help="path of a clang to use instead of the ziglang wheel's")
+    sys.exit(main(**vars(parser.parse_args())))

@@ -1,10 +1,9 @@
 """Prints how many lines of code and documents each part of this repository has.
 
-usage: python tools/count_lines.py
-
 Counted are the files that git tracks, of Python, C, C++, CUDA, HIP, Markdown and TOML.
 """
 
+import argparse
 import subprocess
 from pathlib import Path
 
@@ -33,5 +32,7 @@ def counts(root: Path = ROOT) -> dict[str, int]:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
     for part, lines in counts().items():
         print(f"{part:16}{lines:8,} lines")

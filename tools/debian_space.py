@@ -1,6 +1,6 @@
 """Fetch Debian packages of another suite and unpack them into a folder; nothing is installed.
 
-usage: python tools/debian_space.py NAME     prints the folder of that user space, fetched if it is not there
+Prints the folder of a user space, fetched if it is not there.
 
 The mirror is the one that this machine's own apt is configured with, asked for another suite; apt verifies signatures
 as ever. A user space is kept in `$MLA_SUITE_SPACES`, else in this user's cache, by a name that its declaration gives.
@@ -9,6 +9,7 @@ The exit status is 77 where apt, the suite or a pinned version cannot be had, wi
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -185,9 +186,9 @@ def _reason(done: subprocess.CompletedProcess[str]) -> str:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=SPACES, help="the user space")
     try:
-        print(fetch(sys.argv[1]))
-    except (KeyError, IndexError):
-        sys.exit(f"usage: debian_space.py {'|'.join(SPACES)}")
+        print(fetch(parser.parse_args().name))
     except Unavailable as error:
         sys.exit(skip(str(error)))

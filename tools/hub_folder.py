@@ -1,12 +1,11 @@
 """Build a kernels-hub folder and decode from it: `tox -e hub`.
 
-usage: python tools/hub_folder.py FOLDER
-
 FOLDER/build/torch-universal becomes the variant that serves every version of torch: the Python package, code objects of
 all archs that were built, a loader, and metadata.json with the digest of every file. `kernels.get_local_kernel` then
 loads it in a fresh process, which decodes with the reference and with a code object in the emulator.
 """
 
+import argparse
 import base64
 import hashlib
 import json
@@ -144,4 +143,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where it is built")
+    main(parser.parse_args().folder)

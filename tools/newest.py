@@ -5,7 +5,7 @@
     python tools/newest.py constraints.txt
 """
 
-import sys
+import argparse
 from importlib import metadata
 from pathlib import Path
 
@@ -23,8 +23,8 @@ def pinned(constraints: str) -> dict[str, str]:
     }
 
 
-def main() -> None:
-    for name, tested in pinned(Path(sys.argv[1]).read_text()).items():
+def main(constraints: Path) -> None:
+    for name, tested in pinned(constraints.read_text()).items():
         try:
             found = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -34,4 +34,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("constraints", type=Path, help="the constraints file")
+    main(**vars(parser.parse_args()))

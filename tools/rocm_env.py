@@ -1,11 +1,10 @@
 """Install the torch build of one ROCm version and this package, or say in a sentence why it cannot be had here.
 
-usage: python tools/rocm_env.py ROCM_VERSION TORCH_VERSION
-
 The build is named by its local version (torch==2.9.1+rocm6.4); point pip at an index that carries it, for example with
 PIP_EXTRA_INDEX_URL. The exit status is 77 where none does, which tox shows as SKIP (toxfile.py).
 """
 
+import argparse
 import subprocess
 import sys
 
@@ -22,4 +21,7 @@ def main(rocm: str, torch: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rocm", metavar="ROCM_VERSION")
+    parser.add_argument("torch", metavar="TORCH_VERSION")
+    sys.exit(main(**vars(parser.parse_args())))

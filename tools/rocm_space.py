@@ -1,7 +1,5 @@
 """Checks our objects and our driver against one ROCm user space, without a GPU.
 
-usage: python tools/rocm_space.py NAME [--record]
-
 comgr reads every object of the archs it knows; our driver's calls, enums and handles are compiled against its headers;
 the library lies where HipDriver looks for one; our stub's words are the library's; and HipDriver on the real library
 says what to do without a GPU. --record writes the row of docs/rocm.md. The exit status is 77, with a sentence, where
@@ -10,6 +8,7 @@ the packages cannot be had.
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -33,8 +32,7 @@ ARCHS = {"hip57": "gfx942", "hip64": "gfx942,gfx950", "hip72": "gfx942,gfx950"}
 CODES = [100, 101, 201, 700, 900, 999, 4242, -1]  # hipError_t: those of our stub, and two of nothing
 
 
-def main(arguments: list[str]) -> int:
-    name = arguments[0]
+def main(name: str, record: bool = False) -> int:
     try:
         folder = debian_space.fetch(name)
     except debian_space.Unavailable as error:
@@ -57,7 +55,7 @@ def main(arguments: list[str]) -> int:
     summary = f"comgr accepts {checked}; {instructions:,} instructions read as the build wrote them, 0 unknown"
     named = debian_space.named(name, folder)
     print(f"{name} ({', '.join(named)}): {summary}; headers, error words and the sentence without a GPU are right")
-    if "--record" in arguments:
+    if record:
         rocm_matrix.put(name, named, f"{summary}; driver against headers, error words, no-GPU sentence")
     return 0
 
@@ -100,6 +98,9 @@ def inside(library: str, stub: str) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--inside":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if sys.argv[1:2] == ["--inside"]:
         sys.exit(inside(*sys.argv[2:]))
-    sys.exit(main(sys.argv[1:]))
+    parser.add_argument("name", choices=ARCHS)
+    parser.add_argument("--record", action="store_true", help="write the row of docs/rocm.md")
+    sys.exit(main(**vars(parser.parse_args())))

@@ -1,14 +1,13 @@
 """AMD's own HIP runtime with the emulator as its GPU: fetch it, check it, run every operator through it.
 
-usage: python tools/run_hip.py [--quick] [--record] [pytest's arguments]
-
 The whole: comgr reads every code object, then tests/hip on gfx942 and on gfx950. --quick: comgr, every operator's
-samples and a few planted faults. --record writes the row of docs/rocm.md. The exit status is 77, with a sentence, where
-the packages cannot be had.
+samples and a few planted faults. Other arguments are pytest's. --record writes the row of docs/rocm.md. The exit status
+is 77, with a sentence, where the packages cannot be had.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -31,9 +30,8 @@ CONCURRENT = 2  # each is a process of little more than one thread
 QUICK = ["-k", "test_operators or corrupted or other_arch"]
 
 
-def main(arguments: list[str]) -> int:
-    quick, record = "--quick" in arguments, "--record" in arguments
-    rest = [argument for argument in arguments if argument not in ("--quick", "--record")]
+def main(rest: list[str], quick: bool, record: bool) -> int:
+    """`rest`: arguments of pytest."""
     try:
         folder = debian_space.fetch(NAME)
     except debian_space.Unavailable as error:
@@ -79,4 +77,8 @@ def _counts(table: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="comgr, every operator's samples and a few planted faults")
+    parser.add_argument("--record", action="store_true", help="write the row of docs/rocm.md")
+    given, rest = parser.parse_known_args()
+    sys.exit(main(rest, **vars(given)))

