@@ -75,6 +75,7 @@ def test_no_command_prints_the_list(capsys: pytest.CaptureFixture[str]) -> None:
             "--time models problems of decode alone; leave out",
         ),
         ("explain decode --time", "on an AMD arch: add --on gfx942"),
+        ("demo --kv-format v41", "demo: MLA: kv_format 'v41' holds rows of 512 values; this layer caches rows of 576"),
         ("demo --kv-format nope", "demo: kv_format 'nope' is unknown; the kv_formats are bf16, "),
     ],
 )
@@ -82,6 +83,14 @@ def test_a_wrong_argument_is_one_sentence(words: str, sentence: str, capsys: pyt
     assert main(words.split()) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert sentence in line
+
+
+def test_emulate_describes_the_options_of_decode_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, has_sparse in (("emulate", False), ("explain", True)):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        options = capsys.readouterr().out.partition("a problem of your own")[2]
+        assert ("v32" in options) is ("--topk" in options) is has_sparse
 
 
 def test_a_folder_that_hides_the_package_is_named(

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import mla_suite
 from mla_suite.cli import bar
+from mla_suite.errors import usage
 from mla_suite.launch import current_arch
 from mla_suite.models import MLA, MLAConfig, PagedLatentCache, Step, cos_sin_table
 from mla_suite.models.config import LATENT, ROPE
@@ -110,7 +111,8 @@ def decode(
         max_position=max(PROMPTS) + tokens,
     )
     dtype = {"fp16": torch.float16, "fp32": torch.float32}.get(kv_format, torch.bfloat16)
-    whole = Decoder(config, kv_format=kv_format, dtype=dtype).eval()
+    with usage():  # a kv_format with rows of another width
+        whole = Decoder(config, kv_format=kv_format, dtype=dtype).eval()
     model = spread(whole)
     pages = [-(-(n + tokens) // PAGE_SIZE) for n in PROMPTS]
     cache = make_cache(layers, sum(pages), PAGE_SIZE, kv_format=kv_format, device=torch.get_default_device())
