@@ -152,7 +152,7 @@ class MLASuiteMetadataBuilder(MLACommonMetadataBuilder):
         q_len, uniform = _query_lengths(query_start_loc_cpu, num_decode_tokens, max_query_len)
         if envs.VLLM_BATCH_INVARIANT:
             q_len = self.reorder_batch_threshold
-            uniform = q_len == 1  # the same kernel for packed queries whatever their lengths
+            uniform = uniform and q_len == 1  # the same kernel for packed queries whatever their lengths
         elif self._adaptive and q_len > 1:
             # The device may have moved drafts from one sequence to another since the host counted them.
             q_len, uniform = max(max_query_len, q_len) if max_query_len else self.reorder_batch_threshold, False

@@ -32,8 +32,8 @@ def impl_of(kv_cache_dtype="auto", num_heads=HEADS):
         return integration.MLASuiteImpl(num_heads, WIDTH, SCALE, 1, *options, **sizes, v_head_dim=32, kv_b_proj=None)
 
 
-def step_of(lengths, table, q_lens, dcp=None, moved=None, threshold=8, interleave=1, **later):
-    """A step's metadata. moved: query lengths on the device, where drafts may be moved there"""
+def step_of(lengths, table, q_lens, dcp=None, moved=None, threshold=8, interleave=1, padding=0, **later):
+    """A step's metadata. moved: query lengths on the device, where drafts may be moved there; padding: more tokens"""
     builder = integration.MLASuiteMetadataBuilder.__new__(integration.MLASuiteMetadataBuilder)
     builder.reorder_batch_threshold, builder.cp_kv_cache_interleave_size = threshold, interleave
     builder._adaptive = moved is not None
@@ -46,7 +46,7 @@ def step_of(lengths, table, q_lens, dcp=None, moved=None, threshold=8, interleav
         max_seq_len=int(max(lengths)),
         query_start_loc_cpu=counted,
         query_start_loc_device=on_device,
-        num_decode_tokens=sum(q_lens),
+        num_decode_tokens=sum(q_lens) + padding,
         dcp_tot_seq_lens_device=dcp,
         **later,
     )
@@ -138,6 +138,18 @@ def test_invariant_partials_follow_the_lengths(monkeypatch, q_len):
     assert found[True][2] == 3 * context // split_size, "a captured step serves every later length"
     assert torch.equal(found[False][0], found[True][0])
     assert torch.equal(found[False][1], found[True][1])
+
+
+@pytest.mark.parametrize("padding", [0, 1, 4])
+def test_invariant_steps_with_empty_sequences_and_padding(monkeypatch, padding):
+    """Tokens belong to the sequences that the starts name, also where there are as many of both, or twice as many."""
+    monkeypatch.setattr(integration, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True))
+    lengths, q_lens = [300, 9, 64], [1, 0, 1]
+    cache, table = paged(lengths, 16)
+    metadata = step_of(lengths, table, q_lens, threshold=1, padding=padding, max_query_len=1)
+    q = torch.randn(2 + padding, HEADS, WIDTH).bfloat16()
+    found = impl_of().forward_mqa(q, cache, metadata, layer_of())
+    assert_attended([part[:2] for part in found], q, q_lens, cache, table, lengths, ROUNDED)
 
 
 @pytest.mark.parametrize("later", [{}, {"max_query_len": 5}], ids=["before 0.31", "since 0.31"])
