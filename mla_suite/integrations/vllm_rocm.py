@@ -140,7 +140,8 @@ def _selection(
     if dense is None:
         possible = f"pass {name}_indices, or {name}_ragged_indices with {name}_ragged_indptr"
         refuse(NAME, f"{name} selects nothing", possible)
-    return dense.reshape(dense.shape[0], -1).int(), None, None if lengths is None else lengths.int()
+    slots = dense.reshape(dense.shape[0], dense.shape[1:].numel())  # -1 says nothing about a step without tokens
+    return slots.int(), None, None if lengths is None else lengths.int()
 
 
 def _window_format() -> str:

@@ -82,6 +82,12 @@ def test_results_are_the_definitions(arguments, form, swa_only):
     assert not arguments["output"][3].any(), "a token without keys"
 
 
+def test_a_step_without_tokens(arguments):
+    per_token = ("q", "topk_indices", "topk_lens", "swa_indices", "swa_lens", "output")
+    arguments |= {name: arguments[name][:0] for name in per_token}
+    assert vllm_rocm.rocm_sparse_attn_decode(**arguments) == 0
+
+
 @pytest.mark.parametrize("heads", [HEADS, 64], ids=["own heads", "padded heads"])
 def test_results_are_written_into_the_models_buffer(arguments, heads):
     """vLLM passes the decode tokens of a buffer for all tokens, whose heads may be more than the rank's."""
