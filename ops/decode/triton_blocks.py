@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
 
 DOT_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -27,14 +26,20 @@ class Tile(NamedTuple):
     stages: int
 
 
+HELD_BY = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "e8m0": torch.bfloat16}
+"""Encodings of values -> the dtype that holds them, but for e4m3 and e2m1, which every dtype of DOT_TYPES holds."""
+
+
 @lru_cache(maxsize=256)
 def dot_dtype(q_dtype: torch.dtype, kv_formats: tuple[str, ...]) -> torch.dtype:
     """The dtype of both matrix products' operands, a key of DOT_TYPES: it holds the queries, float8 ones as bf16, and
-    the rows of caches that are no records. So 16-bit queries are multiplied as fp32 with rows of more bits or range."""
+    the rows, those of scaled values as bf16. So 16-bit queries are multiplied as fp32 with rows of more bits or range.
+    """
     dtype = q_dtype if q_dtype in DOT_TYPES else torch.bfloat16
-    for kv_format in kv_formats:
-        rows = caches.dtypes(get_kv_format(kv_format))[0]
-        dtype = torch.promote_types(dtype, rows) if rows in DOT_TYPES else dtype
+    for fmt in map(get_kv_format, kv_formats):
+        encodings = {field.encoding for field in fmt.value_fields} if fmt.scale_rule is None else {"bf16"}
+        for encoding in encodings & HELD_BY.keys():
+            dtype = torch.promote_types(dtype, HELD_BY[encoding])
     return dtype
 
 
