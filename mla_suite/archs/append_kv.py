@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import gcd
 
 import torch
 
@@ -12,8 +11,7 @@ from mla_suite.archs import ArchSpec
 from mla_suite.build.params import divisor
 from mla_suite.core import checks
 from mla_suite.core.dispatch import Supported, Unsupported
-from mla_suite.kv_formats import Field, KVFormat, get_kv_format
-from mla_suite.kv_formats.declare import ENCODING_BITS
+from mla_suite.kv_formats import KVFormat, get_kv_format
 from mla_suite.launch import missing
 from mla_suite.launch.spec import CallSpec, LaunchSpec, inputs, present
 from mla_suite.ops.append_kv import AppendKvArgs, Problem
@@ -129,7 +127,7 @@ def _unstored(fmt: KVFormat, one_run: bool) -> str:
     given, taken = f"kv_format {fmt.name} has", RUN_VALUES if one_run else VALUES
     if others := {field.encoding for field in fmt.value_fields} - taken:
         return f"{given} values in {', '.join(sorted(others))}; the kernel takes {', '.join(sorted(taken))}"
-    if not all(map(_aligned, fmt.fields)):
+    if not all(field.aligned for field in fmt.fields):
         return f"{given} fields that lie off their elements; the kernel stores whole ones"
     rule = fmt.scale_rule
     if rule is None:
@@ -152,11 +150,6 @@ def _unstored(fmt: KVFormat, one_run: bool) -> str:
             f"{given} scales from {rule.smallest:.3g} on; the kernel takes powers of two from {LEAST_POWER_OF_TWO:.3g}"
         )
     return ""
-
-
-def _aligned(field: Field) -> bool:
-    """Whether every token has the field at a multiple of its elements' bytes."""
-    return gcd(field.offset, field.stride, field.per_block) % max(ENCODING_BITS[field.encoding] // 8, 1) == 0
 
 
 def tokens_of_workgroup(tokens: int, arch: ArchSpec) -> int:

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import struct
 from dataclasses import dataclass
+from math import gcd
 
 ENCODING_BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "e4m3fn": 8, "e4m3fnuz": 8, "e8m0": 8, "e2m1": 4, "pad": 8}
 """Element encodings a field may have, with the bits of one element.
@@ -50,6 +51,11 @@ class Field:
     def bytes(self) -> int:
         """Bytes of the field in one token."""
         return self.count * ENCODING_BITS[self.encoding] // 8
+
+    @property
+    def aligned(self) -> bool:
+        """Whether every token has the field at a multiple of its elements' bytes."""
+        return gcd(self.offset, self.stride, self.per_block) % max(ENCODING_BITS[self.encoding] // 8, 1) == 0
 
     def start(self, token: int, page_size: int) -> int:
         """First byte of the field of `token` within its block of `page_size` tokens."""

@@ -12,7 +12,8 @@ import struct
 import triton
 import triton.language as tl
 
-from mla_suite.kv_formats import FP8_LARGEST, KVFormat
+from mla_suite.kv_formats import FP8_LARGEST, KVFormat, get_kv_format
+from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.sparse_decode.triton_rows import decoded
 
 
@@ -23,6 +24,40 @@ def fp32_bits(value: float) -> int:
 OCP_LARGEST_BITS = tl.constexpr(fp32_bits(FP8_LARGEST["e4m3fn"]))
 FNUZ_LARGEST_BITS = tl.constexpr(fp32_bits(FP8_LARGEST["e4m3fnuz"]))
 ENCODINGS = frozenset({"bf16", "fp16", "fp32", "e4m3fn", "e4m3fnuz", "e8m0", "e2m1", "pad"})  # that are stored here
+
+
+VALUES = ENCODINGS - {"e8m0", "pad"}  # of latents and rope values
+LEAST_POWER_OF_TWO = 2.0**-126  # of a scale: powers are rounded up as normal numbers
+
+
+def unstored(kv_format: str) -> str:
+    """What of a kv_format `store_columns` does not store, in a sentence; empty where it stores all of it."""
+    if unknown := caches.unknown(kv_format, ENCODINGS):
+        return unknown
+    fmt = get_kv_format(kv_format)
+    given, rule = f"kv_format {fmt.name} has", fmt.scale_rule
+    if others := {field.encoding for field in fmt.value_fields} - VALUES:
+        return f"{given} values in {', '.join(sorted(others))}; Triton's kernels store {', '.join(sorted(VALUES))}"
+    if not all(field.aligned for field in fmt.fields):
+        return f"{given} fields that lie off their elements; Triton's kernels store whole ones"
+    if rule is None:
+        return ""
+    if rule.tile & (rule.tile - 1):
+        return f"{given} a scale for {rule.tile} values; Triton's kernels take powers of two"
+    whole = fmt.head_dim if fmt.seamless else fmt.latent
+    if fmt.scaled != whole:
+        return f"{given} scales for {fmt.scaled} of {whole} values; Triton's kernels store all or none"
+    # Values are divided by the scale before it is encoded, so its encoding must hold it; scales of any bits are rounded
+    # to e4m3 before.
+    encoding, powers = fmt.by_name["scale"].encoding, rule.power_of_two
+    if encoding not in (("fp32", "bf16", "e8m0") if powers else ("fp32", "e4m3fn")):
+        kind = "powers of two" if powers else "scales of any bits"
+        taken = "fp32, powers of two in bf16 or e8m0, others in e4m3fn"
+        return f"{given} {kind} in {encoding}; Triton's kernels store {taken}"
+    if powers and rule.smallest < LEAST_POWER_OF_TWO:
+        least = f"{LEAST_POWER_OF_TWO:.3g}"
+        return f"{given} powers of two from {rule.smallest:.3g} on; Triton's kernels store them from {least} on"
+    return ""
 
 
 @functools.lru_cache(maxsize=256)

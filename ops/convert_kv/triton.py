@@ -124,9 +124,12 @@ def constants(
 def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
     if not COMPILES:
         return Unsupported(f"triton {triton.__version__} cannot compile it; it takes 3.6 or newer")
-    for name, known in ((problem.source_format, loads.ENCODINGS), (problem.destination_format, stores.ENCODINGS)):
-        if unknown := caches.unknown(name, known):
-            return Unsupported(unknown)
+    if not problem.copied:
+        read, written = get_kv_format(problem.source_format), get_kv_format(problem.destination_format)
+        pieces = stores.chunks(problem.width, written, read)
+        why = stores.unstored(problem.destination_format) or loads.unread(problem.source_format, problem.width, pieces)
+        if why:
+            return Unsupported(why)
     # Where an MMA has 64 rows, Triton's conversions of e4m3 round and saturate as these records are defined.
     fast = arch is not None and arch.matrix_min_rows >= 64
     return Supported(fast, f"Triton, one program for {GROUP} tokens")

@@ -23,7 +23,7 @@ from mla_suite.ops.combine.triton import finish, lse_numbers, lse_offset
 from mla_suite.ops.decode.triton_blocks import DOT_TYPES, Tile, dot_dtype, natural_lse, softmax_step
 from mla_suite.ops.plan.triton import split_keys
 from mla_suite.ops.sparse_decode import splits_by_size
-from mla_suite.ops.sparse_decode.triton_rows import ENCODINGS, record, row_columns
+from mla_suite.ops.sparse_decode.triton_rows import record, row_columns, unread
 
 # Before 3.6 Triton's compiler takes constants within a tuple argument for None, once a loop uses them.
 COMPILES = triton.knobs.runtime.interpret or tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
@@ -194,8 +194,8 @@ def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
         return Unsupported(f"head_dim_v {values} and {rest} further values; both must be powers of two, at least 16")
     for pool in problem.pools:
         fmt = get_kv_format(pool.kv_format)
-        if unknown := caches.unknown(pool.kv_format, ENCODINGS):
-            return Unsupported(unknown)
+        if why := unread(pool.kv_format, problem.head_dim, (0, values, values, rest) if rest else (0, values)):
+            return Unsupported(why)
         if fmt.scale_rule is not None and values != fmt.head_dim_v:
             return Unsupported(f"head_dim_v {values} of kv_format {pool.kv_format}; it takes {fmt.head_dim_v}")
     kv_formats = [pool.kv_format for pool in problem.pools]

@@ -6,11 +6,13 @@ fp8 and fp4 values are decoded by integer arithmetic, so every GPU reads all of 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
+from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
 
 ENCODINGS = frozenset(
@@ -64,6 +66,32 @@ def record(kv_format: str, head_dim: int) -> Record:
     return Record(*(value(name) for name in Record._fields))
 
 
+def unread(kv_format: str, head_dim: int, pieces: Sequence[int]) -> str:
+    """What of a kv_format `row_columns` does not read, in a sentence; empty where it reads all of it.
+
+    pieces  of a row that are read at once: first column, count, first column, count, ...
+    """
+    if unknown := caches.unknown(kv_format, ENCODINGS):
+        return unknown
+    fmt = get_kv_format(kv_format)
+    fmt = fmt.sized(head_dim, 0) if fmt.seamless else fmt
+    given = f"kv_format {fmt.name} has"
+    if not all(field.aligned for field in fmt.fields):
+        return f"{given} fields that lie off their elements; Triton's kernels read whole ones"
+    if fmt.scaled not in (0, fmt.latent):
+        return f"{given} scales for {fmt.scaled} of {fmt.latent} values; Triton's kernels read all or none"
+    tile = 0 if fmt.scale_rule is None else fmt.scale_rule.tile
+    for first, end in ((first, first + count) for first, count in zip(pieces[::2], pieces[1::2], strict=True)):
+        within = f"columns {first} to {end - 1} that Triton's kernel reads at once"
+        if first < fmt.scaled and (tile & (tile - 1) or (first % tile and first // tile < (end - 1) // tile)):
+            return f"{given} a scale for {tile} values, which do not divide {within}"
+        if fmt.by_name["latent"].encoding == "e2m1" and first < fmt.latent < end:
+            return f"{given} {fmt.latent} values of 4 bits, of which {within} are a part"
+    if fmt.rope and fmt.by_name["rope"].encoding == "e2m1":
+        return f"{given} rope values of 4 bits in a field of their own; Triton's kernels read none"
+    return ""
+
+
 @triton.jit
 def row_columns(
     pool, block, at, valid,
@@ -71,8 +99,8 @@ def row_columns(
 ):  # fmt: skip
     """fp32 columns FIRST .. FIRST + COUNT of the rows of tokens `at` of blocks that begin at byte pointers `block`.
 
-    Scaled values are rounded to bf16 where they are wanted AS_KEYS (cache.as_keys). FAST is for hardware that converts
-    OCP's e4m3.
+    Those of a record with scales are rounded to bf16 where they are wanted AS_KEYS (cache.as_keys). FAST is for
+    hardware that converts OCP's e4m3.
     """
     LATENT: tl.constexpr = pool.record.latent_count
     column = tl.arange(0, COUNT) + FIRST
@@ -90,6 +118,8 @@ def row_columns(
         field = block + pool.page * pool.record.rope_per_block + at * pool.record.rope_stride
         wanted = valid[:, None] & (column >= LATENT)[None, :]
         rope = load_encoded(field + pool.record.rope_offset, FIRST - LATENT, COUNT, wanted, pool.record.rope_encoding)
+        if AS_KEYS and pool.record.scale_count > 0 and pool.record.rope_encoding != "bf16":
+            rope = rounded_to_bf16(rope)
         row = tl.where((column >= LATENT)[None, :], rope, row) if FIRST < LATENT else rope
     return row
 
