@@ -64,8 +64,9 @@ def _replay(saved: Saved, backend: str | None, *, on_cpu: bool) -> int:
         output.fill_(torch.nan if output.is_floating_point() else -1)
     call = check_mode.Call(op, outputs, tensors, saved.options)
     usable = [each for each in op.backends if backend in (None, each.name)]
+    seen = op.seen(call.record)  # as the call was: with its exact bounds it may have other splits
     try:
-        choice = dispatch.ask(op.name, usable, op.describe(call.record), dispatch.arch_of(tensors[0]), device.type)
+        choice = dispatch.ask(op.name, usable, op.describe(seen), dispatch.arch_of(tensors[0]), device.type)
     except RuntimeError as error:
         raise UsageError(
             f"{error}; `--emulate ARCH` or a GPU runs its kernels, and `--backend` names another"
@@ -76,7 +77,7 @@ def _replay(saved: Saved, backend: str | None, *, on_cpu: bool) -> int:
         )
     print(f"here: {op.name} runs as {check_mode.served_by(call, choice)}", flush=True)
     try:
-        choice.backend.run(choice.supported.config, outputs, call.record)
+        choice.backend.prepare(choice.supported.config, outputs, seen)(outputs, tensors)
     except (LaunchError, DriverError) as error:
         print(error, file=sys.stderr)
         return 1
