@@ -74,8 +74,12 @@ def rope_scores(
         angle = rope_cos_sin + key[:, None] * ROPE + pair[None, :]
         cos = tl.load(angle, mask=inside[:, None], other=0.0)
         sin = tl.load(angle + HALF, mask=inside[:, None], other=0.0)
-        scores = tl.dot(q_low, tl.trans((low * cos - high * sin).to(DOT)), scores, input_precision="ieee")
-        scores = tl.dot(q_high, tl.trans((high * cos + low * sin).to(DOT)), scores, input_precision="ieee")
+        KEPT: tl.constexpr = kv_row.dtype.element_ty
+        ROUNDED: tl.constexpr = KEPT if KEPT.primitive_bitwidth == 16 else DOT  # as in a cache of rotated keys
+        turned_low = (low * cos - high * sin).to(ROUNDED).to(DOT)
+        turned_high = (high * cos + low * sin).to(ROUNDED).to(DOT)
+        scores = tl.dot(q_low, tl.trans(turned_low), scores, input_precision="ieee")
+        scores = tl.dot(q_high, tl.trans(turned_high), scores, input_precision="ieee")
     return scores
 
 

@@ -134,6 +134,15 @@ def test_rows_of_more_bits_or_range_than_the_queries(q_dtype: torch.dtype, kv_fo
     torch.testing.assert_close(lse.double(), exact.lse, atol=3e-6, rtol=1e-6)
 
 
+def test_turned_keys_are_rounded_as_those_of_a_cache_are() -> None:
+    """Queries of more bits than the rows see the keys that a cache of rotated ones has."""
+    case = decode_sample([70, 3], heads=4, kv_format="fp16", dtype=torch.float32, rotate=True)
+    args, kwargs = case.make(CPU)
+    kwargs |= {"softmax_scale": 1.0}
+    _, lse = run(decode, "decode", args, kwargs)
+    torch.testing.assert_close(lse.double(), testing.exact_decode(*args, **kwargs).lse, atol=1e-4, rtol=0)
+
+
 def test_a_q_descale_that_fp16_queries_cannot_be_multiplied_by() -> None:
     args, kwargs = decode_sample([40], heads=4, kv_format="fp16", dtype=torch.float16).make(CPU)
     expected = mla_suite.decode(*args, **kwargs)
