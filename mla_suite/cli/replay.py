@@ -9,7 +9,7 @@ Prints the report that was saved, which backend runs the call here, and the firs
 result than the stated bounds allow. The file holds queries and latents of the call, so treat it like the requests that
 they came from. Pages of a cache that the call did not read are not in it, and are zero here.
 The exit status is 0 when the result is right here, 1 when it is wrong or the kernel cannot be launched, and 2 when
-nothing ran: the file is no saved call, or only the reference takes it on this machine.
+nothing ran: the file is no saved call, its caches do not fit the GPU's memory, or only the reference takes it here.
 """
 
 from __future__ import annotations
@@ -58,8 +58,12 @@ def run(args: argparse.Namespace) -> int:
 def _replay(saved: Saved, backend: str | None, *, on_cpu: bool) -> int:
     op = register.get(saved.op)
     device = torch.device("cuda" if saved.device == "cuda" and not on_cpu and torch.cuda.is_available() else "cpu")
-    tensors = tuple(saved_call.tensor(one, device) for one in saved.tensors)
-    outputs = tuple(saved_call.tensor(one, device) for one in saved.outputs)
+    try:
+        tensors = tuple(saved_call.tensor(one, device) for one in saved.tensors)
+        outputs = tuple(saved_call.tensor(one, device) for one in saved.outputs)
+    except (OSError, torch.OutOfMemoryError) as error:
+        where = "this machine" if device.type == "cpu" else "the GPU; --emulate ARCH takes none of it"
+        raise UsageError(f"the call's tensors do not fit the memory of {where}: {error}") from error
     for output in outputs:  # so that what a kernel leaves out is seen
         output.fill_(torch.nan if output.is_floating_point() else -1)
     call = check_mode.Call(op, outputs, tensors, saved.options)

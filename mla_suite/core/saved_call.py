@@ -7,6 +7,7 @@ were: a replay makes the whole cache again, zero elsewhere. Of a cache that is w
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 import tempfile
 import time
@@ -30,6 +31,8 @@ MAX_BYTES = 2 << 30
 """Tensors of one file."""
 ALIGNMENT = 16
 """Which kernel serves a call depends on addresses modulo this many bytes."""
+MAP_NORESERVE = 0x4000
+"""Linux's flag of mappings that may be larger than memory; Python 3.10 does not name it."""
 
 _numbers = itertools.count()
 
@@ -167,8 +170,7 @@ def tensor(content: Any, device: torch.device) -> Any:
         return [tensor(one, device) for one in content]
     shape, strides, dtype = content["shape"], content["strides"], getattr(torch, content["dtype"])
     reach = overlap.reach(torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
-    # Memory of torch's begins at a multiple of more than this.
-    memory = torch.zeros(reach + ALIGNMENT, dtype=torch.uint8, device=device)
+    memory = _zeros(reach + ALIGNMENT, device)
     begin = content["offset"] - content["offset"] % dtype.itemsize
     made = memory[begin : begin + reach].view(dtype).as_strided(shape, strides)
     if content["pages"] is not None:
@@ -176,3 +178,14 @@ def tensor(content: Any, device: torch.device) -> Any:
     elif content["values"] is not None:
         made.copy_(content["values"])
     return made
+
+
+def _zeros(size: int, device: torch.device) -> torch.Tensor:
+    """Bytes that are zero, from a multiple of more than ALIGNMENT on.
+
+    On a CPU they take memory only where they are written: the cache of a server may be larger than this machine.
+    """
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=torch.uint8, device=device)
+    mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    return torch.frombuffer(mapped, dtype=torch.uint8)

@@ -122,6 +122,15 @@ def test_every_sample_comes_back(folder):
                 saved_call._numbers = itertools.count()
 
 
+def test_a_cache_may_be_larger_than_the_memory_of_the_machine_that_replays():
+    last = 2**30 - 1  # of pages of 1,024 bytes
+    values = torch.arange(2048).view(2, 1, 1024).to(torch.uint8)
+    content = dict(shape=[last + 1, 1, 512], strides=[512, 512, 1], dtype="bfloat16", offset=0, values=values)
+    made = saved_call.tensor(content | dict(pages=torch.tensor([1, last])), torch.device("cpu"))
+    assert torch.equal(made[[1, last]].view(torch.uint8), values)
+    assert not made[2].any()
+
+
 def test_files_are_few_and_of_bounded_size(folder, monkeypatch):
     args, kwargs = decode_sample((20,)).make(CPU)
     call = call_of("decode", args, kwargs)
@@ -163,7 +172,14 @@ def test_without_a_folder_it_is_one_that_nobody_else_enters(monkeypatch):
     file.unlink()
 
 
-def test_a_file_that_is_none_and_a_call_that_only_the_reference_takes(folder, capsys):
+def raiser(error):
+    def fails(*_):
+        raise error
+
+    return fails
+
+
+def test_a_file_that_is_none_and_a_call_that_only_the_reference_takes(folder, capsys, monkeypatch):
     args, kwargs = decode_sample((20,)).make(CPU)
     outputs = register.get("decode").specify(*args, **kwargs)
     saved(call_of("decode", args, kwargs, tuple(torch.empty(each.shape, dtype=each.dtype) for each in outputs)), folder)
@@ -177,6 +193,10 @@ def test_a_file_that_is_none_and_a_call_that_only_the_reference_takes(folder, ca
         assert main(["replay", *words]) == 2
         assert sentence in capsys.readouterr().err
     assert main(["replay", str(file), "--backend", "reference"]) == 0
+    with monkeypatch.context() as context:
+        context.setattr(saved_call, "_zeros", raiser(torch.OutOfMemoryError("73 GB")))
+        assert main(["replay", str(file)]) == 2
+    assert "replay: the call's tensors do not fit the memory of this machine: 73 GB" in capsys.readouterr().err
     torch.save({"version": 0}, file)
     assert main(["replay", str(file)]) == 2
     assert "is no call that check mode saved" in capsys.readouterr().err
