@@ -15,7 +15,7 @@ import torch
 import mla_suite
 from mla_suite.core import checks
 from mla_suite.distributed import peer_memory
-from mla_suite.distributed.parallel import KeyShard, all_to_all, check_same_shape, gather
+from mla_suite.distributed.parallel import KeyShard, all_to_all, check_place, check_same_shape, gather
 
 EXCHANGES = ("all_to_all", "all_gather")
 
@@ -40,7 +40,7 @@ def cp_decode(
     kv_cache     [num_pages, page_size, width], this rank's keys of every sequence
     seq_lens     [batch] int32, keys of each sequence on all ranks together, those of the query tokens included
     block_table  [batch, width] int32, this rank's pages
-    shard        this rank's share of the keys
+    shard        this rank's share of the keys, whose world and rank are those of the group
     group        name of the context-parallel process group
     exchange     "all_to_all" leaves each rank its share of the heads, "all_gather" all of them
     causal       query token i of n sees the keys at global positions below seq_lens - n + i + 1; otherwise all keys
@@ -51,7 +51,7 @@ def cp_decode(
 
     -> out [batch, q_len, own heads, head_dim_v] in q's dtype, lse [batch, q_len, own heads] fp32, natural log.
     """
-    _check("cp_decode", q, shard, exchange)
+    _check("cp_decode", q, shard, group, exchange)
     checks.is_tensor("cp_decode", "seq_lens", seq_lens)
     if options.get("rope_cos_sin") is not None:
         raise ValueError(
@@ -99,7 +99,7 @@ def cp_sparse_decode(
 
     The other arguments and the result are those of `cp_decode`.
     """
-    _check("cp_sparse_decode", q, shard, exchange)
+    _check("cp_sparse_decode", q, shard, group, exchange)
     shapes = "[num_pages, page_size, width]", "[batch, q_len, topk]", "[batch, width]"
     for argument, value, shape in zip(
         ("kv_cache", "positions", "block_table"), (kv_cache, positions, block_table), shapes, strict=True
@@ -132,7 +132,7 @@ def merge_ranks(
         return out, lse
     own_heads = heads // world if exchange == "all_to_all" else heads
     if world > 1:
-        check_same_shape("merge", out, group)
+        check_same_shape("merge", out, group, exchange=exchange, interleave=shard.interleave)
     if world > 1 and peer_memory.merges(group, out, own_heads):
         flat = out.reshape(-1, heads, dim), lse.reshape(-1, heads)
         merged, merged_lse = torch.ops.mla_suite_ranks.peer_merge(*flat, attn_sink, own_heads, str(group))
@@ -155,7 +155,7 @@ def merge_ranks(
     return merged.view(*shape, dim), merged_lse.view(shape)
 
 
-def _check(name: str, q: torch.Tensor, shard: KeyShard, chosen: str) -> None:
+def _check(name: str, q: torch.Tensor, shard: KeyShard, group: Any, chosen: str) -> None:
     if not isinstance(shard, KeyShard):
         checks.fail(name, "shard", f"is a {type(shard).__name__}", "it takes a KeyShard", TypeError)
     shard.check()
@@ -168,3 +168,5 @@ def _check(name: str, q: torch.Tensor, shard: KeyShard, chosen: str) -> None:
         raise ValueError(
             f"q has {q.shape[-2]} heads, which do not split over {shard.world} ranks; use exchange='all_gather'"
         )
+    if shard.world > 1:
+        check_place(name, shard, group)

@@ -185,7 +185,21 @@ def check_agreement(facts: Mapping[str, Any], group: Any = None) -> None:
         raise ValueError(f"the ranks disagree: {'; '.join(disputes)}; give all of them the same")
 
 
-def check_same_shape(name: str, x: torch.Tensor, group: Any) -> None:
-    """On a CPU and in debug mode, outside of compiled code: what the ranks exchange has one shape and dtype."""
+def check_same_shape(name: str, x: torch.Tensor, group: Any, **facts: Any) -> None:
+    """On a CPU and in debug mode, outside of compiled code: what the ranks exchange has one shape and dtype.
+
+    facts  what else all ranks must have been given alike, by name
+    """
     if not torch.compiler.is_compiling() and (x.is_cpu or checks.debugging()):
-        check_agreement({f"what they {name}": f"{tuple(x.shape)} {x.dtype}"}, group)
+        check_agreement({f"what they {name}": f"{tuple(x.shape)} {x.dtype}", **facts}, group)
+
+
+def check_place(name: str, shard: KeyShard, group: Any) -> None:
+    """ValueError where a share of the keys is not that of this process in the group; compiled code does not ask."""
+    if torch.compiler.is_compiling():
+        return
+    process_group = distributed_c10d._resolve_process_group(group)
+    world, rank = process_group.size(), process_group.rank()
+    if (shard.world, shard.rank) != (world, rank):
+        possible = f"this process is rank {rank} of the {world} of its group: give it KeyShard({world}, {rank}, ...)"
+        checks.fail(name, "shard", f"is that of rank {shard.rank} of {shard.world}", possible)

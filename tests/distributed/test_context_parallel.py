@@ -128,6 +128,31 @@ def errors(parallel: Parallel) -> None:
         Parallel.create(tp_size=2, cp_size=2, device_type="cpu")
 
 
+def wrong_shares(rank: int) -> None:
+    """Shares of the keys that are not those of the ranks, and exchanges that differ, are no results of other keys."""
+    parallel = Parallel.create(cp_size=2, device_type="cpu")
+    q, cache = torch.zeros(1, 1, 4, 576), torch.zeros(2, 4, 576)
+    lens, table = torch.tensor([3], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
+
+    def call(**changes):
+        common = {"shard": parallel.shard(), "group": parallel.cp_group, "softmax_scale": 1.0, "kv_format": "fp32"}
+        return cp_decode(q, cache, lens, table, **common | changes)
+
+    place = f"this process is rank {rank} of the 2 of its group"
+    with pytest.raises(ValueError, match=f"cp_decode: shard is that of rank {rank} of 4; {place}"):
+        call(shard=KeyShard(4, rank))
+    with pytest.raises(ValueError, match=f"cp_decode: shard is that of rank {1 - rank} of 2; {place}"):
+        call(shard=KeyShard(2, 1 - rank))
+    with pytest.raises(ValueError, match="the ranks disagree: interleave is 1 on rank 0, 2 on rank 1"):
+        call(shard=parallel.shard(1 + rank))
+    with pytest.raises(ValueError, match="the ranks disagree: exchange is all_to_all on rank 0, all_gather on rank 1"):
+        call(exchange=("all_to_all", "all_gather")[rank])
+
+
+def test_shares_of_other_ranks_are_refused():
+    on_ranks(2, wrong_shares, timeout_s=10.0)
+
+
 def test_one_rank_needs_no_group():
     q, cache = torch.randn(1, 1, 2, 576), torch.randn(2, 4, 576)
     lens, table = torch.tensor([5], dtype=torch.int32), torch.tensor([[1, 0]], dtype=torch.int32)
