@@ -18,6 +18,9 @@ from mla_suite.core import checks
 from mla_suite.distributed import peer_memory
 from mla_suite.ops.decode.reference import keys_of_rank
 
+# torch 2.13 warns of the older name; an older torch may lack the newer one.
+_all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+
 
 class KeyShard(NamedTuple):
     """One rank's share of every sequence's keys: runs of `interleave` keys are dealt to the ranks in turn.
@@ -140,7 +143,7 @@ def gather(x: torch.Tensor, group: Any, ranks: int) -> torch.Tensor:
     check_same_shape("gather", x, group)
     if peer_memory.serves(group, x.numel() * x.element_size()):
         return torch.ops.mla_suite_ranks.peer_gather(x.contiguous(), ranks, str(group))
-    return functional.wait_tensor(functional.all_gather_tensor(x.contiguous(), 0, group)).view(ranks, *x.shape)
+    return functional.wait_tensor(_all_gather(x.contiguous(), 0, group)).view(ranks, *x.shape)
 
 
 def initialise(timeout_s: float = 60.0) -> torch.device:

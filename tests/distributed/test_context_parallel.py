@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 
 import pytest
 import torch
@@ -90,6 +91,7 @@ def compare(found: torch.Tensor, exact: torch.Tensor, bound: float, where: str) 
 
 
 def random_cases(rank: int, seed: int, world: int) -> None:
+    warnings.simplefilter("error", FutureWarning)  # as of a collective's old name, once a process and to every user
     draw = random.Random(seed)  # the same on every rank
     parallel = Parallel.create(cp_size=world, device_type="cpu")
     for _ in range(CASES[world]):
