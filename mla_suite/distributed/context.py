@@ -51,7 +51,7 @@ def cp_decode(
 
     -> out [batch, q_len, own heads, head_dim_v] in q's dtype, lse [batch, q_len, own heads] fp32, natural log.
     """
-    _check("cp_decode", q, shard, group, exchange)
+    _check("cp_decode", q, shard, group, exchange, attn_sink)
     checks.is_tensor("cp_decode", "seq_lens", seq_lens)
     if options.get("rope_cos_sin") is not None:
         raise ValueError(
@@ -99,7 +99,7 @@ def cp_sparse_decode(
 
     The other arguments and the result are those of `cp_decode`.
     """
-    _check("cp_sparse_decode", q, shard, group, exchange)
+    _check("cp_sparse_decode", q, shard, group, exchange, attn_sink)
     shapes = "[num_pages, page_size, width]", "[batch, q_len, topk]", "[batch, width]"
     for argument, value, shape in zip(
         ("kv_cache", "positions", "block_table"), (kv_cache, positions, block_table), shapes, strict=True
@@ -155,7 +155,9 @@ def merge_ranks(
     return merged.view(*shape, dim), merged_lse.view(shape)
 
 
-def _check(name: str, q: torch.Tensor, shard: KeyShard, group: Any, chosen: str) -> None:
+def _check(
+    name: str, q: torch.Tensor, shard: KeyShard, group: Any, chosen: str, attn_sink: torch.Tensor | None
+) -> None:
     if not isinstance(shard, KeyShard):
         checks.fail(name, "shard", f"is a {type(shard).__name__}", "it takes a KeyShard", TypeError)
     shard.check()
@@ -167,6 +169,10 @@ def _check(name: str, q: torch.Tensor, shard: KeyShard, group: Any, chosen: str)
     if chosen == "all_to_all" and q.shape[-2] % shard.world:
         raise ValueError(
             f"q has {q.shape[-2]} heads, which do not split over {shard.world} ranks; use exchange='all_gather'"
+        )
+    if attn_sink is not None:
+        checks.tensor(
+            name, "attn_sink", attn_sink, sizes=(q.shape[-2],), dtypes=checks.FLOAT32, like=q, names="[heads]"
         )
     if shard.world > 1:
         check_place(name, shard, group)

@@ -119,3 +119,21 @@ def test_dealt_keys_of_other_kinds_are_refused(wrong, sentence):
     given |= dict(seq_lens=torch.ones(1).int(), shard=KeyShard()) | wrong
     with pytest.raises(TypeError, match=f"cp_decode: {sentence}"):
         cp_decode(**given, group="none", kv_format="fp32", softmax_scale=1.0)
+
+
+@pytest.mark.parametrize("call", [cp_decode, cp_sparse_decode])
+@pytest.mark.parametrize(
+    ("sink", "sentence"),
+    [
+        (torch.zeros(1), r"has shape \(1,\); it takes \[heads\] = \(4,\)"),  # as `combine` takes for all heads
+        (torch.zeros(8), r"has shape \(8,\); it takes \[heads\] = \(4,\)"),
+        (torch.zeros(4).bfloat16(), "is bfloat16; it takes float32"),
+        ([0.0] * 4, "is a list of float; it takes a tensor"),
+    ],
+)
+def test_a_sink_of_other_heads_is_refused(call, sink, sentence):
+    given = [torch.ones(2, 1, 4, 576), torch.ones(2, 4, 576), torch.ones(2).int(), torch.zeros(2, 1).int()]
+    if call is cp_sparse_decode:
+        given[2] = torch.zeros(2, 1, 3).int()
+    with pytest.raises((TypeError, ValueError), match=f"{call.__name__}: attn_sink {sentence}"):
+        call(*given, shard=KeyShard(), group="none", kv_format="fp32", softmax_scale=1.0, attn_sink=sink)
