@@ -11,9 +11,11 @@ import torch
 from mla_suite.distributed.context import cp_decode
 from mla_suite.distributed.parallel import Parallel, check_agreement
 from mla_suite.models.absorb import absorbed, head_values
-from mla_suite.models.cache import Step
+from mla_suite.models.cache import Step, check_sequences
 from mla_suite.models.config import MLAConfig
 from mla_suite.models.mla import MLA
+
+CP_OPTIONS = ("kv_descale", "max_seqlen_kv", "plan", "split_size")  # of `ParallelMLA.decode` with context parallelism
 
 
 class ParallelMLA(MLA):
@@ -31,14 +33,14 @@ class ParallelMLA(MLA):
     """
 
     def __init__(self, config: MLAConfig, parallel: Parallel, *, interleave: int = 1, **options: Any) -> None:
+        if parallel.world > 1:  # first of all: a rank that refuses its own arguments would leave the others waiting
+            given = {"interleave": interleave, **asdict(config), **options, "device": None}
+            check_agreement(given, parallel.all_group)
         if parallel.cp_size > 1 and not config.cache_rotated:
             raise ValueError(
                 "ParallelMLA: an un-rotated cache with context parallelism; a rank's local positions are not the "
                 "sequence's: set cache_rotated=True"
             )
-        if parallel.world > 1:
-            given = {"interleave": interleave, **asdict(config), **options, "device": None}
-            check_agreement(given, parallel.all_group)
         super().__init__(config.for_rank(parallel.world), **options)
         self.parallel = parallel
         self.shard = parallel.shard(interleave)
@@ -52,11 +54,17 @@ class ParallelMLA(MLA):
     ) -> torch.Tensor:
         """As `MLA.decode`, over this rank's cache and the step of `ContextParallelCache`; the same x on every rank.
 
-        options  kv_descale, max_seqlen_kv (of the whole sequence), split_size
+        options  kv_descale, max_seqlen_kv (of the whole sequence), split_size, and plan, which is made from the rank's
+                 lengths; the rest of MLA.decode's without context parallelism
         """
         parallel = self.parallel
         if parallel.cp_size == 1:
             return parallel.sum_over_all(super().decode(x, kv_cache, step, cos_sin, **options))
+        if others := sorted(options.keys() - CP_OPTIONS):
+            raise TypeError(
+                f"ParallelMLA.decode: {', '.join(others)} with context parallelism; it takes {', '.join(CP_OPTIONS)}"
+            )
+        check_sequences(x, step)
         w_uk, w_uv = self._up_projections()
         q_nope, q_pe, kv_c, k_pe = self._projected(x)
         self._append(kv_c, k_pe, kv_cache, step, cos_sin, options.get("kv_descale"))

@@ -30,6 +30,15 @@ class Step(NamedTuple):
     positions: torch.Tensor
 
 
+def check_sequences(x: torch.Tensor, step: Step) -> None:
+    """ValueError for hidden states that are not those of a decode step's sequences."""
+    if x.dim() != 3 or x.shape[0] != step.seq_lens.shape[0]:
+        raise ValueError(
+            f"MLA.decode: x has shape {tuple(x.shape)} for a step of {step.seq_lens.shape[0]} sequences; it takes "
+            "[batch, q_len, hidden_size]"
+        )
+
+
 def slots(block_table: torch.Tensor, positions: torch.Tensor, page_size: int) -> torch.Tensor:
     """int64 slots [batch, n] of the tokens at `positions` [batch, n] of each sequence.
 

@@ -13,7 +13,7 @@ from mla_suite import kv_formats
 from mla_suite.core import checks
 from mla_suite.models import prefill
 from mla_suite.models.absorb import ABSORBABLE, absorbed, head_values, not_absorbable
-from mla_suite.models.cache import Step
+from mla_suite.models.cache import Step, check_sequences
 from mla_suite.models.config import MLAConfig
 from mla_suite.models.qkv_down_proj import LatentNorm, Parameters, are_views, equals_both, held, joined, latents
 from mla_suite.models.rope import rotate
@@ -141,11 +141,7 @@ class MLA(nn.Module):
                 "MLA.decode: topk_indices with kv_descale or an un-rotated cache; sparse attention reads bf16, fp16, "
                 "fp32 and v32 caches with rotated keys: use one of those"
             )
-        if x.dim() != 3 or x.shape[0] != step.seq_lens.shape[0]:
-            raise ValueError(
-                f"MLA.decode: x has shape {tuple(x.shape)} for a step of {step.seq_lens.shape[0]} sequences; it takes "
-                "[batch, q_len, hidden_size]"
-            )
+        check_sequences(x, step)
         w_uk, w_uv = self._up_projections()
         q_nope, q_pe, kv_c, k_pe = self._projected(x)
         self._append(kv_c, k_pe, kv_cache, step, cos_sin, kv_descale)

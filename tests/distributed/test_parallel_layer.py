@@ -146,7 +146,26 @@ def test_a_rank_that_dies_ends_the_others_within_the_timeout(tp_size, cp_size):
     on_ranks(2, one_dies, tp_size, cp_size, timeout_s=TIMEOUT_S)
 
 
-def test_an_unrotated_cache_with_context_parallelism_is_refused():
-    config = dataclasses.replace(MLAConfig.tiny(), cache_rotated=False, rope_interleaved=False)
+def refused(rank: int) -> None:
+    """What a layer over two ranks refuses, on both of them and before anything is written."""
+    parallel = Parallel.create(cp_size=2, device_type="cpu")
+    config = dataclasses.replace(MLAConfig.tiny(), num_layers=1, rope_interleaved=False)
+    unrotated = dataclasses.replace(config, cache_rotated=False)
     with pytest.raises(ValueError, match="an un-rotated cache with context parallelism"):
-        ParallelMLA(config, Parallel(1, 2, 0, "", "", ""))
+        ParallelMLA(unrotated, parallel)
+    with pytest.raises(ValueError, match="the ranks disagree: cache_rotated is True on rank 0, False on rank 1"):
+        ParallelMLA((config, unrotated)[rank], parallel)
+    layer = ParallelMLA(config, parallel, kv_format="fp32").requires_grad_(False)
+    cache = ContextParallelCache(1, 4, 4, shard=layer.shard, kv_format="fp32")
+    step, table = cache.append([cache.allocate(), cache.allocate()], [1, 1]), cos_sin_table(config, 64)
+    for shape in ((2, 128), (1, 2, 128)):
+        with pytest.raises(ValueError, match="MLA.decode: x has shape .* for a step of 2 sequences; it takes"):
+            layer.decode(torch.ones(shape), cache.layers[0], step, table)
+    for name in ("topk_indices", "exchange"):
+        with pytest.raises(TypeError, match=f"{name} with context parallelism; it takes kv_descale, max_seqlen_kv"):
+            layer.decode(torch.ones(2, 1, 128), cache.layers[0], step, table, **{name: None})
+    assert not cache.layers[0].any()
+
+
+def test_what_a_spread_layer_refuses():
+    on_ranks(2, refused, timeout_s=TIMEOUT_S)
