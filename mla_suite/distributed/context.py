@@ -60,12 +60,13 @@ def cp_decode(
     checks.whole("cp_decode", "max_seqlen_kv", options.get("max_seqlen_kv", 0))
     if longest := options.get("max_seqlen_kv"):
         options["max_seqlen_kv"] = min(longest, -(-longest // shard.world) + shard.interleave)
+    reads_values = q.is_cpu or (not torch.compiler.is_compiling() and checks.debugging())  # and compares both lengths
     out, lse = mla_suite.decode(
         q,
         kv_cache,
         shard.local_lens(seq_lens) if local_seq_lens is None else local_seq_lens,
         block_table,
-        cp_tot_seq_lens=seq_lens if causal and q.shape[1] > 1 else None,
+        cp_tot_seq_lens=seq_lens if reads_values or (causal and q.shape[1] > 1) else None,
         max_seqlen_q=q.shape[1],
         causal=causal,
         cp_world_size=shard.world,

@@ -190,3 +190,11 @@ def test_a_bound_that_a_trace_does_not_know():
     for longest in (6, 8):
         given = longest, torch.randn(1, 1, 2, 576), torch.randn(2, 4, 576), lens, table
         assert torch.equal(compiled(*given), layer(*given))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": False}], ids=["causal", "all keys"])
+def test_own_lengths_of_another_step_are_refused(options):
+    given = torch.ones(1, 1, 2, 576), torch.ones(2, 4, 576), torch.tensor([5]).int(), torch.tensor([[1, 0]]).int()
+    options |= {"shard": KeyShard(), "group": "", "softmax_scale": 0.1, "kv_format": "fp32"}
+    with pytest.raises(ValueError, match=r"decode: seq_lens\[0\] is 4; rank 0 of 1 has 5 of 5 keys"):
+        cp_decode(*given, local_seq_lens=torch.tensor([4]).int(), **options)
