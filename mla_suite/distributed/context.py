@@ -148,7 +148,8 @@ def merge_ranks(
         sink = attn_sink
         rows = gather(rows, group, world) if world > 1 else rows[None]
     partial_out = rows[..., :dim].float().reshape(world, -1, dim)
-    partial_lse = rows[..., dim:].contiguous().view(torch.float32).reshape(world, -1)
+    # contiguous() would leave an empty tensor as it is, at an offset that fp32 may not have.
+    partial_lse = rows[..., dim:].clone(memory_format=torch.contiguous_format).view(torch.float32).reshape(world, -1)
     merged, merged_lse = mla_suite.combine(
         partial_out, partial_lse, attn_sink=sink, num_splits=world, out_dtype=out.dtype
     )

@@ -113,6 +113,9 @@ def no_sequences(parallel: Parallel) -> None:
     for exchange, heads in (("all_to_all", 2), ("all_gather", 4)):
         out, lse = cp_decode(q, cache, table[:, 0], table, exchange=exchange, **common)
         assert (out.shape, lse.shape) == ((0, 1, heads, 512), (0, 1, heads))
+        odd = {"exchange": exchange, "head_dim_v": 1, "kv_format": "bf16"}  # lse begins at an odd offset of 16 bits
+        out, _ = cp_decode(q.bfloat16(), cache.bfloat16(), table[:, 0], table, **common | odd)
+        assert out.shape == (0, 1, heads, 1)
 
 
 def errors(parallel: Parallel) -> None:
