@@ -108,10 +108,15 @@ def cp_sparse_decode(
         checks.is_tensor("cp_sparse_decode", argument, value)
         if value.dim() != shape.count(",") + 1:
             checks.fail("cp_sparse_decode", argument, f"has shape {tuple(value.shape)}", f"it takes {shape}")
+    of_each = (("positions", positions, q.shape[:2]), ("block_table", block_table, q.shape[:1]))
+    for (argument, value, sizes), shape in zip(of_each, shapes[1:], strict=True):
+        checks.shape("cp_sparse_decode", argument, value, (*sizes, value.shape[-1]), shape)
     page_size = kv_cache.shape[1]
     local = shard.local_positions(positions)
     own = (positions >= 0) & shard.owns(positions) & (local < block_table.shape[1] * page_size)
     local = torch.where(own, local, 0)
+    if block_table.shape[1] == 0:  # of a rank without keys, which owns none of them
+        block_table = block_table.new_zeros(block_table.shape[0], 1)
     pages = block_table.gather(1, (local // page_size).flatten(1).long()).view_as(local)
     slots = torch.where(own, pages * page_size + local % page_size, -1).to(torch.int32)
     out, lse = mla_suite.sparse_decode(q, [kv_cache], [slots], kv_formats=[kv_format], **options)

@@ -79,6 +79,13 @@ def test_a_selected_position_past_the_table_selects_nothing():
     assert torch.equal(lse, torch.full((1, 1, 2), 576.0))
 
 
+def test_a_rank_without_pages_selects_nothing():
+    given = torch.ones(1, 1, 2, 576), torch.ones(2, 4, 576), torch.zeros(1, 1, 3).int(), torch.zeros(1, 0).int()
+    out, lse = cp_sparse_decode(*given, shard=KeyShard(), group="none", kv_format="fp32", softmax_scale=1.0)
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+
+
 def test_running_out_of_pages_changes_nothing():
     cache = ContextParallelCache(1, num_pages=1, page_size=4, shard=KeyShard(2, 0))
     sequence = cache.allocate()
@@ -94,6 +101,8 @@ def test_running_out_of_pages_changes_nothing():
         ({"q": None}, "q is None; it takes a tensor"),
         ({"positions": [1]}, "positions is a list of int; it takes a tensor"),
         ({"positions": torch.zeros(2)}, r"positions has shape \(2,\); it takes \[batch, q_len, topk\]"),
+        ({"positions": torch.zeros(1, 2, 3).int()}, r"positions has shape .* it takes \[.*\] = \(1, 1, 3\)"),
+        ({"block_table": torch.zeros(3, 2).int()}, r"block_table has shape \(3, 2\); it takes .* = \(1, 2\)"),
         ({"block_table": torch.zeros(2)}, r"block_table has shape \(2,\); it takes \[batch, width\]"),
         ({"kv_cache": None}, "kv_cache is None; it takes a tensor"),
         ({"shard": (2, 1)}, "shard is a tuple; it takes a KeyShard"),
