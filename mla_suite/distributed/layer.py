@@ -29,7 +29,8 @@ class ParallelMLA(MLA):
     parallel    the process groups
     interleave  keys in a row that lie on one rank of the context-parallel group
 
-    ValueError on every rank where the ranks were given different ones.
+    ValueError on every rank where the ranks were given different ones. Inference only, without a cache too: backward()
+    raises, since a rank has the gradients of its own heads alone.
     """
 
     def __init__(self, config: MLAConfig, parallel: Parallel, *, interleave: int = 1, **options: Any) -> None:

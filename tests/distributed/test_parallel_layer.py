@@ -161,6 +161,10 @@ def refused(rank: int) -> None:
     for shape in ((2, 128), (1, 2, 128)):
         with pytest.raises(ValueError, match="MLA.decode: x has shape .* for a step of 2 sequences; it takes"):
             layer.decode(torch.ones(shape), cache.layers[0], step, table)
+    x = torch.ones(1, 3, 128, requires_grad=True)
+    result = layer.prefill(x, table, positions=torch.arange(3))  # without a cache one process passes gradients
+    with pytest.raises(RuntimeError, match="ParallelMLA has no backward: it is an inference operator"):
+        result.add_(1).sum().backward()
     for name in ("topk_indices", "exchange"):
         with pytest.raises(TypeError, match=f"{name} with context parallelism; it takes kv_descale, max_seqlen_kv"):
             layer.decode(torch.ones(2, 1, 128), cache.layers[0], step, table, **{name: None})
