@@ -10,6 +10,7 @@ from mla_suite.core import checks
 from mla_suite.distributed.parallel import KeyShard
 from mla_suite.models.cache import PagedLatentCache, Step
 from mla_suite.models.config import LATENT, ROPE
+from mla_suite.models.pages import PagePool
 
 
 class ContextParallelCache:
@@ -17,7 +18,8 @@ class ContextParallelCache:
 
     Sequences and their lengths are the same on every rank. `append` returns the rank's index tensors: seq_lens and
     positions are global, block_table lists the rank's pages, and slot_mapping is -1 for tokens of other ranks, which
-    `append_kv` skips. Running out of pages raises RuntimeError before a page changes.
+    `append_kv` skips. Running out of pages raises RuntimeError before a page changes, on all ranks at once where they
+    have the same `num_pages`: when rank 0, which never has fewer keys than another, would run out.
 
     >>> cache = ContextParallelCache(1, num_pages=4, page_size=16, shard=KeyShard(world=2, rank=1))
     >>> step = cache.append([cache.allocate()], [5])
@@ -41,6 +43,8 @@ class ContextParallelCache:
         self._own = PagedLatentCache(
             num_layers, num_pages, page_size, kv_format=kv_format, head_dim=head_dim, device=device
         )
+        self._first_shard = shard._replace(rank=0)
+        self._first = PagePool(num_pages, page_size)  # rank 0's pages: each change is tried on them first
         self._lengths: dict[int, int] = {}
 
     @property
@@ -57,7 +61,8 @@ class ContextParallelCache:
 
     @property
     def free_pages(self) -> int:
-        return self._own.free_pages
+        """Pages that are free on every rank."""
+        return self._first.free_pages
 
     def length(self, sequence: int) -> int:
         """Tokens of the sequence on all ranks."""
@@ -69,11 +74,13 @@ class ContextParallelCache:
         tokens = checks.as_int("allocate", "tokens", tokens)
         if tokens < 0:
             raise ValueError(f"allocate: {tokens} tokens; reserve 0 or more")
-        sequence = self._own.allocate(self._local(tokens))
+        self._first.allocate(self._local(tokens, self._first_shard))
+        sequence = self._own.allocate(self._local(tokens, self.shard))
         self._lengths[sequence] = 0
         return sequence
 
     def free(self, sequence: int) -> None:
+        self._first.free(sequence)
         self._own.free(sequence)
         del self._lengths[sequence]
 
@@ -84,7 +91,8 @@ class ContextParallelCache:
             raise ValueError(
                 f"truncate: length {length} of a sequence of {self.length(sequence)}; give 0 to {self.length(sequence)}"
             )
-        self._own.truncate(sequence, self._local(length))
+        self._first.truncate(sequence, self._local(length, self._first_shard))
+        self._own.truncate(sequence, self._local(length, self.shard))
         self._lengths[sequence] = length
 
     def append(self, sequences: Sequence[int], counts: Sequence[int], *, width: int | None = None) -> Step:
@@ -97,13 +105,16 @@ class ContextParallelCache:
             given = f"{len(sequences)} sequences and {len(counts)} counts"
             raise ValueError(f"append: {given}; give one count per sequence")
         starts = [self.length(sequence) for sequence in sequences]
-        local = [
-            self._local(start + max(count, 0)) - self._local(start) for start, count in zip(starts, counts, strict=True)
-        ]
         if any(count < 0 for count in counts):
             raise ValueError(f"append: counts {list(counts)}; a count is 0 or more (use truncate to drop tokens)")
-        step = self._own.append(sequences, local, width=width)
         ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        first, local = (
+            [self._local(end, shard) - self._local(start, shard) for start, end in zip(starts, ends, strict=True)]
+            for shard in (self._first_shard, self.shard)
+        )
+        self._own._check_width(sequences, local, width)
+        self._first._extend(sequences, first)
+        step = self._own.append(sequences, local, width=width)
         self._lengths.update(zip(sequences, ends, strict=True))
         spans = [range(start, end) for start, end in zip(starts, ends, strict=True)]
         positions = torch.tensor([position for span in spans for position in span], dtype=torch.int64, device="cpu")
@@ -113,5 +124,6 @@ class ContextParallelCache:
         lengths = torch.tensor(ends, dtype=torch.int32, device="cpu")
         return Step(step.block_table, lengths.to(self.device), slots, positions.to(self.device))
 
-    def _local(self, tokens: int) -> int:
-        return int(self.shard.local_lens(torch.tensor(tokens, device="cpu")))
+    @staticmethod
+    def _local(tokens: int, shard: KeyShard) -> int:
+        return int(shard.local_lens(torch.tensor(tokens, device="cpu")))

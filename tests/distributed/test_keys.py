@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -93,6 +95,39 @@ def test_running_out_of_pages_changes_nothing():
         cache.append([sequence], [10])
     assert cache.length(sequence) == 0
     assert cache.append([sequence], [8]).slot_mapping.tolist() == [0, -1, 1, -1, 2, -1, 3, -1]
+
+
+@pytest.mark.parametrize("interleave", [1, 4, 6])
+def test_all_ranks_run_out_of_pages_at_once(interleave):
+    caches = [ContextParallelCache(1, 6, page_size=4, shard=KeyShard(3, rank, interleave)) for rank in range(3)]
+    draw = random.Random(interleave)
+    sequences, refusals = [], 0
+    for _ in range(200):
+        change = draw.choice(["allocate", "append", "append", "append", "truncate", "free"])
+        if change == "allocate" or not sequences:
+            call = "allocate", (draw.choice([0, 9]),)
+        elif change == "append":
+            call = change, ([draw.choice(sequences)], [draw.randrange(9)])
+        else:
+            chosen = draw.choice(sequences)
+            call = (change, (chosen, caches[0].length(chosen) // 2)) if change == "truncate" else (change, (chosen,))
+        name, given = call
+        results = []
+        for cache in caches:
+            try:
+                results.append(getattr(cache, name)(*given))
+            except RuntimeError as error:
+                results.append(str(error))
+        said = [result if isinstance(result, (str, int)) else None for result in results]
+        assert said[1:] == said[:1] * 2, said
+        refusals += isinstance(said[0], str)
+        if name == "allocate" and isinstance(said[0], int):
+            sequences.append(said[0])
+        elif name == "free":
+            sequences.remove(given[0])
+        assert len({cache.free_pages for cache in caches}) == 1
+        assert all(cache.free_pages <= cache._own.free_pages for cache in caches)
+    assert refusals >= 5
 
 
 @pytest.mark.parametrize(
