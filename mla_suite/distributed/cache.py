@@ -24,7 +24,7 @@ class ContextParallelCache:
     >>> cache = ContextParallelCache(1, num_pages=4, page_size=16, shard=KeyShard(world=2, rank=1))
     >>> step = cache.append([cache.allocate()], [5])
     >>> step.seq_lens.tolist(), step.slot_mapping.tolist()
-    ([5], [-1, 48, -1, 49, -1])
+    ([5], [-1, 0, -1, 1, -1])
     """
 
     def __init__(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import random
 
 import pytest
@@ -53,6 +55,10 @@ def test_the_ranks_caches_hold_every_token_once(interleave):
 def test_a_share_of_other_kinds_is_refused(wrong):
     with pytest.raises(TypeError, match="KeyShard: (world|rank|interleave) is .*; it takes an int"):
         wrong.check()
+
+
+def test_the_caches_example_holds():
+    assert doctest.testmod(importlib.import_module(ContextParallelCache.__module__)) == (0, 3)
 
 
 def test_a_count_that_is_no_int_changes_nothing():
