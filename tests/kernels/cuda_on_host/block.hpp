@@ -1,5 +1,6 @@
-// Runs a block, or the blocks of a cluster, on a CPU: in every round all threads that have not ended run until they wait, in an order that changes;
-// some warps sleep for a round, one for many, and copies arrive late, some of them very late, and in any order. Shared memory begins as NaN of every type.
+// Runs a block, or the blocks of a cluster, on a CPU: in every round all threads that have not ended run until they wait,
+// in an order that changes; some warps sleep for a round, one for many, and copies arrive late, some of them very late, and
+// in any order. Shared memory begins as NaN of every type, and ends with the last thread of its block.
 #pragma once
 
 #include <ucontext.h>
@@ -20,6 +21,7 @@ class Block {
     using namespace mla::sm_90;
     std::memset(memory, 0xFF, sizeof memory);
     mbarriers.clear();
+    std::fill(ended_blocks, ended_blocks + CLUSTER_BLOCKS, false);
     kernel_ = kernel;
     first_ = blockIdx;
     for (int thread = 0; thread < THREADS; ++thread) start(thread);
@@ -40,10 +42,17 @@ class Block {
         const size_t number = random_() % bulk_copies.size();
         if (bulk_copies[number].earliest <= round) copy(number);
       }
-      left = static_cast<int>(std::count(ended_, ended_ + THREADS, false));
+      left = 0;
+      for (int number = 0; number < CLUSTER_BLOCKS; ++number) {
+        const bool* threads = ended_ + number * BLOCK_THREADS;
+        const int of_block = static_cast<int>(std::count(threads, threads + BLOCK_THREADS, false));
+        ended_blocks[number] = of_block == 0;
+        left += of_block;
+      }
       quiet = events == before && bulk_copies.empty() ? quiet + 1 : 0;
       if (quiet > MAX_QUIET_ROUNDS) return false;
     }
+    if (!bulk_copies.empty()) fail("copies that nobody has waited for:", static_cast<long>(bulk_copies.size()));
     return true;
   }
 

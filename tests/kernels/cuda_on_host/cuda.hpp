@@ -45,6 +45,7 @@ constexpr int BLOCK_THREADS = HOST_BLOCK_THREADS;
 constexpr int CLUSTER_X = HOST_CLUSTER_X, CLUSTER_Y = HOST_CLUSTER_Y, CLUSTER_BLOCKS = CLUSTER_X * CLUSTER_Y;
 inline int current = 0;        // the thread that runs
 inline int current_block = 0;  // its block's number in the cluster, counted along x first
+inline bool ended_blocks[CLUSTER_BLOCKS] = {};  // whose shared memory is no longer there
 
 // What each block has for itself.
 template <class T, int SIZE>

@@ -15,12 +15,11 @@
 #endif
 constexpr int VALUES = D_V;
 
-// A plan of every sequence in `splits` tiles, shared out to twice as many SM parts as there are groups. `length` gives a
-// sequence's keys.
+// A plan of every sequence in `splits` tiles, shared out to `parts` SM parts. `length` gives a sequence's keys.
 template <class Length>
-std::vector<int32_t> plan_of(int batch, int splits, int groups, Length length) {
+std::vector<int32_t> plan_of(int batch, int splits, int parts, Length length) {
   using mla::PlanHeader;
-  const int parts = groups * 2, tiles = batch * splits, at = PlanHeader::work_tiles_at(batch, parts);
+  const int tiles = batch * splits, at = PlanHeader::work_tiles_at(batch, parts);
   std::vector<int32_t> plan(at + PlanHeader::work_tile_words * tiles, 0);
   plan[PlanHeader::num_sm_parts] = parts;
   plan[PlanHeader::work_tiles] = at;
@@ -28,10 +27,11 @@ std::vector<int32_t> plan_of(int batch, int splits, int groups, Length length) {
   for (int part = 0; part <= parts; ++part) plan[PlanHeader::work_indptr_at(batch) + part] = tiles * part / parts;
   for (int tile = 0; tile < tiles; ++tile) {
     const int sequence = tile / splits, number = tile % splits;
+    const int keys = max(length(sequence), splits);  // no two tiles begin at the same key
     int32_t* words = &plan[at + PlanHeader::work_tile_words * tile];
     words[0] = sequence;
-    words[1] = length(sequence) * number / splits;
-    words[2] = number + 1 == splits ? 0x7FFFFFFF : length(sequence) * (number + 1) / splits;
+    words[1] = keys * number / splits;
+    words[2] = number + 1 == splits ? 0x7FFFFFFF : keys * (number + 1) / splits;
     words[3] = splits > 1 ? tile : -1;
   }
   return plan;

@@ -1,15 +1,17 @@
 // Decode of rows of D_QK values with latents of D_V by the source of csrc/sm_90/decode on a CPU, compared with fp64
 // (dense_case.hpp, whose `what` may have large or small as well: queries that fp16 does not hold). DTYPE, KV_SOURCE, SCALE_Q,
-// FOLD and UNROTATED, of un-rotated caches, are the instance's. In keys that no sequence owns lies NaN. The cache and the queries
+// FOLD, CLUSTER_MODE and UNROTATED, of un-rotated caches, are the instance's. In keys that no sequence owns lies NaN. The cache and the queries
 // end where none can be read, and so does rope_cos_sin, with the longest sequence.
 #include <type_traits>
 
 #include "block.hpp"
 #include "dense_case.hpp"
+#include "sm_90/decode/cluster/modes.hpp"
 #include "sm_90/decode/kernel.hpp"
 #include "sm_90/decode/producer_cp_async.hpp"
 #include "sm_90/decode/producer_fp8.hpp"
 #include "sm_90/decode/producer_tma.hpp"
+#include "sm_90/decode/producer_tma_exchange.hpp"
 #include "sm_90/decode/producer_tma_rotated.hpp"
 
 #ifndef SCALE_Q
@@ -21,6 +23,9 @@
 #ifndef UNROTATED
 #define UNROTATED 0
 #endif
+#ifndef CLUSTER_MODE
+#define CLUSTER_MODE none
+#endif
 
 namespace {
 
@@ -31,14 +36,16 @@ constexpr bool FP8_KEYS = LOAD == KvLoad::fp8 || LOAD == KvLoad::fp8_scores, FP8
 constexpr bool FP16 = std::is_same_v<DTYPE, fp16>;
 constexpr int KEY_SIZE = FP8_KEYS ? 1 : 2, Q_SIZE = FP8_Q ? 1 : 2, ROPE = WIDTH - VALUES, HALF = ROPE / 2;
 using Traits = DecodeTraits<DecodeProblem<DTYPE, WIDTH, UNROTATED, VALUES>,
-                            DecodePolicyOf<LOAD, ClusterNone, WIDTH, UNROTATED, SCALE_Q, FOLD>>;
+                            DecodePolicyOf<LOAD, cluster_mode::CLUSTER_MODE, WIDTH, UNROTATED, SCALE_Q, FOLD>>;
 template <class T, class Scheduler>
-using ProducerOfBoxes = std::conditional_t<UNROTATED, ProducerTmaRotated<T, Scheduler>, ProducerTma<T, Scheduler>>;
+using ProducerOfBoxes = std::conditional_t<
+    UNROTATED, ProducerTmaRotated<T, Scheduler>,
+    std::conditional_t<T::Cluster::EXCHANGES_P, ProducerTmaExchange<T, Scheduler>, ProducerTma<T, Scheduler>>>;
 template <class T, class Scheduler>
 using Producer = std::conditional_t<
     T::LOAD == KvLoad::tma, ProducerOfBoxes<T, Scheduler>,
     std::conditional_t<T::CONVERTS_KEYS, ProducerFp8<T, Scheduler>, ProducerCpAsync<T, Scheduler>>>;
-using Kernel = DecodeKernel<Traits, TileSchedulerOf<false, Traits::FOLDS>, Producer>;
+using Kernel = DecodeKernel<Traits, TileSchedulerOf<Traits::Cluster::MERGES_LAST, Traits::FOLDS>, Producer>;
 
 struct Case : DenseCase {
   uint8_t* cache = nullptr;
@@ -51,6 +58,7 @@ struct Case : DenseCase {
     fill_cache();
     fill_queries();
     fill_params(q, cache);
+    if (Traits::Cluster::MERGES_SPLITS) merge_in_pairs();
     bf16_results = !FP16;
     params.softmax_scale /= q_size;
     params.rope_cos_sin = cos_sin;

@@ -1,10 +1,10 @@
 // A problem of dense decode for programs that run a kernel on a CPU, in all that does not depend on how keys are stored:
 // pages, a plan, the launch parameters, the results by fp64, and how the kernel's are compared with them.
 //   what  plain; or some of these, joined by +: all_keys (not causal); sharp (large scores); sink; ragged (of query
-//         tokens); planned (two SM parts of a plan for each group); descaled (by a q_descale times which fp16 queries are
-//         infinite), descaled_nan (by NaN, which all results are); windowN (keys left of each query token; before the
-//         window lie NaN and page numbers of nothing); tree (of drafts); foldN (keys of the splits that a CTA folds). A
-//         program may know others.
+//         tokens); planned (two SM parts of a plan for each group), paired with it (one, and what clusters add is
+//         marked); descaled (by a q_descale times which fp16 queries are infinite), descaled_nan (by NaN, which all
+//         results are); windowN (keys left of each query token; before the window lie NaN and page numbers of nothing);
+//         tree (of drafts); foldN (keys of the splits that a CTA folds). A program may know others.
 #pragma once
 
 #include <string>
@@ -30,6 +30,7 @@ struct DenseCase {
   std::normal_distribution<float> normal;
 
   int rows = heads * q_len, batch = static_cast<int>(lens.size()), width = 1;
+  int partials = splits;  // of every sequence
   std::vector<int> table, counts, first_tokens{0};
   std::vector<std::vector<double>> keys;  // of a sequence, [length][WIDTH], as the definition has them
   std::vector<float> q_values, sink;
@@ -99,7 +100,7 @@ struct DenseCase {
       params.tree_mask = tree.data();
     }
     if (has("planned")) {
-      plan = plan_of(batch, splits, groups, [&](int sequence) {
+      plan = plan_of(batch, splits, has("paired") ? groups : 2 * groups, [&](int sequence) {
         return lens[sequence] - mla::window_origin(first_read(sequence));
       });
       params.plan = plan.data();
@@ -141,6 +142,12 @@ struct DenseCase {
       if (has("descaled_nan")) q_descale = NAN;
       params.q_descale = &q_descale;
     }
+  }
+
+  // Blocks in pairs leave one partial for two splits.
+  void merge_in_pairs() {
+    partials = splits / 2;
+    if (partials == 1) params.partial_out = params.partial_lse = nullptr;
   }
 
   // Whether partials are states of folds (sm_90/decode/node_state.hpp).
@@ -197,21 +204,35 @@ struct DenseCase {
 
   // A row's results and lse from the kernel, its partials combined.
   double kernel_row(int sequence, int row, size_t query, std::vector<double>& values) const {
-    if (splits == 1 || is_final(sequence, row)) {
+    if (partials == 1 || is_final(sequence, row)) {
       for (int c = 0; c < VALUES; ++c) {
         const uint16_t bits = out[query * VALUES + c];
         values[c] = bf16_results ? bf16_to_float(bits) : fp16_to_float(bits);
       }
       return lse[query];
     }
-    const size_t first = static_cast<size_t>(sequence) * splits * rows + row;
+    const size_t first = static_cast<size_t>(sequence) * partials * rows + row;
     if (leaves_states()) return combined_states(first, sink_of(row), values);
-    return combined(&partial_out[first * VALUES], &partial_lse[first], splits, rows, sink_of(row), -INFINITY, values);
+    if (has("paired")) return combined_pairs(first, sink_of(row), values);
+    return combined(&partial_out[first * VALUES], &partial_lse[first], partials, rows, sink_of(row), -INFINITY, values);
   }
 
   bool is_final(int sequence, int row) const {
     const size_t first = static_cast<size_t>(sequence) * splits * rows + row;
-    return leaves_states() && mla::bit_cast<uint32_t>(partial_lse[first * 2]) == mla::sm_90::SENTINEL;
+    if (!leaves_states() && !has("paired")) return false;
+    return mla::bit_cast<uint32_t>(partial_lse[leaves_states() ? first * 2 : first]) == mla::sm_90::SENTINEL;
+  }
+
+  // A row's partials combined, of which those that a cluster has added to others are nothing.
+  double combined_pairs(size_t first, const float* sink, std::vector<double>& values) const {
+    std::vector<float> results, sums;
+    for (int split = 0; split < splits; ++split) {
+      const size_t at = first + static_cast<size_t>(split) * rows;
+      sums.push_back(partial_lse[at]);
+      for (int c = 0; c < VALUES; ++c)
+        results.push_back(partial_lse[at] == -INFINITY ? 0.0f : partial_out[at * VALUES + c]);
+    }
+    return combined(results.data(), sums.data(), splits, 1, sink, -INFINITY, values);
   }
 
   // A row's states as the results and log-sum-exps that they stand for, combined. What is part of another has -inf.

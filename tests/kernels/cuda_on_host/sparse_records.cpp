@@ -237,7 +237,7 @@ struct Case {
     if (what == "planned") {
       int keys = 0;
       for (const HostPool& pool : pools) keys += pool.topk;
-      plan = plan_of(tokens, splits, groups, [=](int) { return keys; });
+      plan = plan_of(tokens, splits, 2 * groups, [=](int) { return keys; });
       params.plan = plan.data();
     }
     params.out = out.data();

@@ -1,5 +1,5 @@
-// Distributed shared memory on a CPU. Copies and stores to a peer arrive when the scheduler lets them, and read what they
-// copy only then, so that a source which is overwritten too early is found.
+// Distributed shared memory on a CPU. Copies, stores and arrivals at a peer come when the scheduler lets them. Copies read
+// their source only then, so that one which is overwritten too early is found.
 #pragma once
 
 #include "sm_90/ptx/tma.hpp"
@@ -14,13 +14,13 @@ uint32_t map_to_peer(uint32_t address) {
   return in_block(current_block ^ APART, address);
 }
 inline void peer_mbarrier_arrive(uint32_t barrier, bool active) {
-  if (active) mbarrier_arrive(barrier);
+  if (active) bulk_copies.push_back({{}, barrier, 0});
 }
 inline void peer_store_async(uint32_t to, uint32_t value, uint32_t barrier) {
   bulk_copies.push_back({{{to, nullptr, 4, value}}, barrier, 4});
 }
 inline void peer_copy(uint32_t to, uint32_t from, int bytes, uint32_t barrier) {
-  bulk_copies.push_back({{{to, shared_at(from, 16), bytes}}, barrier, bytes});
+  bulk_copies.push_back({{{to, nullptr, bytes, 0, of_cluster(from)}}, barrier, bytes});
 }
 inline void cluster_sync() {
   static int count = 0;

@@ -25,6 +25,7 @@ struct Mbarrier {
 inline std::map<uint32_t, Mbarrier> mbarriers;  // by their addresses in the cluster
 
 inline Mbarrier& mbarrier_at(uint32_t address) {
+  shared_at(address, 8);
   const auto found = mbarriers.find(of_cluster(address));
   if (found == mbarriers.end()) fail("no mbarrier at", address);
   return found->second;

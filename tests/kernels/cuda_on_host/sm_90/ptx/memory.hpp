@@ -22,6 +22,7 @@ inline unsigned char* shared_at(uint32_t address, uint32_t bytes) {
   const uint32_t named = of_cluster(address), at = named & ((1u << BLOCK_BITS) - 1);
   if (at % bytes != 0 || at + bytes > SHARED_BYTES || named >> BLOCK_BITS > CLUSTER_BLOCKS)
     fail("no such shared address:", address);
+  if (ended_blocks[(named >> BLOCK_BITS) - 1]) fail("its block has ended:", address);
   return memory + ((named >> BLOCK_BITS) - 1) * SHARED_BYTES + at;
 }
 
@@ -109,6 +110,8 @@ inline void red_add_global(float* to, const float (&words)[4]) {
   for (int i = 0; i < 4; ++i) to[i] = add_without_subnormals(to[i], words[i]);
 }
 inline void st_relaxed_gpu(float* to, const float (&words)[4]) { std::memcpy(to, words, 16); }
+inline void st_relaxed_gpu(float* to, float word) { *to = word; }
+inline void st_relaxed_gpu(uint4* to, const uint4& words) { *to = words; }
 
 // Matrices of 8 x 8 elements: lane r of its eight has the address of row r, and a register two elements of row lane / 4.
 inline void stmatrix_x4(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {

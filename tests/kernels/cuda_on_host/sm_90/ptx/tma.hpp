@@ -13,10 +13,13 @@ struct Piece {
   uint32_t to;       // as `of_cluster` has it, since no block runs when it lands
   const void* from;  // null: zeros
   int bytes;
-  uint32_t word = 0;  // of four bytes, in place of zeros
+  uint32_t word = 0;    // of four bytes, in place of zeros
+  uint32_t shared = 0;  // or else the shared memory that is copied, as `of_cluster` has it
 
   void land() const {
-    if (from == nullptr && bytes == 4)
+    if (shared != 0)
+      std::memcpy(shared_at(to, 16), shared_at(shared, 16), bytes);
+    else if (from == nullptr && bytes == 4)
       std::memcpy(shared_at(to, 4), &word, 4);
     else if (from == nullptr)
       std::memset(shared_at(to, min(bytes, 16)), 0, bytes);
@@ -101,9 +104,18 @@ inline void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier
   bulk_copies.push_back({{{of_cluster(to), from, bytes}}, of_cluster(barrier), bytes});
 }
 
-// Called by roles of other kernels, or by clusters that this does not run.
-inline void tma_load_multicast(uint32_t, const void*, int, int, int, uint32_t) { fail("no cluster", 0); }
-inline void tma_load_multicast(uint32_t, const void*, int, int, int, int, uint32_t, uint64_t) { fail("no cluster", 0); }
+// The same box to both blocks of a cluster of two, where it arrives at times of its own, each on its own mbarrier.
+inline void tma_load_multicast(uint32_t to, const void* map, int x, int y, int z, uint32_t barrier) {
+  if (CLUSTER_BLOCKS != 2) fail("no cluster of two", 0);
+  for (int block = 0; block < 2; ++block) tma_load(in_block(block, to), map, x, y, z, in_block(block, barrier));
+}
+inline void tma_load_multicast(uint32_t to, const void* map, int x, int y, int z, int w, uint32_t barrier,
+                               uint64_t hint) {
+  if (CLUSTER_BLOCKS != 2) fail("no cluster of two", 0);
+  for (int block = 0; block < 2; ++block) tma_load(in_block(block, to), map, x, y, z, w, in_block(block, barrier), hint);
+}
+
+// Called by roles of other kernels.
 inline void tma_prefetch(const void*, int, int, int, int) {}
 inline void bulk_prefetch(const void*, int) {}
 template <int PENDING>
