@@ -218,9 +218,6 @@ DENSE_FAULTS = {
     "share_kv: the producer's warps a revolution apart": without(
         PRODUCER, "    named_barrier_sync<PRODUCER_BARRIER, 64>();\n"
     ),
-    "share_kv: keys loaded where the queries are not yet": without(
-        PRODUCER, "meet(); ", before="meet_behind_queries() { ", behind="}"
-    ),
     "share_kv: queries over results": without(
         "producer.hpp", "      wait_for_tma_stage(kv_stage(kv));\n", behind="      if (lane == 0)\n        load_q_half"
     ),
