@@ -4,7 +4,7 @@
 //   ClusterReduceLast  two SM parts of a plan; they end with the same sequence, and reduce these two work tiles alone
 //   ClusterExchangeP   two KV splits of a sequence; each CTA sends its P and computes half of the columns of both
 //   ClusterShareKv     two row tiles of a sequence; what one CTA brings of their keys comes to both
-//   ClusterShareAndReduce  four CTAs, of two row tiles and two KV splits: the first and the last of these at once
+//   ClusterShareAndReduce  four CTAs, of two row tiles and two KV splits: ClusterShareKv and ClusterReduceO at once
 #pragma once
 
 #include "sm_90/decode/shared_storage.hpp"
