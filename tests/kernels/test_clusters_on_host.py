@@ -218,6 +218,9 @@ DENSE_FAULTS = {
     "share_kv: the producer's warps a revolution apart": without(
         PRODUCER, "    named_barrier_sync<PRODUCER_BARRIER, 64>();\n"
     ),
+    "share_kv: keys loaded before the queries of their tile": without(
+        PRODUCER, "    if constexpr (Cluster::SHARES_KV) meet();\n"
+    ),
     "share_kv: queries over results": without(
         "producer.hpp", "      wait_for_tma_stage(kv_stage(kv));\n", behind="      if (lane == 0)\n        load_q_half"
     ),

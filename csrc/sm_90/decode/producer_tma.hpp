@@ -52,6 +52,7 @@ class ProducerTma : protected ProducerBase<Traits> {
       if (any) meet();
       const WorkTile tile = scheduler.tile();
       if (!any || tile.keys() != 0) {  // two stages of queries
+        if (any) meet_behind_queries();
         kv.next();
         kv.next();
       }
@@ -104,8 +105,10 @@ class ProducerTma : protected ProducerBase<Traits> {
       scheduler.next();
       if (!scheduler.more()) return;
       meet();
-      if (scheduler.tile().keys() != 0)
+      if (scheduler.tile().keys() != 0) {
         this->load_q(scheduler.tile().sequence, kv, Q_WARP * 32);
+        meet_behind_queries();
+      }
     }
   }
 
@@ -114,6 +117,12 @@ class ProducerTma : protected ProducerBase<Traits> {
   MLA_DEVICE void meet() {
     __syncwarp();  // one lane issues loads, and a barrier wants whole warps
     named_barrier_sync<PRODUCER_BARRIER, 64>();
+  }
+  // Where the peer reads this CTA's keys, its arrivals for later stages may overtake those that the queries' stages still
+  // wait for: PTX orders none of them. Keys are loaded only once the queries are, so that the two warps wait for the
+  // same revolution (D77 in csrc/sm_90/decode/PERF.md).
+  MLA_DEVICE void meet_behind_queries() {
+    if constexpr (Cluster::SHARES_KV) meet();
   }
 
   // Publishes all tiles, then calls `after` with each and whether its queries are loaded even if it has no keys. With
@@ -151,9 +160,10 @@ class ProducerTma : protected ProducerBase<Traits> {
     return params_.partial_out != nullptr ? EVICT_FIRST : EVICT_NORMAL;
   }
 
-  // Whether CTAs that read the same keys, and are not of one cluster that shares them, do so at different times. In the batch-invariant mode a large batch
-  // has more partials than L2 holds, and what these take to store differs from CTA to CTA. Keys that are not the first
-  // to leave L2 are then read from memory once, not twice (D69 in csrc/sm_90/combine/PERF.md).
+  // Whether CTAs that read the same keys, and are not of one cluster that shares them, do so at different times. In the
+  // batch-invariant mode a large batch has more partials than L2 holds, and what these take to store differs from CTA to
+  // CTA. Keys that are not the first to leave L2 are then read from memory once, not twice (D69 in
+  // csrc/sm_90/combine/PERF.md).
   // A CTA that folds stores little to memory, and needs its sum in L2 more.
   MLA_DEVICE bool drifts_apart(const WorkTile& tile) const {
     constexpr int TOGETHER = Cluster::SHARES_KV ? 2 * BLOCK_M : BLOCK_M;

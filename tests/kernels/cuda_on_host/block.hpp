@@ -39,7 +39,7 @@ class Block {
       for (BulkCopy& each : bulk_copies)
         if (each.earliest < 0) each.earliest = round + (random_() % LATE_COPIES == 0 ? LATE_ROUNDS : 0);
       while (!bulk_copies.empty() && random_() % 2 == 0) {
-        const size_t number = first_of_sender(random_() % bulk_copies.size());
+        const size_t number = random_() % bulk_copies.size();
         if (bulk_copies[number].earliest <= round) copy(number);
       }
       left = 0;
@@ -121,15 +121,6 @@ class Block {
     resumed.begin.uc_stack.ss_size = STACK_BYTES;
     makecontext(&resumed.begin, enter, 0);
     setcontext(&resumed.begin);
-  }
-  // The copy itself, or the first of the arrivals that a block has sent to others.
-  static size_t first_of_sender(size_t number) {
-    using namespace mla::sm_90;
-    const int sender = bulk_copies[number].sender;
-    if (sender >= 0)
-      for (size_t i = 0; i < number; ++i)
-        if (bulk_copies[i].sender == sender) return i;
-    return number;
   }
   static void copy(size_t number) {
     using namespace mla::sm_90;

@@ -13,10 +13,9 @@ uint32_t map_to_peer(uint32_t address) {
   if (CLUSTER_BLOCKS == 1) fail("no cluster", 0);
   return in_block(current_block ^ APART, address);
 }
-// Late, but never before what its block sent earlier. PTX promises no such order, on which dense ClusterShareKv relies (D77
-// in csrc/sm_90/decode/PERF.md).
+// PTX promises no order of arrivals at a peer: one may come before those that its block sent earlier.
 inline void peer_mbarrier_arrive(uint32_t barrier, bool active) {
-  if (active) bulk_copies.push_back({{}, barrier, 0, current_block});
+  if (active) bulk_copies.push_back({{}, barrier, 0});
 }
 inline void peer_store_async(uint32_t to, uint32_t value, uint32_t barrier) {
   bulk_copies.push_back({{{to, nullptr, 4, value}}, barrier, 4});

@@ -33,7 +33,6 @@ struct BulkCopy {
   std::vector<Piece> pieces;
   uint32_t barrier;
   int transactions;  // bytes to count, or 0: one arrival
-  int sender = -1;   // the block whose arrival at a peer this is
   long earliest = -1;  // the scheduler's round before which it does not land; negative until that is drawn
 
   void land() const {
