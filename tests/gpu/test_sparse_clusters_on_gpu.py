@@ -1,4 +1,4 @@
-"""sparse_decode's clusters of thread blocks on a real GPU: keys that two share, and splits that two add up."""
+"""sparse_decode's clusters of thread blocks on a real GPU: keys that two share, and splits that two or four add up."""
 
 from __future__ import annotations
 
@@ -50,13 +50,18 @@ def test_pairs_of_blocks_give_the_bits_of_blocks_alone(pools, splits):
 @pytest.mark.parametrize("pools", ["v4", "both scales", "v4.1 of every kind", "v32 without rope"])
 @pytest.mark.parametrize("splits", [2, 4, 6])
 @pytest.mark.parametrize("mode", ["one split", "lengths and sink"])
-@pytest.mark.parametrize(("heads", "cluster_mode"), [(40, "reduce_o"), (100, "reduce_o"), (100, "share_and_reduce")])
-def test_clusters_add_two_splits(monkeypatch, heads, cluster_mode, mode, splits, pools):
+@pytest.mark.parametrize(
+    ("heads", "cluster_mode"),
+    [(40, "reduce_o"), (100, "reduce_o"), (100, "share_and_reduce"), (40, "reduce_four"), (100, "reduce_four")],
+)
+def test_clusters_add_splits(monkeypatch, heads, cluster_mode, mode, splits, pools):
     """Right, and the same bits every time, of tokens with many keys, few or none, whether it would pay or not."""
     monkeypatch.setattr(sparse_decode, "fastest", lambda config, *sizes: replace(config, cluster_mode=cluster_mode))
     dispatch.clear_caches()
     longer = [(name, pages, page, topk * 3) for name, pages, page, topk in (POOLS | V41_POOLS)[pools]]
-    args, kwargs = problem(longer, 9, heads)
+    if cluster_mode == "reduce_four":
+        splits *= 2
+    args, kwargs = problem(longer, 9 if -(-heads // 64) * splits * 9 <= 132 else 4, heads)  # one split a block
     in_mode(mode, args, kwargs, seed=splits)
     kwargs |= {"num_splits": splits}
     there = moved(args, CUDA)

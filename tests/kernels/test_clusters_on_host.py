@@ -11,7 +11,7 @@ import pytest
 from kernels_on_host import HostKernel
 
 SPARSE, DENSE = (HostKernel(source, "sm_90/decode") for source in ("sparse_records.cpp", "dense.cpp"))
-CLUSTERS = {"share_kv": (2, 1), "share_and_reduce": (2, 2)} | dict.fromkeys(
+CLUSTERS = {"share_kv": (2, 1), "share_and_reduce": (2, 2), "reduce_four": (1, 4)} | dict.fromkeys(
     ("reduce_o", "reduce_last", "exchange_p"), (1, 2)
 )
 """Mode -> blocks of a cluster along both dimensions of the grid."""
@@ -40,6 +40,14 @@ SPARSE_PROBLEMS = {
         "17 3 6 18 sharp 1 40 333",
         "5 9 2 18 one 64 4 1",
     ],
+    "reduce_four": [
+        "40 3 4 12 plain 64 3 97",
+        "33 5 8 40 lengths 16 9 300",
+        "20 3 4 12 sink 7 20 70 32 9 45",
+        "64 3 4 12 absent 64 0 40",
+        "17 2 12 24 sharp 1 40 400",
+        "5 6 4 24 one 64 4 1",
+    ],
     "share_and_reduce": [
         "100 3 2 6 plain 64 3 97",
         "128 6 4 24 lengths 64 3 200",
@@ -66,27 +74,47 @@ def test_results_of_selected_keys_are_those_of_fp64(tmp_path, name):
     record, mode = name.split(", ")
     problems = SPARSE_PROBLEMS[mode]
     if record == "v41any":  # of 528 and of 288 bytes
-        problems = ["100 4 2 8 lengths 64 3 97 16f 9 140", "128 3 2 6 sink 7fi 20 70 32i 9 45"]
+        splits = 4 if mode == "reduce_four" else 2
+        problems = [
+            f"100 4 {splits} {4 * splits} lengths 64 3 97 16f 9 140",
+            f"128 3 {splits} {3 * splits} sink 7fi 20 70 32i 9 45",
+        ]
     SPARSE.check(tmp_path, sparse(record, mode), problems)
 
 
 SPARSE_FAULTS = {
     "share_kv: results over keys on their way to the peer": (
-        "mainloop_qk.hpp",
-        "if constexpr (AWAITS_COPIES) keys_copied_.wait(barriers_);",
-        "",
+        *("mainloop_pv.hpp", "(Cluster::sharing_rank() ^ 1)", "Cluster::sharing_rank()"),
     ),
-    "share_kv: a word too early": (
-        "mainloop_qk.hpp",
-        "    if constexpr (LAST_BLOCK && AWAITS_COPIES) keys_copied_.tell_peer(barriers_);\n",
-        "    if (!LAST_BLOCK && AWAITS_COPIES && first == tile_.first_key) keys_copied_.tell_peer(barriers_);\n"
-        "    if (LAST_BLOCK && AWAITS_COPIES && first == tile_.first_key) keys_copied_.tell_peer(barriers_);\n",
+    "share_kv: results over results that another lane still reads": (
+        *("epilogue.hpp", "    if constexpr (PIECES == 1) __syncwarp();  // all lanes have read\n", ""),
     ),
     "share_and_reduce: results over keys on their way to the peer": (
         "cluster/share_and_reduce.hpp",
         "    pv.wait_for_readers();\n",
         "",
     ),
+    "reduce_four: the neighbour's sums before they have come": (
+        "cluster/reduce_four.hpp",
+        "      mbarrier_wait(sum_full(tile / Base::CHUNK_TILES), 0);\n",
+        "",
+    ),
+    "reduce_four: results over what another lane still merges": (
+        "cluster/reduce_four.hpp",
+        "      __syncwarp();  // all lanes are done with what the buffers take the place of\n",
+        "",
+    ),
+    "reduce_four: statistics before they have come": (
+        "cluster/reduce_four.hpp",
+        "    mbarrier_wait(neighbour_stats_full(barriers), 0);\n",
+        "",
+    ),
+    "reduce_four: an end before the neighbour has what is sent": (
+        "cluster/reduce_four.hpp",
+        "    mbarrier_wait(ClusterReduceFour::neighbour_copy_done(barriers_), 0);\n",
+        "",
+    ),
+    "reduce_four: the columns of the neighbour": ("mainloop_pv.hpp", "(half ^ 1 ^ static_cast", "(half ^ static_cast"),
     "reduce_o: results over keys that the peer multiplies": (
         "cluster/reduce_o.hpp",
         "      if (chunk == 0) mbarrier_wait(ClusterReduceO::peer_ring_drained(barriers_), 0);\n",
@@ -268,9 +296,9 @@ DENSE_FAULTS = {
     "exchange_p, masked: keys multiplied as they are cleared": without(
         PV, "    named_barrier_sync<128>(PV_GROUP_BARRIER + group_);\n", before="(values_at(), 0, skipped);\n"
     ),
-    "reduce_o: O over keys of the other warpgroup": without(REDUCE_O, "      named_barrier_sync<PV_BARRIER, 256>();\n"),
+    "reduce_o: O over keys of the other warpgroup": without(REDUCE_O, "    named_barrier_sync<PV_BARRIER, 256>();\n"),
     "reduce_o: an end before what is sent has arrived": without(
-        REDUCE_O, "      mbarrier_wait(ClusterReduceO::peer_copy_done(barriers_), 0);\n"
+        REDUCE_O, "    mbarrier_wait(ClusterReduceO::peer_copy_done(barriers_), 0);\n"
     ),
     "reduce_o: word that all has arrived after the first chunk": (REDUCE_O, "== CHUNKS - 1) report", "== 0) report"),
     "reduce_o: scales that are not written": without(

@@ -38,7 +38,8 @@ class Epilogue {
 
  public:
   static constexpr int BUFFER_BYTES = Traits::OUT_BUFFER_BYTES;
-  static constexpr int PIECE_BYTES = BUFFER_BYTES / 2;  // 128 bytes of each of a warp's rows
+  static constexpr int PIECES = Traits::OUT_PIECES;          // that the buffer holds
+  static constexpr int PIECE_BYTES = BUFFER_BYTES / PIECES;  // 128 bytes of each of a warp's rows
 
   // Stores COLUMNS columns from `first_column` on.
   MLA_DEVICE Epilogue(const Params& params, int first_column) : params_(params), first_column_(first_column) {}
@@ -122,13 +123,13 @@ class Epilogue {
 
   // Each piece is written to shared memory while the one before is carried to global memory. PAIRS is 2 where the
   // swizzle moves positions by twice the row, else 1.
-  template <int PIECES, int PAIRS, class Stage>
+  template <int COUNT, int PAIRS, class Stage>
   MLA_DEVICE void by_pieces(uint32_t buffer, const OutputTarget& target, const Stage& stage) const {
     stage(0, buffer);
 #pragma unroll
-    for (int piece = 0; piece < PIECES; ++piece)
-      carry<PAIRS>(piece, buffer + piece % 2 * PIECE_BYTES, target, [&] {
-        if (piece + 1 < PIECES) stage(piece + 1, buffer + (piece + 1) % 2 * PIECE_BYTES);
+    for (int piece = 0; piece < COUNT; ++piece)
+      carry<PAIRS>(piece, buffer + piece % PIECES * PIECE_BYTES, target, [&] {
+        if (piece + 1 < COUNT) stage(piece + 1, buffer + (piece + 1) % PIECES * PIECE_BYTES);
       });
   }
 
@@ -173,6 +174,7 @@ class Epilogue {
   template <int PAIRS, class Meanwhile>
   MLA_DEVICE void carry(int piece, uint32_t from, const OutputTarget& target, const Meanwhile& meanwhile) const {
     constexpr bool LATE = Traits::Cluster::LATE_EPILOGUE || Traits::FOLDS;
+    static_assert(LATE || PIECES > 1, "a piece that is early needs a buffer of its own");
     const int lane = warpgroup_thread() % 32;
     uint4 columns[4];
     __syncwarp();
@@ -187,6 +189,7 @@ class Epilogue {
     for (int i = 0; i < 4; ++i)
       if (target.offset[i] != NO_ROW)
         store_global(reinterpret_cast<uint4*>(target.begin)[target.offset[i] + (piece * 8 + lane % 8)], columns[i]);
+    if constexpr (PIECES == 1) __syncwarp();  // all lanes have read
     if constexpr (LATE) meanwhile();
   }
 

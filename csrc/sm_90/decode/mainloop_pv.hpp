@@ -34,9 +34,7 @@ class PvMma {
         barriers_(shared),
         shared_(shared),
         group_(group),
-        epilogue_(params, Cluster::EXCHANGES_P
-                              ? static_cast<int>(cluster_rank()) * COLUMNS + group * Traits::STORED_COLUMNS
-                              : group * COLUMNS) {}
+        epilogue_(params, first_stored_column(group)) {}
 
   // Follows the QK warpgroup's commands, P stage by P stage. Each P V is waited for at once: the next P is published a
   // whole Q K^T later, and releasing a KV stage early is worth more than queueing a P V early.
@@ -84,6 +82,12 @@ class PvMma {
   }
 
  private:
+  MLA_DEVICE static int first_stored_column(int group) {
+    const int rank = Cluster::EXCHANGES_P || Cluster::REDUCES_FOUR ? static_cast<int>(cluster_rank()) : 0;
+    if (Cluster::EXCHANGES_P) return rank * COLUMNS + group * Traits::STORED_COLUMNS;
+    return group * COLUMNS + (Cluster::REDUCES_FOUR ? rank % 2 * Traits::STORED_COLUMNS : 0);
+  }
+
   // Whether this warpgroup multiplies the peer's P, with the peer's keys.
   MLA_DEVICE bool of_peer() const { return Cluster::EXCHANGES_P && group_ == 1; }
 
@@ -158,8 +162,12 @@ class PvMma {
     wgmma_commit();
   }
 
-  // The column block that o_[half] begins with. With ClusterExchangeP, what this warpgroup keeps comes first.
-  MLA_DEVICE int column_block(int half) const { return 2 * (Cluster::EXCHANGES_P ? half ^ group_ : half); }
+  // The column block that o_[half] begins with. With ClusterExchangeP, what this warpgroup keeps comes first, and with
+  // ClusterReduceFour last.
+  MLA_DEVICE int column_block(int half) const {
+    if (Cluster::REDUCES_FOUR) return 2 * (half ^ 1 ^ static_cast<int>(cluster_rank()) % 2);
+    return 2 * (Cluster::EXCHANGES_P ? half ^ group_ : half);
+  }
 
   MLA_DEVICE uint32_t kv_full() const {
     if constexpr (Cluster::EXCHANGES_P)
@@ -295,9 +303,10 @@ class PvMma {
   // The epilogue's buffers are in the stage that was read last, once both warpgroups are done with it, or apart.
   MLA_DEVICE void store(const OutputTarget& target) {
     if constexpr (Traits::OUT_BYTES == 0) named_barrier_sync<PV_BARRIER, 256>();
-    const uint32_t buffer = (Traits::OUT_BYTES == 0 ? shared_ + Storage::KV + kv_.stage * Traits::STAGE_BYTES
-                                                    : shared_ + Storage::OUT) +
-                            (group_ * 4 + warpgroup_thread() / 32) * Epilogue::BUFFER_BYTES;
+    uint32_t buffer = Traits::OUT_BYTES == 0 ? shared_ + Storage::KV + kv_.stage * Traits::STAGE_BYTES
+                                             : shared_ + Storage::OUT;
+    if constexpr (Traits::OUT_IN_HALF) buffer += (Cluster::sharing_rank() ^ 1) * (Traits::STAGE_BYTES / 2);
+    buffer += (group_ * 4 + warpgroup_thread() / 32) * Epilogue::BUFFER_BYTES;
     epilogue_.store(buffer, target, [&](int tile, float (&four)[4]) { scaled_tile(o_, tile, target.factor, four); });
   }
   const Params& params_;

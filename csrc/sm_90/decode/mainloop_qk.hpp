@@ -7,7 +7,6 @@
 
 #include "common/split_keys.hpp"
 #include "sm_90/decode/cluster/pair_lse_merge.hpp"
-#include "sm_90/decode/cluster/share_kv.hpp"
 #include "sm_90/decode/descales.hpp"
 #include "sm_90/decode/fold.hpp"
 #include "sm_90/decode/max_logits.hpp"
@@ -59,7 +58,7 @@ class QkSoftmax {
   }
   MLA_DEVICE bool merges_whole_sequence() const {
     if constexpr (Cluster::MERGES_LAST) return tile_.partial_row < 0;
-    return params_.num_splits == 2;
+    return params_.num_splits == Cluster::SPLITS;
   }
   // Whether the tile's queries are loaded even if it has no keys. Only ClusterReduceLast has another flag beside this
   // one.
@@ -68,8 +67,6 @@ class QkSoftmax {
     return info_ == Q_LOADED;
   }
   static constexpr bool MAY_MERGE = Cluster::MERGES_SPLITS || Cluster::MERGES_LAST;
-  // Results of splits that a cluster merges do not leave through the ring before PV has waited for the peer's readers.
-  static constexpr bool AWAITS_COPIES = Traits::SENDS_KEYS && !MAY_MERGE;
 
   MLA_DEVICE bool next_tile() {
     mbarrier_wait(barriers_.tile_full(tiles_.stage), tiles_.parity);
@@ -196,7 +193,6 @@ class QkSoftmax {
   MLA_DEVICE void softmax_step(float (&s)[SCORES], int first) {
     const int lane = warpgroup_thread() % 32;
     const int warp = warpgroup_thread() / 32;
-    if constexpr (LAST_BLOCK && AWAITS_COPIES) keys_copied_.tell_peer(barriers_);
     if constexpr (!ONE_COPY) mask(s, first);
     MaxLogits::add(params_, shared_, s);
     const bool p_ready = mbarrier_test(barriers_.p_empty(p_.stage), p_.parity ^ 1);
@@ -246,7 +242,6 @@ class QkSoftmax {
     float inverse[2];
     float lse[2];
     finish_rows(inverse, lse);
-    if constexpr (AWAITS_COPIES) keys_copied_.wait(barriers_);
     const uint32_t row = p_stage() + quad_row() * 4;
     mbarrier_wait(barriers_.p_empty(p_.stage), p_.parity ^ 1);
     if constexpr (Traits::FOLDS) {
@@ -478,7 +473,6 @@ class QkSoftmax {
   PipelineState<Traits::RAW_STAGES> raw_;  // used only with SCORES_AS_STORED
   QOperand q_;
   RowFolds folds_;  // used only with FOLDS
-  KeysCopied<Traits> keys_copied_;  // used only with AWAITS_COPIES
 };
 
 }  // namespace mla::sm_90

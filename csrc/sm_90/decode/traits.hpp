@@ -182,7 +182,7 @@ struct DecodeTraits {
 
   // Output columns of this block, and those of them that one PV warpgroup stores.
   static constexpr int BLOCK_COLUMNS = Cluster::EXCHANGES_P ? HEAD_DIM_V / 2 : HEAD_DIM_V;
-  static constexpr int STORED_COLUMNS = BLOCK_COLUMNS / 2;
+  static constexpr int STORED_COLUMNS = Cluster::REDUCES_FOUR ? HEAD_DIM_V / 4 : BLOCK_COLUMNS / 2;
 
   static constexpr int Q_STEPS = HEAD_DIM_QK / (SCORES_AS_STORED ? 32 : 16);  // steps of Q K^T, of 32 bytes of a row
   static constexpr int Q_REGISTER_STEPS =
@@ -214,8 +214,12 @@ struct DecodeTraits {
   static constexpr int TILE_STAGES = 4;
   static constexpr int PREFETCHED_STAGES = 0;  // of keys that come by bulk copies, before the previous kernel has ended
 
-  // The epilogue's buffers are in the stage that was read last, or, where that is too small, behind all else.
-  static constexpr int OUT_BUFFER_BYTES = 2 * 16 * 128;  // of a PV warp: one piece is written while another is read
+  // The epilogue's buffers are in the stage that was read last, or, where that is too small, behind all else. Where a CTA
+  // has sent its half of that stage to the peer, the copy may still be reading it: they are in the half that has come.
+  static constexpr bool OUT_IN_HALF = SENDS_KEYS && !Cluster::MERGES_SPLITS;
+  static constexpr int OUT_PIECES = OUT_IN_HALF ? 1 : 2;  // of a PV warp; of two, one is written while another is read
+  static constexpr int OUT_BUFFER_BYTES = OUT_PIECES * 16 * 128;
+  static_assert(!OUT_IN_HALF || 8 * OUT_BUFFER_BYTES <= STAGE_BYTES / 2);
   static constexpr int OUT_BYTES = 8 * OUT_BUFFER_BYTES <= STAGE_BYTES ? 0 : 8 * OUT_BUFFER_BYTES;
 
   // For e4m3 rows: a stage's keys are copied as they are stored, RAW_STAGES - RAW_LAG stages ahead of their conversion.

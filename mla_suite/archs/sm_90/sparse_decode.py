@@ -19,6 +19,7 @@ from mla_suite.archs.sm_90.tile import (
     BLOCK_N,
     OUT_BYTES,
     REDUCE_BYTES,
+    REDUCE_FOUR_BYTES,
     REGISTER_STEPS,
     block_bytes,
     few_heads_bytes,
@@ -70,11 +71,13 @@ SLOTS = {"dsv4": (4, 2368), "v32": (4, 2624), "v32nope": (4, 2112), "v41": (4, 2
 SCALES_APART = ("dsv4", "v41", "v41any")
 STAGES = {record: 4 if record in SLOTS else 5 for record in WIDTHS} | {"bf16x160": 14}
 REDUCED = ("dsv4", "v32", "v32nope", "v41", "v41any")
-CLUSTERED = {"none": tuple(WIDTHS), "share_kv": tuple(SLOTS), "reduce_o": REDUCED, "share_and_reduce": REDUCED}
+REDUCED_SPLITS = {"reduce_o": 2, "share_and_reduce": 2, "reduce_four": 4}
+"""Cluster mode -> the splits whose results the blocks of a cluster add."""
+CLUSTERED = {"none": tuple(WIDTHS), "share_kv": tuple(SLOTS)} | dict.fromkeys(REDUCED_SPLITS, REDUCED)
 """What the blocks of a cluster share -> the records that there are kernels of."""
 GPCS = 8  # parts of a chip whose SMs may be in one cluster, of every chip of this arch at most
-REDUCING = {"none": ("reduce_o",), "share_kv": ("share_and_reduce", "reduce_o")}
-"""Cluster mode -> those that may take its place and add the results of two splits."""
+REDUCING = {"none": ("reduce_o", "reduce_four"), "share_kv": ("share_and_reduce", "reduce_o", "reduce_four")}
+"""Cluster mode -> those that may take its place and add the results of splits."""
 LOADER_WARPS = 4
 MAX_LOGITS_BYTES = 1024  # of shared memory, where gathered rows may return them
 SWAP_AB = {16: (3, 14), 32: (2, 12)}
@@ -100,7 +103,7 @@ FEW_KEYS = 64  # of its stages
 
 # Time of a launch, in microseconds; only differences between split counts matter. Of 42 shapes on an H100, each at 8 to
 # 16 counts, the choices take 0.5 % longer than the best on average, 3.7 % at most (csrc/sm_90/sparse_decode/PERF.md).
-STAGE_US = {"none": 1.0, "share_kv": 0.9, "reduce_o": 1.0, "share_and_reduce": 0.9}
+STAGE_US = {"none": 1.0, "share_kv": 0.9, "reduce_o": 1.0, "share_and_reduce": 0.9, "reduce_four": 1.0}
 """What the CTAs of a cluster share -> 32 keys on one SM."""
 FEW_STAGE_US = 1.8  # 64 keys on one SM, of the kernel for few heads
 NARROW_STAGE_US = 0.46  # 32 keys of 128 + 32 values, on the same H100
@@ -110,7 +113,8 @@ TILE_US = (
 PARTIAL_SHARE = 0.58  # of the memory's rate, at which partials are written and read
 LATE_US = 1.0  # more where some CTAs of combine find no SM before all splits are done
 REDUCED_LATE_US = 1.4  # the same behind clusters that reduce O
-REDUCE_US = 1.8  # more for their partials; their results take as long as those of tokens that are not split
+REDUCE_US = {2: 1.8, 4: 3.4}  # splits that a cluster adds -> more for its partials
+REDUCE_WHOLE_US = {2: 0.0, 4: 0.5}  # the same for each row tile, where its results are those of a token
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,8 @@ class Sm90SparseConfig:
     record   how a selected token is stored: a name of WIDTHS; v32 reads v32_pow2 too, v41any pools of V4.1's both sizes
     cluster_mode  what the blocks of a cluster share (csrc/sm_90/decode/cluster): 'share_kv', where two row tiles bring
              half of every stage each for both, of records to dequantise; 'reduce_o', where two blocks have a split of
-             the token's keys each, of REDUCED; 'share_and_reduce', both at once; or 'none'
+             the token's keys each, of REDUCED; 'share_and_reduce', both at once; 'reduce_four', where four blocks have
+             a split each; or 'none'
     q_rows   query rows (heads of one token) that a block holds at most; fewer than 64 are a key of SWAP_AB, where keys
              are the first operand (csrc/sm_90/sparse_decode/swap_ab)
     few_heads  keys are the first operand and dequantised once (csrc/sm_90/sparse_decode/few_heads); at most 16 rows
@@ -159,9 +164,9 @@ class Sm90SparseConfig:
         return self.q_rows != BLOCK_M and not self.few_heads
 
     @property
-    def reduces(self) -> bool:
-        """Whether clusters reduce O, the results of two splits."""
-        return self.cluster_mode in ("reduce_o", "share_and_reduce")
+    def reduced_splits(self) -> int:
+        """The splits whose results, O, a cluster adds; 1 where it adds none."""
+        return REDUCED_SPLITS.get(self.cluster_mode, 1)
 
     @cached_property
     def reducing(self) -> tuple[Sm90SparseConfig, ...]:
@@ -201,9 +206,7 @@ class Sm90SparseConfig:
         selected = present + LOADER_WARPS * (notes + slots * slot_bytes)
         selected += MAX_LOGITS_BYTES if self.returns_max_logits else 0
         block = block_bytes(width, stages, REGISTER_STEPS["selected" if self.record in SLOTS else "gathered"])
-        block += (
-            REDUCE_BYTES if self.reduces else 16 if self.cluster_mode == "share_kv" else 0
-        )  # barriers of the cluster
+        block += {1: 0, 2: REDUCE_BYTES, 4: REDUCE_BYTES + REDUCE_FOUR_BYTES}[self.reduced_splits]
         if self.record in VALUES:
             block = -(-block // 128) * 128 + OUT_BYTES
         return -(-block // 16) * 16 + selected
@@ -260,8 +263,9 @@ def best_splits(config: Sm90SparseConfig, tokens: int, heads: int, keys: int) ->
     def microseconds(splits: int) -> float:
         return min([_microseconds(each, tokens, heads, keys, splits) for each in configs])
 
-    tried = splits_worth_trying(max_splits(config.arch, tokens * config.tiles(heads), stages), stages)
-    return min(tried.tolist(), key=microseconds)
+    most = max_splits(config.arch, tokens * config.tiles(heads), stages)
+    fours = range(4, most + 1, 4) if config.reducing else ()
+    return min(sorted({*splits_worth_trying(most, stages).tolist(), *fours}), key=microseconds)
 
 
 def _microseconds(config: Sm90SparseConfig, tokens: int, heads: int, keys: int, splits: int) -> float:
@@ -272,19 +276,20 @@ def _microseconds(config: Sm90SparseConfig, tokens: int, heads: int, keys: int, 
     stage_keys, stage_us = BLOCK_N, NARROW_STAGE_US if config.record in VALUES else STAGE_US[config.cluster_mode]
     if config.few_heads:
         stage_keys, stage_us = FEW_KEYS, FEW_STAGE_US
-    if config.reduces and (splits % 2 or tokens * splits * tiles > config.clustered_blocks):
+    reduced = config.reduced_splits
+    if reduced > 1 and (splits % reduced or tokens * splits * tiles > config.clustered_blocks):
         return inf
     groups = groups_of(config.arch, tokens * splits, tiles)
     waves = -(-tokens * splits // groups)
     split_keys = -(-stages // splits) * BLOCK_N
     spent = waves * -(-split_keys // stage_keys) * stage_us + (waves - 1) * TILE_US
-    partials = splits // 2 if config.reduces else splits
+    partials = splits // reduced
     if partials == 1:
-        return spent
+        return spent + REDUCE_WHOLE_US.get(reduced, 0.0) * tiles
     written = tokens * heads * partials * values * 4 / (PARTIAL_SHARE * config.arch.memory_bytes_per_s / 1e6)
     late = early_share(config.arch, tokens * heads, partials, config.arch.compute_units - groups * tiles) < 1
-    if config.reduces:
-        return spent + REDUCE_US + written + late * REDUCED_LATE_US
+    if reduced > 1:
+        return spent + REDUCE_US[reduced] + written + late * REDUCED_LATE_US
     return spent + written + late * LATE_US
 
 
@@ -296,7 +301,9 @@ def _split(config: Sm90SparseConfig, args: SparseDecodeArgs, shape: Shape) -> tu
     chosen = _for_splits(config, args, shape, splits)
     if chosen is config and not splits.size and not shape.plan_words:
         chosen = fastest(config, *sizes, splits.number)
-    return chosen, splits._replace(partials=splits.number // 2) if chosen.reduces else splits
+    if chosen.reduced_splits > 1:
+        splits = splits._replace(partials=splits.number // chosen.reduced_splits)
+    return chosen, splits
 
 
 def fastest(config: Sm90SparseConfig, tokens: int, heads: int, keys: int, splits: int) -> Sm90SparseConfig:
@@ -366,6 +373,7 @@ def _spec(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: Spa
     if config.swaps:
         swapped = f"keys are the first operand: {config.instance}, whose blocks have {config.q_rows} query rows"
         notes.append(swapped)
-    if config.reduces:
-        notes.append(f"clusters add the results of two splits of a query token each: {config.instance}")
+    if config.reduced_splits > 1:
+        count = {2: "two", 4: "four"}[config.reduced_splits]
+        notes.append(f"clusters add the results of {count} splits of a query token each: {config.instance}")
     return call_of(launch, merge, shape, slots, args.head_dim_v, copies, temporaries, notes)

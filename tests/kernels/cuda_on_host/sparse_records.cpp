@@ -53,9 +53,9 @@ using Kernel = DecodeKernel<Traits, SparseTileScheduler, Producer>;
 constexpr int BLOCK_ROWS = BLOCK_M;
 #endif
 #if defined(FEW_HEADS) || defined(Q_ROWS)
-constexpr bool MERGES_SPLITS = false;
+constexpr int MERGED = 1;  // splits that a cluster merges
 #else
-constexpr bool MERGES_SPLITS = Traits::Cluster::MERGES_SPLITS;
+constexpr int MERGED = Traits::Cluster::MERGES_SPLITS ? Traits::Cluster::SPLITS : 1;
 #endif
 constexpr int WIDTH = KV_FORMAT::HEAD_DIM_QK;
 constexpr bool BARE = !KV_FORMAT::HAS_SCALES, AS_STORED = !KV_FORMAT::NEEDS_DEQUANT;
@@ -138,7 +138,7 @@ struct Case {
   int heads, tokens, splits, groups;
   std::string what;
   std::vector<HostPool> pools;
-  int partials = MERGES_SPLITS ? splits / 2 : splits;
+  int partials = splits / MERGED;
   std::mt19937 random{7};
   std::normal_distribution<float> normal;
 

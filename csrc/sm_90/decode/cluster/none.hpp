@@ -1,6 +1,7 @@
 // The cluster modes. Each is a type with the hooks of ClusterMode, and a parameter of DecodePolicy:
 //   ClusterNone        no cluster: every CTA for itself
 //   ClusterReduceO     two KV splits of a sequence; each CTA keeps half of the columns of O and sends the other half
+//   ClusterReduceFour  four KV splits of a sequence; each CTA keeps a quarter of the columns of O
 //   ClusterReduceLast  two SM parts of a plan; they end with the same sequence, and reduce these two work tiles alone
 //   ClusterExchangeP   two KV splits of a sequence; each CTA sends its P and computes half of the columns of both
 //   ClusterShareKv     two row tiles of a sequence; what one CTA brings of their keys comes to both
@@ -18,8 +19,10 @@ struct ClusterMode {
   static constexpr bool SHARES_KV = false;
   static constexpr bool REDUCES_O = false;
   static constexpr bool EXCHANGES_P = false;
-  static constexpr bool MERGES_SPLITS = false;  // two CTAs merge two KV splits; each has one work tile, or none
-  static constexpr int SPLITS_APART = 1;        // how far apart their numbers in the cluster are
+  static constexpr bool REDUCES_FOUR = false;
+  static constexpr bool MERGES_SPLITS = false;  // CTAs merge their KV splits; each has one work tile, or none
+  static constexpr int SPLITS = 2;              // that are merged
+  static constexpr int SPLITS_APART = 1;        // how far apart in the cluster the numbers of two that merge first are
   static constexpr bool MERGES_LAST = false;    // two CTAs merge their last work tiles where a plan lets them
   static constexpr int STAGES = 5;              // of the KV ring, unless the policy says otherwise
   static constexpr int PEER_STAGES = 0;         // of the ring of the peer's keys

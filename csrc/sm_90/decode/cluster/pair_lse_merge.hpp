@@ -1,5 +1,5 @@
-// The LSE merge of two KV splits of a sequence that the two CTAs of a cluster hold: both QK warpgroups compute it from
-// the row maxima and sums that they send each other, while the last products run.
+// The LSE merge of two KV splits of a sequence that two CTAs of a cluster hold: both QK warpgroups compute it from the
+// row maxima and sums that they send each other, while the last products run. Of four splits, two pairs merge likewise.
 #pragma once
 
 #include "sm_90/decode/cluster/none.hpp"
@@ -55,6 +55,22 @@ MLA_DEVICE float merge_scale(float factor, float part, float inverse) {
   return scale == 0.0f ? NO_CONTRIBUTION : scale;
 }
 
+// A row's max and sum in two parts of its keys, and what O of each part is multiplied by to have the common max.
+struct MergedRow {
+  float max, sum;
+  float own, own_part;  // the factor, and what the part adds to the sum
+  float peer, peer_part;
+
+  MLA_DEVICE MergedRow(float own_max, float own_sum, float peer_max, float peer_sum) {
+    max = fmaxf(own_max, peer_max);
+    own = exp2_approx(own_max - max);
+    peer = exp2_approx(peer_max - max);
+    own_part = own * own_sum;
+    peer_part = peer * peer_sum;
+    sum = own_part + peer_part;
+  }
+};
+
 template <class Traits>
 struct PairOffsets {
   static constexpr int PEER_MAX = SharedStorage<Traits>::CLUSTER_PART + __builtin_offsetof(PairStorage, peer_max);
@@ -63,43 +79,56 @@ struct PairOffsets {
   static constexpr int LSE = SharedStorage<Traits>::CLUSTER_PART + __builtin_offsetof(PairStorage, lse);
 };
 
+// Sends a max and a sum of each of this thread's rows to the peer that is APART, whose mbarrier `full` counts them.
+template <int APART>
+MLA_DEVICE void send_stats(uint32_t max_at, uint32_t full, const float (&row_max)[2], const float (&sum)[2], bool leads) {
+  const uint32_t there = map_to_peer<APART>(max_at);
+  const uint32_t full_there = map_to_peer<APART>(full);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (!leads) continue;
+    peer_store_async(there + half * 32, bit_cast<uint32_t>(row_max[half]), full_there);
+    peer_store_async(there + half * 32 + BLOCK_M * 4, bit_cast<uint32_t>(sum[half]), full_there);
+  }
+}
+
 // From the running max and sum of this thread's rows in this CTA's split, and the peer's in its own: the scales of both
 // splits' O, which is not divided by anything yet nor multiplied by the scale of the values, and the rows' lse. The
-// sink counts where both splits are all of their sequence, `whole`. It uses the approximations that P is computed with,
+// sink counts where the splits are all of their sequence, `whole`. It uses the approximations that P is computed with,
 // because the epilogue waits for it.
 template <class Traits>
 MLA_DEVICE void pair_lse_merge(const typename Traits::Params& params, uint32_t shared, const float (&row_max)[2],
                                const float (&sum)[2], float value_scale, bool whole) {
   using Offsets = PairOffsets<Traits>;
+  using Cluster = typename Traits::Cluster;
   const Mbarriers<Traits> barriers(shared);
   const bool leads = warpgroup_thread() % 4 == 0;
   const uint32_t at = shared + quad_row() * 4;  // and 8 rows further on
-  constexpr int APART = Traits::Cluster::SPLITS_APART;
-  const uint32_t there = map_to_peer<APART>(at + Offsets::PEER_MAX);
-  const uint32_t full = map_to_peer<APART>(ClusterPair::peer_stats_full(barriers));
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (!leads) continue;
-    peer_store_async(there + half * 32, bit_cast<uint32_t>(row_max[half]), full);
-    peer_store_async(there + half * 32 + BLOCK_M * 4, bit_cast<uint32_t>(sum[half]), full);
-  }
+  send_stats<Cluster::SPLITS_APART>(at + Offsets::PEER_MAX, ClusterPair::peer_stats_full(barriers), row_max, sum, leads);
   mbarrier_wait(ClusterPair::peer_stats_full(barriers), 0);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  const auto merged = [&](int half) {
     const uint32_t row_at = at + half * 32;
-    const float peer_max = ld_shared<float>(row_at + Offsets::PEER_MAX);
-    const float peer_sum = ld_shared<float>(row_at + Offsets::PEER_SUM);
-    const float common = fmaxf(row_max[half], peer_max);
-    const float own = exp2_approx(row_max[half] - common), peer = exp2_approx(peer_max - common);
-    const float own_part = own * sum[half], peer_part = peer * peer_sum, both = own_part + peer_part;
-    float denominator = both;
-    if (both != 0.0f && whole && params.attn_sink != nullptr)  // NaN included
-      denominator += sink_term(params, half, common);
+    return MergedRow(row_max[half], sum[half], ld_shared<float>(row_at + Offsets::PEER_MAX),
+                     ld_shared<float>(row_at + Offsets::PEER_SUM));
+  };
+  const auto finish = [&](int half, const MergedRow& row) {
+    const uint32_t row_at = at + half * 32;
+    float denominator = row.sum;
+    if (row.sum != 0.0f && whole && params.attn_sink != nullptr)  // NaN included
+      denominator += sink_term(params, half, row.max);
     const float inverse = __fdividef(value_scale, denominator);
-    if (!leads) continue;
-    st_shared(row_at + Offsets::SCALE, merge_scale(own, own_part, inverse));
-    st_shared(row_at + Offsets::SCALE + BLOCK_M * 4, merge_scale(peer, peer_part, inverse));
-    st_shared(row_at + Offsets::LSE, lse_of_row(common, both));
+    if (!leads) return;
+    st_shared(row_at + Offsets::SCALE, merge_scale(row.own, row.own_part, inverse));
+    st_shared(row_at + Offsets::SCALE + BLOCK_M * 4, merge_scale(row.peer, row.peer_part, inverse));
+    st_shared(row_at + Offsets::LSE, lse_of_row(row.max, row.sum));
+  };
+  if constexpr (Cluster::REDUCES_FOUR) {
+    MergedRow rows[2] = {merged(0), merged(1)};
+    Cluster::merge_neighbour(barriers, at + Offsets::SCALE, rows, leads);
+    for (int half = 0; half < 2; ++half) finish(half, rows[half]);
+  } else {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) finish(half, merged(half));
   }
   mbarrier_arrive(ClusterPair::scales_ready(barriers));
 }

@@ -31,7 +31,8 @@ template <class Traits>
 MLA_DEVICE OutputTarget find_only_rows(const typename Traits::Params& params, const Epilogue<Traits>& epilogue) {
   const int number = static_cast<int>(blockIdx.y);
   const int sequence = Traits::Problem::sequence_of_split(params, number);
-  return epilogue.find_rows(sequence, params.num_splits == 2 ? -1 : number / 2);
+  constexpr int SPLITS = Traits::Cluster::SPLITS;
+  return epilogue.find_rows(sequence, params.num_splits == SPLITS ? -1 : number / SPLITS);
 }
 
 }  // namespace mla::sm_90

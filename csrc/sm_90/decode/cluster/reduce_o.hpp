@@ -67,6 +67,7 @@ struct ClusterReduceO : ClusterPair {
 // it, and the epilogue's buffers.
 template <class Traits>
 class ReduceO {
+ protected:
   using Params = typename Traits::Params;
   static constexpr int raw_ring() {
     if constexpr (Traits::SELECTED)
@@ -92,17 +93,13 @@ class ReduceO {
 
   // On return the CTA may end.
   MLA_DEVICE void merge(PairO& o, const OutputTarget& target) const {
-    // This warp is converged and done with the ring.
-    peer_mbarrier_arrive(map_to_peer<APART>(ClusterReduceO::peer_ring_drained(barriers_)), warpgroup_thread() % 32 == 0);
+    report_ring_drained();
     if (side_ != static_cast<int>(cluster_rank()) / APART) {
-      named_barrier_sync<PV_BARRIER, 256>();
-      if (has_rows(target)) send(o);
-      mbarrier_wait(ClusterReduceO::peer_ring_drained(barriers_), 0);
-      mbarrier_wait(ClusterReduceO::peer_copy_done(barriers_), 0);
+      send_all(o, target);
     } else {
       named_barrier_arrive<PV_BARRIER, 256>();
       float peer[2];
-      scale(o, target, peer);
+      scale(o, target, peer, side_ == 0);
       if (has_rows(target))
         Epilogue<Traits>(params_, side_ * Traits::WARPGROUP_COLUMNS)
             .store(shared_ + BUFFERS + warpgroup_thread() / 32 * Epilogue<Traits>::BUFFER_BYTES, target,
@@ -112,7 +109,12 @@ class ReduceO {
     }
   }
 
- private:
+ protected:
+  // Tells the peer that this warp, which is converged, is done with the ring.
+  MLA_DEVICE void report_ring_drained() const {
+    peer_mbarrier_arrive(map_to_peer<APART>(ClusterReduceO::peer_ring_drained(barriers_)), warpgroup_thread() % 32 == 0);
+  }
+
   // Whether any of this warp's rows has a query; the answer is the same in both CTAs.
   MLA_DEVICE static bool has_rows(const OutputTarget& target) { return __any_sync(~0u, target.offset[0] != NO_ROW); }
 
@@ -122,6 +124,14 @@ class ReduceO {
     return chunk_offset(tile / CHUNK_TILES) + tile % CHUNK_TILES * 512 + warpgroup_thread() % 32 * 16;
   }
   MLA_DEVICE static uint32_t chunk_offset(int chunk) { return (chunk * 4 + warpgroup_thread() / 32) * CHUNK_BYTES; }
+
+  // Sends all that the peer keeps, and waits until it has it.
+  MLA_DEVICE void send_all(const PairO& o, const OutputTarget& target) const {
+    named_barrier_sync<PV_BARRIER, 256>();
+    if (has_rows(target)) send(o);
+    mbarrier_wait(ClusterReduceO::peer_ring_drained(barriers_), 0);
+    mbarrier_wait(ClusterReduceO::peer_copy_done(barriers_), 0);
+  }
 
   // O goes through this CTA's shared memory and the copy engine, which takes a third less time than remote stores.
   MLA_DEVICE void send(const PairO& o) const {
@@ -151,11 +161,12 @@ class ReduceO {
     peer_mbarrier_arrive(map_to_peer<APART>(ClusterReduceO::peer_copy_done(barriers_)), warpgroup_thread() % 32 == 0);
   }
 
-  // Scales this CTA's O and writes the rows' lse to memory; `peer` becomes the scales of the peer's O.
-  MLA_DEVICE void scale(PairO& o, const OutputTarget& target, float (&peer)[2]) const {
+  // Scales this CTA's O, and writes the rows' lse to memory where it `stores_lse`; `peer` becomes the scales of the
+  // peer's O.
+  MLA_DEVICE void scale(PairO& o, const OutputTarget& target, float (&peer)[2], bool stores_lse) const {
     float own[2];
     mbarrier_wait(ClusterPair::scales_ready(barriers_), 0);
-    if (side_ == 0) Epilogue<Traits>(params_, 0).store_lse(target, shared_ + PairOffsets<Traits>::LSE);
+    if (stores_lse) Epilogue<Traits>(params_, 0).store_lse(target, shared_ + PairOffsets<Traits>::LSE);
     load_merge_scales<Traits>(shared_, 0, own);
     load_merge_scales<Traits>(shared_, 1, peer);
     clear_no_contribution(o, own);
