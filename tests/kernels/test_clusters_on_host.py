@@ -56,7 +56,7 @@ SPARSE_PROBLEMS = {
         "300 2 6 12 ragged 16 9 290",
     ],
 }
-IN_DEFAULT = ("v32, share_kv", "dsv4, share_and_reduce")
+IN_DEFAULT = ("v32, share_kv", "dsv4, share_and_reduce", "dsv4, reduce_four")
 
 
 def sparse(record, mode):
