@@ -143,7 +143,7 @@ SCALED_FAULTS = {
         *("size = max(size, __shfl_xor_sync(~0u, size, 2));", ""),
     ),
     "the wrong row": (SCALED, "scaled_queries.hpp", "+ half * 512 +", "+ half * 256 +"),
-    "the other row's scale": (SCALED, "mainloop_qk.hpp", "? row_scale_[half] : scale_", "? row_scale_[0] : scale_"),
+    "the other row's scale": (SCALED, "qk_rows.hpp", "? row_scale_[half] : scale_", "? row_scale_[0] : scale_"),
     "not scaled back": (SCALED, "mainloop_qk.hpp", "(scale_ * inverse_power(power[half]))", "(scale_)"),
 }
 FOLDED = "folded", "bf16", "tma"

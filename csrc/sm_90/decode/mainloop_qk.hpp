@@ -12,28 +12,29 @@
 #include "sm_90/decode/max_logits.hpp"
 #include "sm_90/decode/named_barriers.hpp"
 #include "sm_90/decode/q_as_stored.hpp"
-#include "sm_90/decode/softmax.hpp"
+#include "sm_90/decode/qk_rows.hpp"
 
 namespace mla::sm_90 {
 
 template <class Traits>
-class QkSoftmax {
+class QkSoftmax : QkRows<Traits> {
+  using Base = QkRows<Traits>;
+  using typename Base::Params;
+  using Base::SELECTED, Base::params_, Base::scale_, Base::tile_, Base::present_, Base::row_scale_, Base::row_max_;
+  using Base::row_sum_, Base::scale_of, Base::scale_of_values, Base::mask, Base::raise_row_max;
   using Element = typename Traits::Element;
-  using Params = typename Traits::Params;
   using Cluster = typename Traits::Cluster;
   using Storage = SharedStorage<Traits>;
   using MaxLogits = MaxLogitsOf<Traits>;
   using QOperand = QOperandOf<Traits>;
-  static constexpr bool SELECTED = Traits::SELECTED;
   // Few CTAs with windows or trees: a second copy of the product and of the mask would have to come from L2, too.
   static constexpr bool ONE_COPY = HAS_MASKS && Cluster::EXCHANGES_P;
 
  public:
   MLA_DEVICE QkSoftmax(const Params& params, uint32_t shared)
-      : params_(params),
+      : Base(params),
         barriers_(shared),
         shared_(shared),
-        scale_(params.softmax_scale * LOG2_E),
         p_to_(p_fragment(warpgroup_thread())) {}
 
   MLA_DEVICE void run() {
@@ -90,7 +91,7 @@ class QkSoftmax {
     const QPlace place;
     const int box = Traits::q_box_bytes(params_);
     float power[2];
-    find_key_limits();
+    this->find_key_limits();
     named_barrier_sync<128>(QK_BARRIER);  // the other warps' wgmma of the last tile read Q, too
     if constexpr (Traits::SCALES_Q) find_powers(box, power);
 #pragma unroll
@@ -114,24 +115,6 @@ class QkSoftmax {
     }
     ScaledQueries::find_powers<Traits::Q_BOXES>(stages, box, power);
     for (int half = 0; half < 2; ++half) row_scale_[half] = nonzero_scale(scale_ * inverse_power(power[half]));
-  }
-
-  // The scale of a score of this thread's first or second row.
-  MLA_DEVICE float scale_of(int half) const { return Traits::SCALES_Q ? row_scale_[half] : scale_; }
-
-  // How many keys this thread's rows see.
-  MLA_DEVICE void find_key_limits() {
-    const Queries queries(params_, tile_.sequence);
-    const Heads heads(params_);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const QueryRow row(heads, queries, first_row() + quad_row() + half * 8);
-      if constexpr (!SELECTED) key_limit_[half] = row.key_limit(params_, queries, tile_);
-      // Data in rows without a query may not raise the running max of the warp's other rows.
-      if (!row.valid) row_max_[half] = INFINITE;
-    }
-    if constexpr (!SELECTED)
-      common_limit_ = common_limit(params_, heads, queries, tile_, tile_.template first_stage<Traits::SPLIT_ALIGNMENT>());
   }
 
   // Releases a Q stage. kv_empty expects the arrivals of the PV warpgroups, which never read Q: these 128 threads
@@ -241,7 +224,7 @@ class QkSoftmax {
                                       scale_of_values(), merges_whole_sequence());
     float inverse[2];
     float lse[2];
-    finish_rows(inverse, lse);
+    this->finish_rows(inverse, lse);
     const uint32_t row = p_stage() + quad_row() * 4;
     mbarrier_wait(barriers_.p_empty(p_.stage), p_.parity ^ 1);
     if constexpr (Traits::FOLDS) {
@@ -265,39 +248,6 @@ class QkSoftmax {
     }
     write_command(command);
     publish_p();
-  }
-
-  // Scores of keys that a row does not see become -inf.
-  MLA_DEVICE void mask(float (&s)[SCORES], int first) {
-    if constexpr (SELECTED) {
-      mask_absent(s, present_);
-    } else if (__builtin_expect(first + BLOCK_N > common_limit_, 0)) {
-      mask_unseen(s, first, key_limit_);
-      if (has_window_or_tree(params_)) mask_window_or_tree(s, first);
-    }
-  }
-
-  // The same for a window or a tree. Behind the last row's first key a window masks no more.
-  MLA_DEVICE void mask_window_or_tree(float (&s)[SCORES], int first) {
-    const Queries queries(params_, tile_.sequence);
-    const Heads heads(params_);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const QueryRow row(heads, queries, first_row() + quad_row() + half * 8);
-      mask_absent(s, row.seen_bits(params_, queries, tile_.length, first), half);
-    }
-    common_limit_ = common_limit(params_, heads, queries, tile_, first + BLOCK_N);
-  }
-
-  // Raises the running max of this warp's rows to their largest scores so far; `factor` rescales O and the row sums.
-  MLA_DEVICE void raise_row_max(const float (&s)[SCORES], float (&factor)[2]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float raised = fmaxf(row_max_[half], quad_max(largest_score(s, half)) * scale_of(half));
-      factor[half] = exp2_approx(row_max_[half] - raised);
-      row_max_[half] = raised;
-      row_sum_[half] *= factor[half];
-    }
   }
 
   // Whether this is lane 0, which stores the first of its warp's 16 rows of 32 bytes.
@@ -351,23 +301,6 @@ class QkSoftmax {
   // be NaN. Their scores are masked, so a warp that reads them as keys before or after does no harm.
   MLA_DEVICE void clear_values(int stage, int first, int end) {
     clear_keys<Traits, Traits::HEAD_DIM_V>(shared_ + Storage::KV + stage * Traits::STAGE_BYTES, first, end);
-  }
-
-  // The scale of the values. It is loaded anew for every tile, because there is no register to keep it in.
-  MLA_DEVICE float scale_of_values() const { return value_scale<Traits>(params_); }
-
-  // The scale of the values / denominator of this thread's rows, and their lse without the sink.
-  MLA_DEVICE void finish_rows(float (&inverse)[2], float (&lse)[2]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float sum = quad_sum(row_sum_[half]);
-      const bool any = sum != 0.0f;  // NaN included
-      float denominator = sum;
-      if (any && tile_.partial_row < 0 && params_.attn_sink != nullptr)
-        denominator += sink_term(params_, half, row_max_[half]);
-      inverse[half] = any ? __fdividef(scale_of_values(), denominator) : 0.0f;
-      lse[half] = lse_of_row(row_max_[half], sum);
-    }
   }
 
   MLA_DEVICE void one_tile() {
@@ -453,23 +386,14 @@ class QkSoftmax {
     return first + BLOCK_N;
   }
 
-  const Params& params_;
   Mbarriers<Traits> barriers_;
   uint32_t shared_;
-  float scale_;
   uint32_t p_to_;             // where this lane's row of P goes in a P stage
   bool stage_ready_ = false;  // the next KV stage was seen to be full
   PipelineState<Traits::STAGES> kv_;
   PipelineState<Traits::P_STAGES> p_;
   PipelineState<Traits::TILE_STAGES> tiles_;
-  WorkTile tile_;
   int info_;          // TileInfo of the tile
-  int key_limit_[2];  // one past the last key that this thread's rows see; like the next, unused in sparse decode
-  int common_limit_;  // one past the last key that every row of the sequence sees
-  uint32_t present_;  // used only in sparse decode: a bit for each key of the stage whose scores come next
-  float row_scale_[2];  // used only with SCALES_Q: the scales of this thread's rows
-  float row_max_[2];  // the running max of this thread's rows, in units of log2
-  float row_sum_[2];
   PipelineState<Traits::RAW_STAGES> raw_;  // used only with SCORES_AS_STORED
   QOperand q_;
   RowFolds folds_;  // used only with FOLDS
