@@ -225,6 +225,12 @@ def test_split_counts_are_the_best_that_an_h100_measured(monkeypatch, record, to
         ("dsv4", 8, 128, 1152, 6, "share_and_reduce"),
         ("dsv4", 14, 128, 1152, 4, "reduce_four"),
         ("v32", 12, 128, 2048, 4, "reduce_four"),
+        ("dsv4", 20, 16, 640, 5, "none"),
+        ("dsv4", 24, 16, 640, 4, "reduce_four"),
+        ("v41", 24, 8, 640, 5, "none"),
+        ("dsv4", 32, 16, 640, 4, "none"),
+        ("v41", 64, 16, 640, 2, "reduce_o"),
+        ("v32", 64, 16, 2048, 2, "none"),
         ("dsv4", 24, 128, 1152, 2, "share_and_reduce"),
         ("v32", 29, 128, 2048, 2, "share_and_reduce"),
         ("v32", 30, 128, 2048, 2, "reduce_o"),
@@ -234,8 +240,10 @@ def test_split_counts_are_the_best_that_an_h100_measured(monkeypatch, record, to
 )
 def test_clusters_reduce_where_that_was_faster(record, tokens, heads, keys, splits, mode):
     """On an H200 (S36 and S39 in csrc/sm_90/sparse_decode/PERF.md)."""
-    assert best_splits(H200, record, tokens, heads, keys) == splits
     config = Sm90SparseConfig(H200, record, "share_kv" if heads == 128 else "none")
+    if heads <= FEW_ROWS:
+        config = Sm90SparseConfig(H200, record, q_rows=FEW_ROWS, few_heads=True)
+    assert sm_90.best_splits(config, tokens, heads, keys) == splits
     assert sm_90.fastest(config, tokens, heads, keys, splits).cluster_mode == mode
 
 

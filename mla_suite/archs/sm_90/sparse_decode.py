@@ -106,6 +106,7 @@ FEW_KEYS = 64  # of its stages
 STAGE_US = {"none": 1.0, "share_kv": 0.9, "reduce_o": 1.0, "share_and_reduce": 0.9, "reduce_four": 1.0}
 """What the CTAs of a cluster share -> 32 keys on one SM."""
 FEW_STAGE_US = 1.8  # 64 keys on one SM, of the kernel for few heads
+TALL_US = 0.4  # more of a kernel of 64 query rows where there is that one
 NARROW_STAGE_US = 0.46  # 32 keys of 128 + 32 values, on the same H100
 TILE_US = (
     7.5  # each further work tile of a CTA: its first keys are looked up, copied and dequantised before any product
@@ -171,6 +172,8 @@ class Sm90SparseConfig:
     @cached_property
     def reducing(self) -> tuple[Sm90SparseConfig, ...]:
         """The instances for the same calls whose clusters reduce O."""
+        if self.few_heads:
+            return Sm90SparseConfig(self.arch, self.record).reducing
         if self.record not in REDUCED or self.q_rows != BLOCK_M:
             return ()
         return tuple([replace(self, cluster_mode=mode) for mode in REDUCING.get(self.cluster_mode, ())])
@@ -283,6 +286,8 @@ def _microseconds(config: Sm90SparseConfig, tokens: int, heads: int, keys: int, 
     waves = -(-tokens * splits // groups)
     split_keys = -(-stages // splits) * BLOCK_N
     spent = waves * -(-split_keys // stage_keys) * stage_us + (waves - 1) * TILE_US
+    if heads <= FEW_ROWS and config.record in FEW_HEADS and not config.few_heads:
+        spent += TALL_US
     partials = splits // reduced
     if partials == 1:
         return spent + REDUCE_WHOLE_US.get(reduced, 0.0) * tiles
