@@ -27,6 +27,8 @@ FP8_LARGEST = {"e4m3fn": 448.0, "e4m3fnuz": 240.0}
 
 ROW = ("latent", "rope")
 """Names of the fields that hold a row's values."""
+FIELDS = (*ROW, "scale", "pad")
+"""Names that fields have."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Field:
     per_block: int = 0
 
     def __post_init__(self) -> None:
+        if self.encoding not in ENCODING_BITS:
+            raise ValueError(f"field {self.name}: encoding {self.encoding}; possible are {', '.join(ENCODING_BITS)}")
         if self.count * ENCODING_BITS[self.encoding] % 8:
             raise ValueError(f"field {self.name}: {self.count} values of {self.encoding} are not whole bytes")
 
@@ -90,7 +94,8 @@ class KVFormat:
 
     A cache is a tensor `[num_pages, page_size, width]` of `dtypes[0]` (any of `dtypes` is accepted); `width` counts
     elements of that dtype. The row a token stands for is its `latent` values followed by its `rope` values, `head_dim`
-    in all; V is the first `head_dim_v` of them.
+    in all; V is the first `head_dim_v` of them. ValueError says what could not be stored or read back: fields that
+    leave bytes of a block to none or to two of them, scales of more values than a row has.
     """
 
     name: str
@@ -102,6 +107,10 @@ class KVFormat:
     scale_rule: ScaleRule | None = None
     per_tensor_descale: bool = False
     block_multiple: int = 1
+
+    def __post_init__(self) -> None:
+        if wrong := _names_wrong(self) or _sizes_wrong(self) or _places_wrong(self):
+            raise ValueError(f"kv_format {self.name!r}: {wrong}")
 
     @functools.cached_property
     def by_name(self) -> dict[str, Field]:
@@ -229,6 +238,43 @@ class KVFormat:
             named[prefix + "STRIDE"] = field.stride
             named[prefix + "PER_BLOCK"] = field.per_block
         return named
+
+
+def _names_wrong(fmt: KVFormat) -> str:
+    """What is wrong with a format's fields as they are named; empty where nothing is, as of the next two."""
+    names = [field.name for field in fmt.fields]
+    if "latent" not in names or len(set(names)) < len(names) or not set(names) <= set(FIELDS):
+        return f"its fields are {', '.join(names)}; it has latent, and at most one of each other of {', '.join(FIELDS)}"
+    if ("scale" in names) != (fmt.scale_rule is not None):
+        return "it has a scale field or a scale_rule alone; declare both or neither"
+    return ""
+
+
+def _sizes_wrong(fmt: KVFormat) -> str:
+    if not 1 <= fmt.head_dim_v <= fmt.head_dim:
+        return f"head_dim_v is {fmt.head_dim_v}; V is 1 to all {fmt.head_dim} values of a row"
+    if not fmt.dtypes or fmt.token_bytes % fmt.element_bytes:
+        return f"tokens of {fmt.token_bytes} bytes are no whole elements of {fmt.dtypes}"
+    if fmt.scale_rule is not None and not 1 <= fmt.scaled <= fmt.head_dim:
+        scales, tile = fmt.by_name["scale"].count, fmt.scale_rule.tile
+        return f"{scales} scales of {tile} values each are not those of a row of {fmt.head_dim}"
+    return ""
+
+
+def _places_wrong(fmt: KVFormat) -> str:
+    for page_size in (1, 2, 3):
+        spans = [
+            (field.start(token, page_size), field.bytes, field.name)
+            for token in range(page_size)
+            for field in fmt.fields
+        ]
+        end = 0
+        for start, size, name in sorted(spans):
+            if start != end:
+                fields = "no field" if start > end else f"{name} and in another field"
+                return f"byte {min(start, end)} of a block of {page_size} token{'s' * (page_size > 1)} is in {fields}"
+            end += size
+    return ""
 
 
 @functools.lru_cache(maxsize=256)

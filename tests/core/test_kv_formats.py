@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import struct
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_suite.__main__ import main
-from mla_suite.kv_formats import KV_FORMATS, get_kv_format
+from mla_suite.kv_formats import KV_FORMATS, Field, ScaleRule, get_kv_format
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import encode as encode_module
 from mla_suite.kv_formats.encode import ELEMENT_DTYPES, decode, encode, tile_scales
@@ -297,6 +298,34 @@ def test_bad_caches_are_refused_in_a_sentence(case):
 def test_what_is_no_cache_is_neither_packed_unpacked_nor_validated(call, message):
     with pytest.raises((ValueError, TypeError), match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"fields": (Field("latents", "bf16", 576, 0, 1152),)}, "its fields are latents; it has latent, and at most"),
+        ({"fields": (Field("latent", "bf16", 64, 0, 128),) * 2}, "its fields are latent, latent; it has latent"),
+        ({"scale_rule": None}, "it has a scale field or a scale_rule alone; declare both or neither"),
+        ({"head_dim_v": 577}, "head_dim_v is 577; V is 1 to all 576 values"),
+        ({"dtypes": ("float32",), "fields": (Field("latent", "bf16", 511, 0, 1022),), "scale_rule": None},
+         "tokens of 1022 bytes are no whole elements"),
+        ({"scale_rule": ScaleRule(256, 448.0, 1e-4, False)}, "4 scales of 256 values each are not those of a row of 576"),
+        ({"fields": (Field("latent", "e4m3fn", 512, 0, 656), Field("scale", "fp32", 4, 512, 656),
+                     Field("rope", "bf16", 64, 512, 656))}, "byte 512 of a block of 1 token is in rope and in another"),
+        ({"fields": (Field("latent", "e4m3fn", 512, 0, 656), Field("scale", "fp32", 4, 512, 656),
+                     Field("rope", "bf16", 64, 544, 656))}, "byte 528 of a block of 1 token is in no field"),
+        ({"fields": (Field("latent", "e4m3fn", 512, 0, 512), Field("scale", "fp32", 4, 0, 32, 512))},
+         "byte 1040 of a block of 2 tokens is in no field"),
+    ],
+)  # fmt: skip
+def test_a_format_that_cannot_be_read_back_is_refused_where_it_is_declared(changed, message):
+    with pytest.raises(ValueError, match=f"kv_format 'v32': {message}"):
+        dataclasses.replace(get_kv_format("v32"), **({"head_dim_v": 64} | changed))
+
+
+def test_a_field_of_an_unknown_encoding_is_refused():
+    with pytest.raises(ValueError, match="field latent: encoding int8; possible are bf16, fp16"):
+        Field("latent", "int8", 512, 0, 512)
 
 
 def test_an_import_under_another_default_device_changes_nothing():
