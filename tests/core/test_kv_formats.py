@@ -309,7 +309,7 @@ def test_what_is_no_cache_is_neither_packed_unpacked_nor_validated(call, message
         ({"head_dim_v": 577}, "head_dim_v is 577; V is 1 to all 576 values"),
         ({"dtypes": ("float32",), "fields": (Field("latent", "bf16", 511, 0, 1022),), "scale_rule": None},
          "tokens of 1022 bytes are no whole elements"),
-        ({"scale_rule": ScaleRule(256, 448.0, 1e-4, False)}, "4 scales of 256 values each are not those of a row of 576"),
+        ({"scale_rule": ScaleRule(256, 448.0, 1e-4, False)}, "4 scales of 256 values each are not those"),
         ({"fields": (Field("latent", "e4m3fn", 512, 0, 656), Field("scale", "fp32", 4, 512, 656),
                      Field("rope", "bf16", 64, 512, 656))}, "byte 512 of a block of 1 token is in rope and in another"),
         ({"fields": (Field("latent", "e4m3fn", 512, 0, 656), Field("scale", "fp32", 4, 512, 656),
