@@ -282,27 +282,30 @@ def _assembled(splits: Splits, batch: int, num_sm_parts: int) -> torch.Tensor:
     return plan
 
 
+# Another library's tensor -> the plans it was written from, by their batch.
 _remembered: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def store(key: torch.Tensor, plan: torch.Tensor, batch: int) -> None:
     """Keep the plan that another library's tensor `key` was written from, as long as that tensor lives.
 
-    A second plan of the same size is copied over the first, so a captured graph that reads it sees the new one.
+    A second plan of the same batch and size is copied over the first, so a captured graph that reads it sees the new
+    one. Plans of other batches stay where they are, since a server captures a graph for each over the same buffers.
     Traced code has no tensors to store a plan for, and reads the lists back.
     """
     if torch.compiler.is_dynamo_compiling():
         return
-    known = lookup(key, batch)
+    plans: dict[int, torch.Tensor] = _remembered.setdefault(key, {})
+    known = plans.get(batch)
     if known is not None and known.shape == plan.shape:
         known.copy_(plan)
     else:
-        _remembered[key] = (batch, plan)
+        plans[batch] = plan
 
 
 def lookup(key: torch.Tensor, batch: int) -> torch.Tensor | None:
     """The plan that `store` kept for this very tensor and batch, if any; none in traced code."""
     if torch.compiler.is_dynamo_compiling():
         return None
-    kept: tuple[int, torch.Tensor] | None = _remembered.get(key)
-    return kept[1] if kept is not None and kept[0] == batch else None
+    plans: dict[int, torch.Tensor] = _remembered.get(key, {})
+    return plans.get(batch)

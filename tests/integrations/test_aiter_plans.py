@@ -41,6 +41,21 @@ def test_metadata_for_the_next_step_goes_into_the_same_plan():
     grown.check(lse, grown.expected())
 
 
+def test_steps_of_another_batch_leave_the_plan_where_a_captured_step_reads_it():
+    """A server captures a step for each of several batches, all over the same buffers."""
+    step, fewer = Step([700, 2, 130], [1] * 3), Step([50, 9], [1] * 2)
+    made = step.metadata()
+    captured = metadata_convert.lookup(made["work_info_set"], 3)
+    captured.fill_(-1)
+    fewer.fill(made)
+    step.fill(made)
+    assert metadata_convert.lookup(made["work_info_set"], 3) is captured
+    read = metadata_convert.from_aiter(made["work_indptr"], made["work_info_set"], step.kv_indptr, page_size=1)
+    assert torch.equal(captured, read)
+    _, lse = aiter.mla_decode_fwd(*step.args, return_lse=True, **made)
+    step.check(lse, step.expected())
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
