@@ -298,7 +298,8 @@ def store(key: torch.Tensor, plan: torch.Tensor, batch: int) -> None:
     plans: dict[int, torch.Tensor] = _remembered.setdefault(key, {})
     known = plans.get(batch)
     if known is not None and known.shape == plan.shape:
-        known.copy_(plan)
+        with torch.inference_mode():  # outside of it torch refuses to write a plan that was made inside
+            known.copy_(plan)
     else:
         plans[batch] = plan
 

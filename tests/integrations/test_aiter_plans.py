@@ -56,6 +56,17 @@ def test_steps_of_another_batch_leave_the_plan_where_a_captured_step_reads_it():
     step.check(lse, step.expected())
 
 
+def test_a_plan_made_in_inference_mode_is_renewed_outside_of_it():
+    step = Step([700, 2, 130], [1] * 3)
+    made = {name: torch.empty_like(buffer) for name, buffer in step.metadata().items()}
+    with torch.inference_mode():
+        step.fill(made)
+    grown = Step([1, 1800, 9], [1] * 3)
+    grown.fill(made)
+    _, lse = aiter.mla_decode_fwd(*grown.args, return_lse=True, **made)
+    grown.check(lse, grown.expected())
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
