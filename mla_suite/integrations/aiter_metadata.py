@@ -104,7 +104,10 @@ def get_mla_metadata_v1(
     the host for a tensor that it has not seen, once; a captured or compiled step cannot wait for it, and checks on the
     device that the metadata is of the kind that it was captured with.
 
-    Not read, since they tune AITER's planner: is_causal, kv_granularity, uni_seqlen_qo, fast_mode, max_split_per_batch,
+    max_seqlen_qo is the most query tokens of a sequence, uni_seqlen_qo those of every one. Where neither is given, the
+    device finds the number for the lists, and work is shared out as for one query token.
+
+    Not read, since they tune AITER's planner: is_causal, kv_granularity, fast_mode, max_split_per_batch,
     intra_batch_mode, mla_version and the dtypes.
     """
     name = "get_mla_metadata_v1"
@@ -163,12 +166,15 @@ def get_mla_metadata_v1(
         plan = mla_suite.plan(seq_lens, queries, **sizes)
     except (CallError, RuntimeError) as error:
         restate(name, _WORDS, error)
-    sizes = dict(num_sm_parts=num_sm_parts, page_size=page_size, max_seqlen_q=q_len)
+    longest: int | torch.Tensor = q_len
+    if topk < 0 and max(max_seqlen_qo, uni_seqlen_qo) < 1:
+        longest = torch.nn.functional.pad(queries.diff(), (0, 1), value=1).amax()  # 1 where there is no sequence
+    sizes = dict(num_sm_parts=num_sm_parts, page_size=page_size)
     if spans is None:
-        made = metadata_convert.to_aiter(plan, queries, seqlens_kv_indptr, **sizes)
+        made = metadata_convert.to_aiter(plan, queries, seqlens_kv_indptr, **sizes, max_seqlen_q=longest)
         metadata_convert.store(work_info_set, plan, batch)
     else:
-        made = metadata_convert.aiter_lists(plan, queries, spans, **sizes)
+        made = metadata_convert.aiter_lists(plan, queries, spans, **sizes, max_seqlen_q=longest)
     filled = (work_indptr, work_info_set, reduce_indptr, reduce_final_map, reduce_partial_map)
     for buffer, part in zip(filled, made, strict=True):
         buffer[: part.shape[0]].copy_(part)

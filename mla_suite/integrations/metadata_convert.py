@@ -150,12 +150,13 @@ def to_aiter(
     *,
     num_sm_parts: int,
     page_size: int,
-    max_seqlen_q: int,
+    max_seqlen_q: int | torch.Tensor,
 ) -> AiterPlan:
     """The plan that `mla_suite.plan(..., num_sm_parts=num_sm_parts)` made, as AITER writes it.
 
     There is one query tile per sequence, and splits are rounded down to whole pages. Partial row r of ours begins at
     row r x max_seqlen_q of AITER's partial tensors. Works past work_indptr[-1] have batch -1.
+    max_seqlen_q may be a tensor of no dimension, where the device alone knows it.
     """
     pages = (kv_indptr - kv_indptr[0]).long()
     spans = torch.stack((pages, torch.cat((pages[1:], pages[-1:]))))
@@ -171,7 +172,7 @@ def aiter_lists(
     *,
     num_sm_parts: int,
     page_size: int,
-    max_seqlen_q: int,
+    max_seqlen_q: int | torch.Tensor,
 ) -> AiterPlan:
     """As `to_aiter`, for sequences with pages spans[0][b]..spans[1][b] of kv_indices; spans is int64 [2, batch + 1]."""
     batch = qo_indptr.shape[0] - 1

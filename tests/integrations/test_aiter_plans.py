@@ -85,10 +85,12 @@ def test_buffers_of_another_kind_are_refused_before_any_is_written(name, shape, 
     assert all(set(buffer.flatten().tolist()) == {7} for buffer in made.values())
 
 
-def test_two_stages_by_hand():
+@pytest.mark.parametrize("said", [dict(max_seqlen_qo=2), dict(uni_seqlen_qo=2), {}], ids=["most", "each", "unsaid"])
+def test_two_stages_by_hand(said):
     """The works of a plan done one by one, then `mla_reduce_v1`, as a caller of AITER's low level does."""
     step = Step([700, 0, 130, 64], [2] * 4, page_size=4)
     made = step.metadata()
+    step.fill(made, page_size=4, **said)
     heads, entries = 16, made["reduce_partial_map"].shape[0]
     partial_output = torch.full((entries * 2, 1, heads, 512), torch.nan)
     partial_lse = torch.full((entries * 2, 1, heads, 1), torch.nan)
