@@ -128,7 +128,8 @@ def holder_of(metadata: Any) -> FlashMLASchedMeta | None:
 
 
 def check_config(name: str, holder: FlashMLASchedMeta, config: Config) -> None:
-    if holder.config is None:
+    """Refuses a call unlike the first with this holder. A holder whose have_initialized was set back has none yet."""
+    if holder.config is None or not holder.have_initialized:
         return
     for field, first, now in zip(Config._fields, holder.config, config, strict=True):
         if first != now:

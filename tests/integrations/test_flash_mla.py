@@ -87,6 +87,15 @@ def test_holder_outlives_its_lengths():
     assert holder.tile_scheduler_metadata is made
 
 
+def test_a_holder_that_is_set_back_takes_other_shapes():
+    """FlashMLA looks at what the first call had only while have_initialized is True."""
+    holder, _ = get_mla_metadata()
+    for lengths in ([130, 7], [64, 2, 300]):
+        problem = Dense(lengths)
+        problem.check(problem.queries(), holder, causal=True)
+        holder.have_initialized, holder.tile_scheduler_metadata, holder.num_splits = False, None, None
+
+
 def test_sink_in_a_dense_call():
     problem, sink = Dense([100, 0]), torch.tensor([0.5, -torch.inf, torch.inf, 3.0])
     problem.check(problem.queries(2, 4), causal=True, attn_sink=sink)
