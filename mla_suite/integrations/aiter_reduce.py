@@ -56,7 +56,7 @@ def mla_reduce_v1(
     if max_seqlen_q < 1:
         refuse(name, f"max_seqlen_q is {max_seqlen_q}", "pass the most query tokens of a tile")
     parts = partial_output.squeeze(1) if partial_output.dim() == 4 else partial_output
-    if parts.shape[1:] != (heads, head_dim_v) or partial_lse.numel() != parts.shape[0] * heads:
+    if parts.shape[1:] != (heads, head_dim_v) or not _shaped(partial_lse, (parts.shape[0], heads)):
         given = f"partial_output has shape {tuple(partial_output.shape)}, partial_lse {tuple(partial_lse.shape)}"
         refuse(name, given, f"they take [rows, {heads}, {head_dim_v}] and [rows, {heads}], as final_output has them")
     if final_lse is not None and (final_lse.shape != final_output.shape[:-1] or final_lse.dtype != torch.float32):
@@ -130,7 +130,7 @@ def mla_decode_reduce(
     heads, head_dim_v = reduced.shape[1:]
     splits = num_splits or (partial_output.shape[1] if partial_output.dim() > 1 else 0)
     expected = (T, splits, heads, head_dim_v)
-    if tuple(partial_output.shape) != expected or partial_lse.numel() != math.prod(expected[:3]):
+    if tuple(partial_output.shape) != expected or not _shaped(partial_lse, expected[:3]):
         given = f"partial_output has shape {tuple(partial_output.shape)}, partial_lse {tuple(partial_lse.shape)}"
         refuse(name, given, f"they take [T, num_splits, heads, head_dim_v] = {expected} and the same without the last")
     if splits < 1:
@@ -163,6 +163,11 @@ def _check(name: str, needed: dict[str, Any], optional: dict[str, Any], sizes: d
             refuse(name, f"{argument} is on {value.device}", f"partial_output is on {device}: move it there")
     if needed["partial_lse"].dtype != torch.float32:
         refuse(name, f"partial_lse is {needed['partial_lse'].dtype}", "it takes float32", TypeError)
+
+
+def _shaped(tensor: torch.Tensor, sizes: tuple[int, ...]) -> bool:
+    """Whether a tensor has these sizes in this order, wherever dimensions of one lie between them."""
+    return [size for size in tensor.shape if size != 1] == [size for size in sizes if size != 1]
 
 
 def _natural(lse: torch.Tensor, base2: bool) -> torch.Tensor:

@@ -186,6 +186,8 @@ def test_refused_plans_and_reductions():
     ):
         with pytest.raises(ValueError, match=message):
             aiter.mla_decode_reduce(outs, outs[..., 0], reduced, indptr, *arguments)
+    with pytest.raises(ValueError, match=r"partial_lse \(2, 4, 3\); they take .* and the same without"):
+        aiter.mla_decode_reduce(outs, torch.zeros(2, 4, 3), reduced, indptr, 2)
     with pytest.raises(ValueError, match="num_splits is 0; a query token has 1 or more"):
         aiter.mla_decode_reduce(outs[:, :0], outs[:, :0, :, 0], reduced, indptr, 2)
     with pytest.raises(ValueError, match="partial_output has strides .* side by side"):
@@ -202,6 +204,7 @@ def test_refused_plans_and_reductions():
         (dict(final_lse=torch.full((2, 4), 7.0).bfloat16()), "final_lse is torch.bfloat16"),
         (dict(partial_output=torch.zeros(6, 2, 1024)), r"they take \[rows, 4, 512\] and \[rows, 4\]"),
         (dict(partial_lse=torch.zeros(5, 4)), r"they take \[rows, 4, 512\] and \[rows, 4\]"),
+        (dict(partial_lse=torch.zeros(4, 6)), r"partial_lse \(4, 6\); they take \[rows, 4, 512\] and \[rows, 4\]"),
         (dict(reduce_final_map=torch.tensor([[0, 1]])), r"reduce_indptr has 2 tiles: it takes \[2, 2\]"),
     ],
 )
