@@ -172,7 +172,6 @@ def get_mla_metadata_v1(
     sizes = dict(num_sm_parts=num_sm_parts, page_size=page_size)
     if spans is None:
         made = metadata_convert.to_aiter(plan, queries, seqlens_kv_indptr, **sizes, max_seqlen_q=longest)
-        metadata_convert.store(work_info_set, plan, batch)
     else:
         made = metadata_convert.aiter_lists(plan, queries, spans, **sizes, max_seqlen_q=longest)
     filled = (work_indptr, work_info_set, reduce_indptr, reduce_final_map, reduce_partial_map)
@@ -181,6 +180,8 @@ def get_mla_metadata_v1(
     # Every row is marked, so that a slice of them still says what they are.
     work_info_set[:, metadata_convert.AiterColumn.PAD].fill_(0 if spans is None else TOPK_MARK + topk)
     _remember_topk(work_info_set, DENSE if spans is None else topk)
+    if spans is None:
+        metadata_convert.store(work_info_set, plan, batch)
     reduce_indptr[batch + 1 :] = made.reduce_indptr[-1]  # tiles past the batch merge nothing
     pointers = work_metadata_ptrs.view(torch.int64)
     # Assigned, a number would be copied from host memory, which cannot be captured.
@@ -191,8 +192,7 @@ def get_mla_metadata_v1(
 def _remember_topk(work_info_set: torch.Tensor, topk: int) -> None:
     """Keep what the tensor says as long as nobody writes it; traced code has no tensors to keep it for."""
     if not torch.compiler.is_dynamo_compiling():
-        version = None if work_info_set.is_inference() else work_info_set._version
-        _topk_known[work_info_set] = (topk, version)
+        _topk_known[work_info_set] = (topk, metadata_convert.version(work_info_set))
 
 
 def topk_of(name: str, work_info_set: torch.Tensor) -> int:

@@ -56,8 +56,8 @@ def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta | tor
     With the older arguments, `get_mla_metadata(cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q=None,
     is_fp8_kvcache=False, topk=None)`, the older pair (tile_scheduler_metadata int32 [parts, 8], num_splits int32
     [batch x num_heads_k + 1]), written from a plan of ours with the columns of that time (`OlderFlashMlaColumn`).
-    Passed on as they are they cost nothing per call; a copy of them is read back with some twenty small tensor
-    operations per call, so prefer the holder.
+    Passed on as they are they cost nothing per call; a copy of them, and a pair that was written since, is read back
+    with some twenty small tensor operations per call, so prefer the holder.
     """
     return _older(*args, **kwargs) if args or kwargs else (FlashMLASchedMeta(), None)
 

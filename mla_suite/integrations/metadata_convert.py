@@ -283,8 +283,18 @@ def _assembled(splits: Splits, batch: int, num_sm_parts: int) -> torch.Tensor:
     return plan
 
 
+class _Kept(NamedTuple):
+    plan: torch.Tensor
+    version: int | None  # of the tensor that was written from it
+
+
 # Another library's tensor -> the plans it was written from, by their batch.
 _remembered: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def version(tensor: torch.Tensor) -> int | None:
+    """How often the tensor has been written; None for one of inference mode, which does not count."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def store(key: torch.Tensor, plan: torch.Tensor, batch: int) -> None:
@@ -296,18 +306,19 @@ def store(key: torch.Tensor, plan: torch.Tensor, batch: int) -> None:
     """
     if torch.compiler.is_dynamo_compiling():
         return
-    plans: dict[int, torch.Tensor] = _remembered.setdefault(key, {})
+    plans: dict[int, _Kept] = _remembered.setdefault(key, {})
     known = plans.get(batch)
-    if known is not None and known.shape == plan.shape:
+    if known is not None and known.plan.shape == plan.shape:
         with torch.inference_mode():  # outside of it torch refuses to write a plan that was made inside
-            known.copy_(plan)
-    else:
-        plans[batch] = plan
+            plan = known.plan.copy_(plan)
+    plans[batch] = _Kept(plan, version(key))
 
 
 def lookup(key: torch.Tensor, batch: int) -> torch.Tensor | None:
-    """The plan that `store` kept for this very tensor and batch, if any; none in traced code."""
+    """The plan that `store` kept for this very tensor and batch, if nobody has written the tensor since; none in traced
+    code."""
     if torch.compiler.is_dynamo_compiling():
         return None
-    plans: dict[int, torch.Tensor] = _remembered.get(key, {})
-    return plans.get(batch)
+    kept: dict[int, _Kept] = _remembered.get(key, {})
+    known = kept.get(batch)
+    return known.plan if known is not None and known.version == version(key) else None

@@ -192,6 +192,9 @@ def test_the_older_pair_is_read_only_when_it_was_copied(monkeypatch):
     assert not conversions
     problem.call(problem.queries(), metadata.clone(), num_splits)
     assert len(conversions) == 1
+    metadata.copy_(get_mla_metadata(torch.tensor([30, 700]).int(), 16, 1)[0])  # as a server renews what it captured
+    problem.check(problem.queries(), metadata, num_splits)
+    assert len(conversions) == 2
 
 
 def test_arguments_are_flash_mlas():
