@@ -90,7 +90,8 @@ def check_kinds(
         checks.whole(name, argument, value)
     for argument, value in (flags or {}).items():
         if not isinstance(value, int) or value not in (0, 1):
-            refuse(name, f"{argument} is {value!r}", "it takes True or False", TypeError)
+            given = f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            refuse(name, f"{argument} is {given}", "it takes True or False", TypeError)
 
 
 def absent(module: str, functions: Mapping[str, str]) -> Callable[[str], Callable[..., NoReturn]]:

@@ -44,7 +44,7 @@ def flash_mla_sparse_fwd(
     -> out [s_q, heads, d_v], max_logits [s_q, heads] fp32, lse [s_q, heads] fp32: both natural, of scaled scores,
     without the sink. A query token without keys gives out 0, max_logits -inf, lse +inf. With return_log2_lse=True both
     have base 2, with False None stands for each. use_legacy is not read: it chooses between FlashMLA's own kernels.
-    `out` [s_q, heads, d_v] is written and returned, head slices included; the kernel writes there with
+    `out` [s_q, heads, d_v], by its name, is written and returned, head slices included; the kernel writes there with
     return_log2_lse=False, and otherwise its result is copied. With enable_batch_invariant keys are not split, so the
     bits of a query token do not depend on the others; by default few query tokens share their keys out among CTAs.
 
@@ -52,7 +52,8 @@ def flash_mla_sparse_fwd(
     ignores scores that are NaN. Elsewhere torch computes it, which takes many times as long as the rest.
     """
     optional = dict(attn_sink=attn_sink, topk_length=topk_length, out=out)
-    flags = dict(enable_batch_invariant=enable_batch_invariant)
+    flags = dict(enable_batch_invariant=enable_batch_invariant, use_legacy=use_legacy)
+    flags |= {} if return_log2_lse is None else dict(return_log2_lse=return_log2_lse)
     check_kinds(NAME, dict(q=q, kv=kv, indices=indices), optional, dict(d_v=d_v), flags)
     if kv.dim() != 3 or kv.shape[1] != 1 or indices.dim() != 3 or indices.shape[1] != 1:
         shapes = f"kv has shape {tuple(kv.shape)} and indices {tuple(indices.shape)}"

@@ -111,3 +111,7 @@ def test_sparse_prefill_writes_out(statistics):
         torch.testing.assert_close(more, list(expected[1:]))
     with pytest.raises(ValueError, match=r"out is torch.bfloat16 \(5, 24, 512\)"):
         flash_mla_sparse_fwd(q, kv, indices, SCALE, out=out)
+    with pytest.raises(TypeError, match=r"use_legacy is a tensor \(5, 16, 512\)"):  # in vLLM's copy out has its place
+        flash_mla_sparse_fwd(q, kv, indices, SCALE, 512, None, None, out[:, :16])
+    with pytest.raises(TypeError, match="return_log2_lse is 'no'"):
+        flash_mla_sparse_fwd(q, kv, indices, SCALE, return_log2_lse="no")
