@@ -65,7 +65,7 @@ class AiterColumn(IntEnum):
     Q_END = 3
     KV_START = 4  # index into kv_indices
     KV_END = 5
-    KV_OFFSET = 6  # entries of kv_indices from KV_END to the end of the sequence
+    KV_OFFSET = 6  # tokens from KV_END to the end of the sequence
     PAD = 7
 
 
@@ -151,17 +151,27 @@ def to_aiter(
     num_sm_parts: int,
     page_size: int,
     max_seqlen_q: int | torch.Tensor,
+    kv_last_page_lens: torch.Tensor | None = None,
 ) -> AiterPlan:
     """The plan that `mla_suite.plan(..., num_sm_parts=num_sm_parts)` made, as AITER writes it.
 
     There is one query tile per sequence, and splits are rounded down to whole pages. Partial row r of ours begins at
     row r x max_seqlen_q of AITER's partial tensors. Works past work_indptr[-1] have batch -1.
-    max_seqlen_q may be a tensor of no dimension, where the device alone knows it.
+    max_seqlen_q may be a tensor of no dimension, where the device alone knows it. kv_last_page_lens [batch], the tokens
+    in the last page of each sequence, is needed with pages of several tokens.
     """
     pages = (kv_indptr - kv_indptr[0]).long()
     spans = torch.stack((pages, torch.cat((pages[1:], pages[-1:]))))
+    if page_size > 1 and kv_last_page_lens is None:
+        raise ValueError(f"to_aiter: page_size is {page_size}; give kv_last_page_lens, the tokens in the last pages")
     return aiter_lists(
-        plan, qo_indptr, spans, num_sm_parts=num_sm_parts, page_size=page_size, max_seqlen_q=max_seqlen_q
+        plan,
+        qo_indptr,
+        spans,
+        num_sm_parts=num_sm_parts,
+        page_size=page_size,
+        max_seqlen_q=max_seqlen_q,
+        kv_last_page_lens=kv_last_page_lens,
     )
 
 
@@ -173,6 +183,7 @@ def aiter_lists(
     num_sm_parts: int,
     page_size: int,
     max_seqlen_q: int | torch.Tensor,
+    kv_last_page_lens: torch.Tensor | None = None,
 ) -> AiterPlan:
     """As `to_aiter`, for sequences with pages spans[0][b]..spans[1][b] of kv_indices; spans is int64 [2, batch + 1]."""
     batch = qo_indptr.shape[0] - 1
@@ -184,6 +195,10 @@ def aiter_lists(
     kv_start = torch.minimum(kv_begin + work_tiles[:, WorkTile.FIRST_KEY] // page_size, kv_end)
     split_end = torch.minimum(kv_begin + work_tiles[:, WorkTile.END_KEY] // page_size, kv_end)
     kv_stop = torch.where(work_tiles[:, WorkTile.END_KEY] == OPEN, kv_end, split_end)
+    after = kv_end - kv_stop
+    if kv_last_page_lens is not None and page_size > 1:
+        last = torch.nn.functional.pad(kv_last_page_lens.long(), (0, 1))[owner]  # read of no sequence, too
+        after = torch.where(after > 0, (after - 1) * page_size + last, 0)
     row, queries = work_tiles[:, WorkTile.PARTIAL_ROW], qo_indptr.long()
     works = torch.stack(
         (
@@ -193,7 +208,7 @@ def aiter_lists(
             queries[(owner + 1).clamp(max=batch)],
             kv_start,
             kv_stop,
-            kv_end - kv_stop,
+            after,
             torch.zeros_like(row),
         ),
         dim=1,

@@ -97,7 +97,8 @@ def test_two_stages_by_hand(said):
     final_lse = torch.full((step.total, heads), torch.nan)
     splits = 0
     for work in made["work_info_set"][: int(made["work_indptr"][-1])].tolist():
-        b, row, q_start, q_end, kv_start, kv_end = work[:6]
+        b, row, q_start, q_end, kv_start, kv_end, kv_offset = work[:7]
+        assert kv_offset == max(step.kv_lens[b] - (kv_end - int(step.kv_indptr[b])) * 4, 0)
         for token in range(q_start, q_end):
             visible = step.kv_lens[b] - (q_end - 1 - token)
             first = (kv_start - int(step.kv_indptr[b])) * 4

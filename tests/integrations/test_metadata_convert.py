@@ -106,8 +106,8 @@ def run_aiter(made, kv_indptr, page, toy):
     for begin, end in itertools.pairwise(starts):
         for b, row, q_start, q_end, kv_start, kv_end, kv_offset, _ in works[begin:end]:
             assert (q_start, q_end) == (b, b + 1)
-            assert kv_end + kv_offset == kv_indptr[b + 1]
             first, stop = ((index - int(kv_indptr[b])) * page for index in (kv_start, kv_end))
+            assert kv_offset == max(toy.lengths[b] - stop, 0)
             part = toy.attend(b, first, min(stop, toy.lengths[b]))
             if row < 0:
                 out[q_start] = part[0]
@@ -124,7 +124,8 @@ def run_aiter(made, kv_indptr, page, toy):
 def paged(toy, page):
     pages = (toy.seq_lens + page - 1) // page
     kv_indptr = torch.cat((pages.new_zeros(1), pages.cumsum(0))).int()
-    return torch.arange(len(toy.lengths) + 1, dtype=torch.int32), kv_indptr
+    last = toy.seq_lens - (pages - 1) * page  # tokens in the last page; read of no sequence without pages
+    return torch.arange(len(toy.lengths) + 1, dtype=torch.int32), kv_indptr, last
 
 
 CHOICES = [{}, {"num_splits": 3}, {"split_size": 192}]
@@ -164,9 +165,9 @@ def test_columns_of_the_older_format():
 def test_aiter_and_back(name, page, choices):
     toy, num_sm_parts = Toy(LENGTHS[name]), 5
     plan, expected = toy.plan(num_sm_parts, **choices), toy.expected()
-    qo_indptr, kv_indptr = paged(toy, page)
+    qo_indptr, kv_indptr, last = paged(toy, page)
     theirs = metadata_convert.to_aiter(
-        plan, qo_indptr, kv_indptr, num_sm_parts=num_sm_parts, page_size=page, max_seqlen_q=1
+        plan, qo_indptr, kv_indptr, num_sm_parts=num_sm_parts, page_size=page, max_seqlen_q=1, kv_last_page_lens=last
     )
     torch.testing.assert_close(run_aiter(theirs, kv_indptr, page, toy), expected)
     back = metadata_convert.from_aiter(theirs.work_indptr, theirs.work_info_set, kv_indptr, page_size=page)
@@ -177,10 +178,10 @@ def test_aiter_and_back(name, page, choices):
 def test_a_balanced_plan_survives_both_ways_word_for_word(name):
     toy, num_sm_parts = Toy(LENGTHS[name]), 7
     plan = mla_suite.plan(toy.seq_lens, num_heads=16, num_sm_parts=num_sm_parts, max_seqlen_kv=0)
-    qo_indptr, kv_indptr = paged(toy, 64)
+    qo_indptr, kv_indptr, last = paged(toy, 64)
     flash = metadata_convert.to_flash_mla(plan, toy.seq_lens, num_sm_parts=num_sm_parts)
     aiter = metadata_convert.to_aiter(
-        plan, qo_indptr, kv_indptr, num_sm_parts=num_sm_parts, page_size=64, max_seqlen_q=1
+        plan, qo_indptr, kv_indptr, num_sm_parts=num_sm_parts, page_size=64, max_seqlen_q=1, kv_last_page_lens=last
     )
     assert torch.equal(metadata_convert.from_flash_mla(flash.tile_scheduler_metadata, len(toy.lengths)), plan)
     assert torch.equal(
@@ -203,9 +204,9 @@ def test_sequences_dealt_out_of_order(monkeypatch):
     theirs = metadata_convert.to_flash_mla(in_order, toy.seq_lens, num_sm_parts=num_sm_parts)
     torch.testing.assert_close(run_flash_mla(*theirs, toy), toy.expected())
     # AITER's lists name a sequence with every work, so they keep any order.
-    qo_indptr, kv_indptr = paged(toy, 64)
+    qo_indptr, kv_indptr, last = paged(toy, 64)
     theirs = metadata_convert.to_aiter(
-        plan, qo_indptr, kv_indptr, num_sm_parts=num_sm_parts, page_size=64, max_seqlen_q=1
+        plan, qo_indptr, kv_indptr, num_sm_parts=num_sm_parts, page_size=64, max_seqlen_q=1, kv_last_page_lens=last
     )
     torch.testing.assert_close(run_aiter(theirs, kv_indptr, 64, toy), toy.expected())
     back = metadata_convert.from_aiter(theirs.work_indptr, theirs.work_info_set, kv_indptr, page_size=64)
@@ -283,6 +284,13 @@ def test_a_plan_of_another_size_is_refused():
     toy = Toy([100, 200])
     with pytest.raises(ValueError, match="give the batch and num_sm_parts that mla_suite.plan was given"):
         metadata_convert.to_flash_mla(toy.plan(4)[:20], toy.seq_lens, num_sm_parts=4)
+
+
+def test_pages_of_several_tokens_need_the_tokens_of_the_last():
+    toy = Toy([100, 200])
+    qo_indptr, kv_indptr, _ = paged(toy, 16)
+    with pytest.raises(ValueError, match="page_size is 16; give kv_last_page_lens"):
+        metadata_convert.to_aiter(toy.plan(4), qo_indptr, kv_indptr, num_sm_parts=4, page_size=16, max_seqlen_q=1)
 
 
 def test_a_remembered_plan_lives_as_long_as_its_tensor_and_stays_in_place():
