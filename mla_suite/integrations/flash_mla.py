@@ -24,7 +24,7 @@ from mla_suite.errors import CallError
 from mla_suite.integrations import FP8, PRECISION, WIDE, absent, check_kinds, flash_mla_kv_heads, restate
 from mla_suite.integrations import refuse as _refuse
 from mla_suite.integrations.direct_call import DirectCall
-from mla_suite.integrations.flash_mla_metadata import Config, check_config, check_pair, holder_of, plan_of
+from mla_suite.integrations.flash_mla_metadata import Config, check_config, check_pair, forget_trace, holder_of, plan_of
 from mla_suite.integrations.flash_mla_metadata import FlashMLASchedMeta as FlashMLASchedMeta
 from mla_suite.integrations.flash_mla_metadata import get_mla_decoding_metadata as get_mla_decoding_metadata
 from mla_suite.integrations.flash_mla_metadata import get_mla_metadata as get_mla_metadata
@@ -184,6 +184,7 @@ def flash_mla_with_kvcache(
     if holder is not None:
         if num_splits is not None:
             _refuse(name, "num_splits is given with a FlashMLASchedMeta", "pass None: the holder has the splits")
+        forget_trace(holder, q)
         check_config(name, holder, config)
     if (extra_k_cache is None) != (extra_indices_in_kvcache is None):
         _refuse(name, "only one of extra_k_cache and extra_indices_in_kvcache is given", "pass both or neither")

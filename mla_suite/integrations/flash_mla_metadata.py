@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 import mla_suite
+from mla_suite.core import checks
 from mla_suite.errors import CallError
 from mla_suite.integrations import check_kinds, flash_mla_kv_heads, metadata_convert, restate
 from mla_suite.integrations import refuse as _refuse
@@ -125,6 +126,16 @@ def holder_of(metadata: Any) -> FlashMLASchedMeta | None:
         return None
     holder: FlashMLASchedMeta = vars(metadata).setdefault(_OURS, FlashMLASchedMeta())
     return holder
+
+
+def forget_trace(holder: FlashMLASchedMeta, like: torch.Tensor) -> None:
+    """Empties a holder that was filled while fake tensors were traced, where the call is about a real one: a non-strict
+    torch.export, for instance, leaves a plan without data in it, with which an operator would compute nothing."""
+    plan, sizes = holder.tile_scheduler_metadata, holder.config or ()
+    traced = type(plan) not in (torch.Tensor, type(None)) or any(isinstance(size, torch.SymInt) for size in sizes)
+    if traced and checks.readable(like):
+        holder.have_initialized, holder.config = False, None
+        holder.tile_scheduler_metadata = holder.num_splits = None
 
 
 def check_config(name: str, holder: FlashMLASchedMeta, config: Config) -> None:

@@ -96,6 +96,27 @@ def test_a_holder_that_is_set_back_takes_other_shapes():
         holder.have_initialized, holder.tile_scheduler_metadata, holder.num_splits = False, None, None
 
 
+@pytest.mark.parametrize("selects", [False, True], ids=["dense", "sparse"])
+def test_a_holder_that_was_traced_with_is_empty_for_real_tensors(selects):
+    """A non-strict export leaves a plan without data in it, and sizes that the trace did not know."""
+    problem, (holder, _) = Dense([130, 7]), get_mla_metadata()
+    slots = (problem.table[:, :1] * 64 + torch.arange(5)).int()[:, None]
+    given = problem.queries(), problem.table, problem.lens, slots
+
+    class Layer(torch.nn.Module):
+        def forward(self, q, table, lens, slots):
+            indices = slots if selects else None
+            return flash_mla_with_kvcache(q, problem.cache, table, lens, 512, holder, indices=indices)
+
+    sizes = [{0: torch.export.Dim("batch")}] * 4 if selects else None
+    torch.export.export(Layer(), given, dynamic_shapes=sizes, strict=False)
+    if selects:
+        given = tuple(tensor[:1] for tensor in given)
+    found = Layer()(*given)
+    holder, _ = get_mla_metadata()
+    torch.testing.assert_close(found, Layer()(*given), rtol=0, atol=0)
+
+
 def test_sink_in_a_dense_call():
     problem, sink = Dense([100, 0]), torch.tensor([0.5, -torch.inf, torch.inf, 3.0])
     problem.check(problem.queries(2, 4), causal=True, attn_sink=sink)
