@@ -84,17 +84,18 @@ def combine_kernel(
         part = lse_of(lse_row + at * partial_lse_stride_split, row_out + at * partial_stride_split, at < end, D_V)
         total += tl.sum(tl.exp(part - reference), 0)
     merged = reference + tl.log(total)
-    denominator = merged
+    # Weights are divided by their own sum: an lse of 1000 is rounded to 3e-5, and so would they be.
+    denominator = total
     if attn_sink is not None:
         sink = tl.load(attn_sink + row % sink_heads)
         # exp(sink - reference) overflows to inf only where the sink leaves nothing of the keys' weight
-        denominator = reference + tl.log(total + tl.exp(sink - reference))
+        denominator += tl.exp(sink - reference)
 
     accumulator = tl.zeros([D_V], tl.float32)
     for start in range(first, end, BLOCK):
         at = start + split
         part = lse_of(lse_row + at * partial_lse_stride_split, row_out + at * partial_stride_split, at < end, D_V)
-        weight = tl.where(part == -float("inf"), 0.0, tl.exp(part - denominator))
+        weight = tl.where(part == -float("inf"), 0.0, tl.exp(part - reference) / denominator)
         address = row_out + at[:, None] * partial_stride_split + column[None, :]
         values = tl.load(address, mask=(weight != 0.0)[:, None], other=0.0)
         accumulator += tl.sum(weight[:, None] * values, 0)

@@ -30,6 +30,19 @@ def test_combine(sample: Sample) -> None:
         torch.testing.assert_close(mine, expected, atol=2e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("sink", [False, True])
+def test_large_scores_cost_no_bits(sink: bool) -> None:
+    """Weights are those of the same lse near 0, though the merged one is rounded to 5e-4 there."""
+    (partial_out, partial_lse, *_), _ = combine_sample(1, 8, 5, head_dim_v=128).make(CPU)
+    partial_lse = (partial_lse * 64).round() / 64  # which 8192 more leave as they are
+    results = []
+    for offset in (0.0, 8192.0):
+        attn_sink = torch.full((8,), 0.5 + offset) if sink else None
+        args = (partial_out, partial_lse + offset, None, attn_sink)
+        results.append(run(combine, "combine", args, dict(num_splits=5, out_dtype=torch.float32))[0])
+    torch.testing.assert_close(results[1], results[0], atol=2e-6, rtol=1e-6)
+
+
 def test_an_lse_of_any_strides() -> None:
     args, kwargs = combine_sample(3, 16, 2).make(CPU)
     args[1][:2, 5] = -torch.inf
