@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils import _pytree as pytree
 
@@ -292,3 +293,14 @@ def test_torch_func_says_that_there_is_no_backward(op, sample, transform):
         assert str(refused.value) == f"{op.name} {BACKWARD}"
     constant = torch.func.grad(lambda x: loss(packet(op), x.detach()) + x.float().sum())(args[0])
     assert torch.equal(constant, torch.ones_like(constant)), "a detached input is a constant"
+
+
+@each([pair for pair in FIRST if pair[0].outputs])
+def test_tangents_are_dropped_by_every_call(op, sample):
+    """By the first call, which prepares the ones like it, and by those."""
+    args, kwargs = sample.make(CPU)
+    for call in (packet(op), getattr(mla_suite, op.name)):
+        for _ in range(3):
+            with forward_ad.dual_level():
+                results = call(forward_ad.make_dual(args[0], torch.ones_like(args[0])), *args[1:], **kwargs)
+                assert all(forward_ad.unpack_dual(result).tangent is None for result in results)

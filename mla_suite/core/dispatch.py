@@ -83,8 +83,9 @@ def reference_backend(run: Callable[[Any, tuple[torch.Tensor, ...], Any], None])
     reason = Supported(None, "fp32 reference (supports every input)")
 
     def in_fp32(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
-        # autocast would round the operands of its products to 16 bits
-        with torch.autocast(first_tensor(_tensors(args)).device.type, enabled=False), writable(outputs):
+        # autocast would round the operands of its products to 16 bits; autograd would pass tangents on to the outputs
+        no_autocast = torch.autocast(first_tensor(_tensors(args)).device.type, enabled=False)
+        with no_autocast, torch._C._AutoDispatchBelowAutograd(), writable(outputs):
             run(config, outputs, args)
 
     return Backend("reference", lambda problem, arch: reason, partial(_prepare_run, in_fp32))
