@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -98,16 +99,20 @@ def check(args: AppendKvArgs) -> tuple[Output, ...]:
     caches.check(fmt, args.kv_cache, latent + rope, op="append_kv", argument="kv_cache", like=args.kv_c)
     checks.written_whole("append_kv", "kv_cache", args.kv_cache)
     caches.check_descale(fmt, args.kv_descale, args.kv_c, op="append_kv", argument="kv_descale")
-    checks.field("append_kv", args, "slot_mapping", SLOT_DTYPES, sizes=(tokens,), names="[tokens]", like=args.kv_c)
+    of_tokens = partial(
+        checks.tensor, "append_kv", dtypes=SLOT_DTYPES, sizes=(tokens,), names="[tokens]", like=args.kv_c
+    )
+    of_tokens("slot_mapping", args.slot_mapping)
     if (args.cos_sin is None) != (args.positions is None):
         missing, given = ("cos_sin", "positions") if args.cos_sin is None else ("positions", "cos_sin")
         checks.fail("append_kv", missing, f"is missing although {given} is given", "pass both or neither")
     if args.cos_sin is not None and args.positions is not None:
-        sizes = args.cos_sin.shape[0], rope
-        checks.field("append_kv", args, "cos_sin", INPUT_DTYPES, sizes=sizes, names="[max_len, rope]", like=args.kv_c)
+        names = "[max_len, rope]"
+        checks.tensor("append_kv", "cos_sin", args.cos_sin, rank=2, dtypes=INPUT_DTYPES, names=names, like=args.kv_c)
+        checks.shape("append_kv", "cos_sin", args.cos_sin, (args.cos_sin.shape[0], rope), names)
         if rope % 2 != 0:
             checks.fail("append_kv", "k_pe", f"has {rope} values", "only an even number can be rotated in pairs")
-        checks.field("append_kv", args, "positions", SLOT_DTYPES, sizes=(tokens,), names="[tokens]", like=args.kv_c)
+        of_tokens("positions", args.positions)
     return ()
 
 

@@ -13,6 +13,7 @@ from mla_suite.integrations.flash_mla import flash_mla_with_kvcache, get_mla_met
 from mla_suite.kv_formats import empty, get_kv_format, pack, unpack, validate
 
 combine = functools.partial(mla_suite.combine, num_splits=3, out_dtype=torch.float32)
+append = functools.partial(mla_suite.append_kv, kv_format="fp32")
 
 
 @pytest.mark.parametrize(
@@ -87,6 +88,14 @@ def test_several_values_for_one_of_a_plan_are_refused_behind_a_call_like_it(opti
         (
             lambda out, lse: mla_suite.sparse_decode(out, [], [], kv_formats=None, softmax_scale=1.0),
             "sparse_decode: kv_caches and kv_formats are a list and a NoneType; each is a list, one entry per pool",
+        ),
+        (
+            lambda out, lse: append(lse, lse[:, :0], out[:, :, :4].clone(), None),
+            "append_kv: slot_mapping is None; it takes a tensor",
+        ),
+        (
+            lambda out, lse: append(lse, lse, out[:, :, :8].clone(), torch.arange(6), None, [lse], torch.arange(6)),
+            "append_kv: cos_sin is a list of Tensor; it takes a tensor",
         ),
     ],
 )
