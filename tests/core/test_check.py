@@ -232,6 +232,13 @@ def test_no_random_problem_is_reported(seed, arch):
         torch.ops.mla_suite.sparse_decode(*args, **kwargs)
 
 
+@pytest.mark.parametrize("bound", [{"max_seqlen_kv": 1001}, {"max_seqlen_kv": 500, "split_size": 64}], ids=str)
+def test_a_bound_that_a_plan_rounds_is_not_reported(bound):
+    """1001 counts as 1008, and 500 keys in splits of 64 as 512; the plan's header says so."""
+    with mla_suite.emulate("gfx942"), mla_suite.check(on_difference="raise"):
+        mla_suite.plan(torch.tensor([500, 12], dtype=torch.int32), num_heads=16, **bound)
+
+
 def test_only_the_context_that_switched_it_on_is_checked(plant, problem, reports):
     args, kwargs = problem
     plant("decode", *MASK)
