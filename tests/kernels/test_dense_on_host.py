@@ -33,6 +33,9 @@ DEFAULT = (
 """Each kind with each source of keys."""
 
 PLANNED_FOLDS = ["16 1 64 3 2 planned+fold32 100 330 200", "16 1 64 3 1 planned+fold32 100 330 200"]
+OUTGROWN = (
+    "16 1 64 1 1 sink+planned+fold64 300 60"  # the plan's only work tile of the first sequence is five splits long
+)
 FIRST, RAGGED, PLANNED = "16 1 64 1 1 plain 128 300 1 0 33 64", "8 2 32 1 3 ragged 100 30 200", "planned 100 330 200"
 PROBLEMS = {
     ("un-rotated", "tma"): [
@@ -59,6 +62,7 @@ PROBLEMS = {
         *("8 2 32 1 3 ragged+fold32 100 30 200", *PLANNED_FOLDS),
         "16 1 64 5 2 planned+sink+fold64 300 260 130 40",
         "100 1 64 3 1 all_keys+fold128 300 65 200",
+        OUTGROWN,
     ],
     "scores": [
         *(FIRST, "64 1 32 3 2 sink 70 1 0 330", RAGGED, f"48 1 64 3 2 {PLANNED}", "100 1 96 2 1 all_keys 300 65"),
@@ -164,6 +168,12 @@ FOLD_FAULTS = {
         *(FOLDED, "fold.hpp"),
         *("(group * 128 + warpgroup_thread()) * 16", "warpgroup_thread() * 16"),
     ),
+    "a sink in every split": (
+        FOLDED,
+        "mainloop_qk.hpp",
+        "if (tile_.partial_row < 0 && params_.attn_sink != nullptr) return tile_.keys();",
+        "",
+    ),
     "a tile that is not in shared memory": (FOLDED, "fold.hpp", "tile >= SHARED_TILES", "tile > SHARED_TILES"),
     "O not cleared": (
         *(FOLDED, "mainloop_pv.hpp"),
@@ -202,7 +212,7 @@ SHOWN_BY = {
     "un-rotated": [PLAIN],
     **{width: [PLAIN, "64 1 32 1 1 plain 700 700"] for width in WIDTHS},
     "scaled": [f"64 1 64 1 1 {what} 300 90" for what in ("plain", "large", "small")],
-    "folded": ["16 1 64 1 1 fold64 300 33 200", "100 1 64 1 1 sharp+fold32 200", *PLANNED_FOLDS],
+    "folded": ["16 1 64 1 1 fold64 300 33 200", "100 1 64 1 1 sharp+fold32 200", *PLANNED_FOLDS, OUTGROWN],
     "scores": ["64 1 64 1 1 plain 300 90", "64 1 32 1 2 planned 700 40 330"],
 }
 MASKED = {"NaN before the window": [WINDOW], "siblings seen": [TREE]}

@@ -243,7 +243,7 @@ class QkSoftmax : QkRows<Traits> {
     MaxLogits::publish(params_, shared_, p_stage());
     int command = FINISH;
     if constexpr (Traits::FOLDS) {
-      command |= first - tile_.first_key < split_keys(params_.fold_size, tile_.length) ? 0 : FOLDED;
+      command |= first - tile_.first_key < keys_of_split() ? 0 : FOLDED;
       command |= first + BLOCK_N < tile_.end_key ? GOES_ON : 0;
     }
     write_command(command);
@@ -334,7 +334,7 @@ class QkSoftmax : QkRows<Traits> {
   // The splits of a work tile that is a node, each as if it were the tile, but for the queries.
   MLA_DEVICE void fold_splits() {
     folds_ = RowFolds();
-    const int keys = split_keys(params_.fold_size, tile_.length);
+    const int keys = keys_of_split();
     for (int first = tile_.first_key; first < tile_.end_key;) {
       const int end = min(first + keys, tile_.end_key);
 #pragma unroll
@@ -345,6 +345,13 @@ class QkSoftmax : QkRows<Traits> {
       first = attend(first, end);
     }
     stage_ready_ = false;
+  }
+
+  // The keys of a split that is folded. A final tile is divided by the sink once, so with one it is not split: it has
+  // several only where a plan is older than its sequence's length.
+  MLA_DEVICE int keys_of_split() const {
+    if (tile_.partial_row < 0 && params_.attn_sink != nullptr) return tile_.keys();
+    return split_keys(params_.fold_size, tile_.length);
   }
 
   // All stages of the tile, or of one of its splits, from key `first` to `end`, with rows that have seen no key. Returns
