@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from mla_suite.archs.base import CommonKernels
 from mla_suite.archs.cdna import decode
-from mla_suite.archs.cdna.decode import MAX_ROWS, CdnaConfig
+from mla_suite.archs.cdna.decode import (
+    ELEMENTS,
+    FP8_KV_FORMATS,
+    MAX_BF16_P_ROWS,
+    MAX_ROWS,
+    NARROW,
+    CdnaConfig,
+    tile_rows,
+)
 from mla_suite.archs.cdna.sparse_decode import CdnaSparseConfig
 from mla_suite.archs.cdna.splits import plan_costs
 from mla_suite.archs.sparse_attention import sparse_supports
@@ -24,6 +32,7 @@ class CdnaKernels(CommonKernels):
     tile_rows = MAX_ROWS
     plan_waves = PLAN_WAVES
     append_has_runs = True
+    config: type[CdnaConfig]
     sparse_config: type[CdnaSparseConfig]
 
     def fp8_query_rows(self, precision: str, page_size: int) -> int:
@@ -31,8 +40,19 @@ class CdnaKernels(CommonKernels):
         return 1
 
     def decode_config(self, problem: DecodeProblem, most: int) -> CdnaConfig:
-        """The arch's instance of decode for a problem, in tiles of at most `most` query rows."""
-        raise NotImplementedError
+        """The arch's instance of decode for a problem, in tiles of at most `most` query rows.
+
+        It depends on the queries' shapes alone, but for `keeps_bf16_weights`.
+        """
+        query = ELEMENTS[problem.q_dtype]
+        cache = "fp8" if problem.kv_format in FP8_KV_FORMATS.values() else problem.kv_format
+        rows = tile_rows(problem.heads * problem.q_len, most, problem.head_dim in NARROW)
+        fp8_weights = query == "fp8" and rows > MAX_BF16_P_ROWS and not self.keeps_bf16_weights(problem, rows)
+        return self.config(self.arch, query, cache, rows, problem.head_dim, problem.rope > 0, fp8_weights)
+
+    def keeps_bf16_weights(self, problem: DecodeProblem, rows: int) -> bool:
+        """Whether fp8 queries in tiles of so many rows keep softmax weights in bf16 for what else the problem has."""
+        return False
 
     def decode(self, problem: DecodeProblem) -> Supported | Unsupported:
         return decode.supports(problem, self.arch, self.decode_config)

@@ -3,11 +3,10 @@
 from typing import ClassVar
 
 from mla_suite.archs.cdna import CdnaKernels
-from mla_suite.archs.cdna.decode import ELEMENTS, FP8_KV_FORMATS, MAX_BF16_P_ROWS, NARROW, CdnaConfig, tile_rows
+from mla_suite.archs.cdna.decode import FP8_KV_FORMATS, CdnaConfig
 from mla_suite.archs.cdna.sparse_decode import CdnaSparseConfig
 from mla_suite.archs.cdna.splits import LoopCosts
 from mla_suite.archs.sparse_attention import RECORDS, bare_rows
-from mla_suite.ops.decode import Problem as DecodeProblem
 
 
 class Gfx942Config(CdnaConfig):
@@ -43,12 +42,5 @@ class SparseConfig(CdnaSparseConfig):
 
 
 class Kernels(CdnaKernels):
+    config = Gfx942Config
     sparse_config = SparseConfig
-
-    def decode_config(self, problem: DecodeProblem, most: int) -> Gfx942Config:
-        """The instance for a problem, in tiles of at most `most` rows; it depends on the queries' shapes alone."""
-        query = ELEMENTS[problem.q_dtype]
-        cache = "fp8" if problem.kv_format in FP8_KV_FORMATS.values() else problem.kv_format
-        rows = tile_rows(problem.heads * problem.q_len, most, problem.head_dim in NARROW)
-        fp8_weights = query == "fp8" and rows > MAX_BF16_P_ROWS
-        return Gfx942Config(self.arch, query, cache, rows, problem.head_dim, problem.rope > 0, fp8_weights)

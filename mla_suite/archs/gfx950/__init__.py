@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from mla_suite.archs import ArchSpec
 from mla_suite.archs.cdna import CdnaKernels
-from mla_suite.archs.cdna.decode import ELEMENTS, FP8_KV_FORMATS, MAX_BF16_P_ROWS, NARROW, TILE, CdnaConfig, tile_rows
+from mla_suite.archs.cdna.decode import FP8_KV_FORMATS, TILE, CdnaConfig
 from mla_suite.archs.cdna.sparse_decode import CdnaSparseConfig
 from mla_suite.archs.cdna.splits import LoopCosts
 from mla_suite.archs.sparse_attention import RECORDS, bare_rows
@@ -70,19 +70,14 @@ class SparseConfig(CdnaSparseConfig):
 
 
 class Kernels(CdnaKernels):
+    config = Gfx950Config
     sparse_config = SparseConfig
 
-    def decode_config(self, problem: DecodeProblem, most: int) -> Gfx950Config:
-        """The instance for a problem, in tiles of at most `most` rows.
+    def keeps_bf16_weights(self, problem: DecodeProblem, rows: int) -> bool:
+        """As long as memory stays the bound: with a plan by the keys of work tiles.
 
-        In batch-invariant mode it depends on the queries' shape alone. fp8 queries keep bf16 weights as long as memory
-        stays the bound: by rows, and with a plan by the keys of work tiles. Without a plan counted rows have given
-        short contexts smaller tiles, whose weights are bf16, and a context of one tile has them as well.
+        Without a plan counted rows have given short contexts smaller tiles, whose weights are bf16, and a context of
+        one tile has them as well. In batch-invariant mode there is no context.
         """
-        query = ELEMENTS[problem.q_dtype]
-        cache = "fp8" if problem.kv_format in FP8_KV_FORMATS.values() else problem.kv_format
-        rows = tile_rows(problem.heads * problem.q_len, most, problem.head_dim in NARROW)
-        short = 0 < problem.context <= MAX_ONE_TILE_KEYS
-        short |= problem.planned and 0 < _work_tile_keys(problem, self.arch, rows) <= MAX_BF16_P_KEYS
-        fp8_weights = query == "fp8" and rows > MAX_BF16_P_ROWS and not short
-        return Gfx950Config(self.arch, query, cache, rows, problem.head_dim, problem.rope > 0, fp8_weights)
+        planned = problem.planned and 0 < _work_tile_keys(problem, self.arch, rows) <= MAX_BF16_P_KEYS
+        return planned or 0 < problem.context <= MAX_ONE_TILE_KEYS
