@@ -7,20 +7,31 @@ from collections.abc import Callable, Mapping
 from mla_suite.build.instances import Instance
 from mla_suite.build.report import Loop, Resources
 
-_KERNEL: dict[str, Callable[[Resources], float]] = {"registers": lambda r: r.registers, "sgprs": lambda r: r.sgprs}
-_PER_TOKEN: dict[str, Callable[[Loop], float]] = {
-    "matrix_per_token": lambda loop: loop.matrix,
-    "lds_reads_per_token": lambda loop: loop.lds_reads,
-}
-RULES = ("spills", "scratch", "lds", *_KERNEL, *_PER_TOKEN, "min_load_bytes", "min_occupancy")
-"""Every budget key. Those named min_ are least values, the others greatest; spills and scratch are always 0."""
-
 
 def occupancy(instance: Instance, resources: Resources) -> int:
     """Waves per SIMD that fit, with the instance's dynamic LDS."""
     return instance.arch.waves_per_simd(
         resources.registers, resources.lds + instance.dynamic_lds, resources.threads or instance.arch.max_threads
     )
+
+
+def _per_token(instance: Instance, loop: Loop | None, count: Callable[[Loop], int]) -> float | None:
+    return None if loop is None or not instance.tokens else count(loop) / instance.tokens
+
+
+RULES: Mapping[str, Callable[[Instance, Resources], float | None]] = {
+    "spills": lambda item, found: found.spills,
+    "scratch": lambda item, found: found.scratch,
+    "lds": lambda item, found: found.lds + item.dynamic_lds,
+    "registers": lambda item, found: found.registers,
+    "sgprs": lambda item, found: found.sgprs,
+    "matrix_per_token": lambda item, found: _per_token(item, found.loop, lambda loop: loop.matrix),
+    "lds_reads_per_token": lambda item, found: _per_token(item, found.loop, lambda loop: loop.lds_reads),
+    "min_load_bytes": lambda item, found: None if found.loop is None else found.loop.widest_load,
+    "min_occupancy": occupancy,
+}
+"""Every budget key -> what it limits; None cannot be measured. Those named min_ are least values, the others greatest;
+spills and scratch are always 0."""
 
 
 def broken(instance: Instance, resources: Resources) -> list[str]:
@@ -38,9 +49,12 @@ def broken(instance: Instance, resources: Resources) -> list[str]:
     }
     sentences = []
     for rule, allowed in limits.items():
-        given = _measure(rule, instance, resources)
+        given = RULES[rule](instance, resources)
         if given is None:
-            sentences.append(f"{where}: {rule} is budgeted at {allowed:g}, but {_UNMEASURED[rule]}")
+            lacking = "no main loop was found in the text"
+            if rule != "min_load_bytes":
+                lacking = "there is no main loop or no tokens_per_iteration"
+            sentences.append(f"{where}: {rule} is budgeted at {allowed:g}, but {lacking}")
         elif rule.startswith("min_") and given < allowed:
             sentences.append(f"{where}: {rule} is {given:g}, at least {allowed:g} is required")
         elif not rule.startswith("min_") and given > allowed:
@@ -49,26 +63,3 @@ def broken(instance: Instance, resources: Resources) -> list[str]:
     if resources.serialized:
         sentences.append(f"{where}: ptxas makes every wgmma wait for the one before, due to {resources.serialized}")
     return sentences
-
-
-_UNMEASURED = {
-    "min_load_bytes": "no main loop was found in the text",
-    **dict.fromkeys(_PER_TOKEN, "there is no main loop or no tokens_per_iteration"),
-}
-
-
-def _measure(rule: str, instance: Instance, resources: Resources) -> float | None:
-    if rule == "spills":
-        return resources.spills
-    if rule == "scratch":
-        return resources.scratch
-    if rule == "lds":
-        return resources.lds + instance.dynamic_lds
-    if rule == "min_occupancy":
-        return occupancy(instance, resources)
-    if rule in _KERNEL:
-        return _KERNEL[rule](resources)
-    loop = resources.loop
-    if loop is None or (rule in _PER_TOKEN and not instance.tokens):
-        return None
-    return loop.widest_load if rule == "min_load_bytes" else _PER_TOKEN[rule](loop) / instance.tokens
