@@ -12,6 +12,7 @@ from mla_suite.build.params import divisor
 from mla_suite.core import checks
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.kv_formats import KVFormat, get_kv_format
+from mla_suite.kv_formats.declare import LEAST_POWER_OF_TWO
 from mla_suite.launch import missing
 from mla_suite.launch.spec import CallSpec, LaunchSpec, inputs, present
 from mla_suite.ops.append_kv import AppendKvArgs, Problem
@@ -27,7 +28,6 @@ VALUES = frozenset({"bf16", "fp16", "fp32", "e4m3fn", "e4m3fnuz"})
 RUN_VALUES = frozenset({"e4m3fn", "e2m1"})
 """Encodings of a row that is one run (is_one_run)."""
 MAX_SCALE_GROUP = 128
-LEAST_POWER_OF_TWO = 2.0**-126  # of a scale: powers are rounded up as normal numbers
 MAX_SLOTS = 2**31 - 1
 
 

@@ -22,7 +22,6 @@ from mla_suite.errors import CallTypeError, call_error
 
 INDEX = (torch.int32,)
 FLOAT32 = (torch.float32,)
-HALF = (torch.bfloat16, torch.float16)
 LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 
 

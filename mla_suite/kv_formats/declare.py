@@ -24,6 +24,8 @@ byte 0 and +inf for byte 255; no writer that follows `ScaleRule` stores either b
 FP8_LARGEST = {"e4m3fn": 448.0, "e4m3fnuz": 240.0}
 """The largest finite value of each fp8 flavour; encoders saturate to it, so no finite input becomes NaN."""
 
+LEAST_POWER_OF_TWO = 2.0**-126
+"""Of a scale that kernels write: powers are rounded up as normal numbers."""
 
 ROW = ("latent", "rope")
 """Names of the fields that hold a row's values."""

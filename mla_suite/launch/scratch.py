@@ -52,12 +52,8 @@ def take(device: torch.device, elements: int) -> torch.Tensor:
 
 def partials(device: torch.device, splits: int, rows: int, dim_v: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(partial_out [splits, rows, dim_v], partial_lse [splits, rows]), fp32 and uninitialised; see `take`."""
-    return shaped(take(device, splits * rows * (dim_v + 1)), splits, rows, dim_v)
-
-
-def shaped(buffer: torch.Tensor, splits: int, rows: int, dim_v: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The views of `partials` in a buffer of splits x rows x (dim_v + 1) values: lse lies behind out."""
     outs, lses = splits * rows * dim_v, splits * rows
+    buffer = take(device, outs + lses)
     return buffer[:outs].view(splits, rows, dim_v), buffer[outs : outs + lses].view(splits, rows)
 
 

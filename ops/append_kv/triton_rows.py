@@ -14,6 +14,7 @@ import triton.language as tl
 
 from mla_suite.kv_formats import FP8_LARGEST, KVFormat, get_kv_format
 from mla_suite.kv_formats import cache as caches
+from mla_suite.kv_formats.declare import LEAST_POWER_OF_TWO
 from mla_suite.ops.sparse_decode.triton_rows import decoded
 
 
@@ -24,10 +25,7 @@ def fp32_bits(value: float) -> int:
 OCP_LARGEST_BITS = tl.constexpr(fp32_bits(FP8_LARGEST["e4m3fn"]))
 FNUZ_LARGEST_BITS = tl.constexpr(fp32_bits(FP8_LARGEST["e4m3fnuz"]))
 ENCODINGS = frozenset({"bf16", "fp16", "fp32", "e4m3fn", "e4m3fnuz", "e8m0", "e2m1", "pad"})  # that are stored here
-
-
 VALUES = ENCODINGS - {"e8m0", "pad"}  # of latents and rope values
-LEAST_POWER_OF_TWO = 2.0**-126  # of a scale: powers are rounded up as normal numbers
 
 
 def unstored(kv_format: str) -> str:

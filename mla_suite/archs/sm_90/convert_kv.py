@@ -16,7 +16,7 @@ from mla_suite.kv_formats import Field, KVFormat, ScaleRule, get_kv_format
 from mla_suite.kv_formats.declare import ENCODING_BITS
 from mla_suite.launch import missing
 from mla_suite.launch.spec import CallSpec, LaunchSpec, inputs, present
-from mla_suite.ops.convert_kv import ConvertKvArgs, Problem
+from mla_suite.ops.convert_kv import ConvertKvArgs, Problem, row
 
 UNIT = 16  # values of a lane
 LANES = 32
@@ -70,7 +70,7 @@ class ConvertConfig:
         caches = (args.source, args.source_format), (args.destination, args.destination_format)
         if tokens == 0 or any(cache.shape[0] == 0 for cache, _ in caches):
             return CallSpec()
-        width = _width(args)
+        width = row(get_kv_format(args.source_format), args.source)
         whole, rest = divmod(width // UNIT, LANES)
         numbers: dict[str, int | float] = dict(
             tokens=tokens,
@@ -165,11 +165,6 @@ def holds_in_bf16(fmt: KVFormat, descaled: bool) -> bool:
 
 
 _POINTERS = inputs(ConvertKvArgs)
-
-
-def _width(args: ConvertKvArgs) -> int:
-    fmt = get_kv_format(args.source_format)
-    return args.source.shape[-1] if fmt.dense else fmt.head_dim
 
 
 def _of_width(fmt: KVFormat, width: int) -> KVFormat:
