@@ -69,15 +69,20 @@ KINDS = {
 
 
 @contextmanager
-def switched(switch: ContextVar[_Value], value: _Value) -> Iterator[None]:
-    """While the block runs, in this context (a thread has its own), a switch has this value, and calls of operators go
-    through the dispatcher, whose implementations ask for it."""
-    tokens = _dispatched.set(True), switch.set(value)
+def having(switch: ContextVar[_Value], value: _Value) -> Iterator[None]:
+    """While the block runs, in this context (a thread has its own), a switch has this value."""
+    token = switch.set(value)
     try:
         yield
     finally:
-        switch.reset(tokens[1])
-        _dispatched.reset(tokens[0])
+        switch.reset(token)
+
+
+@contextmanager
+def switched(switch: ContextVar[_Value], value: _Value) -> Iterator[None]:
+    """`having`, and calls of operators go through the dispatcher, whose implementations ask for the switch."""
+    with having(_dispatched, True), having(switch, value):
+        yield
 
 
 @contextmanager

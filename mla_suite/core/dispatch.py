@@ -249,11 +249,8 @@ def allow_reference() -> Iterator[None]:
     It takes a thousand times as long as a kernel and reads lengths on the host. Outside of the block it is an error.
     CPU tensors need no permission.
     """
-    token = _reference_allowed.set(True)
-    try:
+    with checks.having(_reference_allowed, True):
         yield
-    finally:
-        _reference_allowed.reset(token)
 
 
 def _warn_of_what_is_not_built(name: str, choice: Choice) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from mla_suite.core import checks
 from mla_suite.emulator.assembly import AssemblyError, kernel_names
 from mla_suite.emulator.driver import EmulatorDriver, Options, options
 from mla_suite.emulator.machine import THREADS, Emulator, Memory, Schedule
@@ -47,11 +48,9 @@ def configured(
     With `time` each Report has a modelled time.
     """
     reports: list[Report] = []
-    token = options.set(Options(Schedule(threads=threads, order=order, time=time), reports if collect else None))
-    try:
+    chosen = Options(Schedule(threads=threads, order=order, time=time), reports if collect else None)
+    with checks.having(options, chosen):
         yield reports
-    finally:
-        options.reset(token)
 
 
 def modelled(call: Callable[[], T]) -> tuple[T, ModelledTime | None]:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from mla_suite.core import checks
+
 allowed: ContextVar[bool] = ContextVar("mla_suite_early_launch", default=True)
 
 
@@ -22,8 +24,5 @@ def early_launch(allow: bool) -> Iterator[None]:
     when it was captured; a compiled function obeys the block in which it is called, and with CUDA graphs of its own
     (`mode="reduce-overhead"`) that in which it records them. Enter the block outside a compiled function, not in it.
     """
-    token = allowed.set(allow)
-    try:
+    with checks.having(allowed, allow):
         yield
-    finally:
-        allowed.reset(token)

@@ -40,11 +40,8 @@ def emulate(arch: str) -> Iterator[ArchSpec]:
     if not isinstance(arch, str):
         checks.fail("emulate", "arch", f"is {arch!r}", f"it takes a name: {', '.join(archs.names())}", TypeError)
     record = _emulable(arch)
-    token = dispatch.emulated.set(record)
-    try:
+    with checks.having(dispatch.emulated, record):
         yield record
-    finally:
-        dispatch.emulated.reset(token)
 
 
 def _emulable(name: str) -> ArchSpec:
@@ -114,11 +111,8 @@ _declared_suffices: ContextVar[bool] = ContextVar("mla_suite_declared_suffices",
 @contextmanager
 def declared_kernels() -> Iterator[None]:
     """Within the block `has_kernel` says yes to kernels that are declared and not built, for documentation."""
-    token = _declared_suffices.set(True)
-    try:
+    with checks.having(_declared_suffices, True):
         yield
-    finally:
-        _declared_suffices.reset(token)
 
 
 def has_kernel(arch: ArchSpec | str, instance_id: str) -> bool:
