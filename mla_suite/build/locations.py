@@ -17,7 +17,7 @@ from mla_suite.archs import CSRC
 
 PACKAGE_OBJECTS = CSRC.parent / "objects"
 MANIFEST = "manifest.json"
-_TUNED = "-tuned"
+TUNED = "-tuned"
 _MAX_TEXT_BYTES = 64 << 20  # no more is unpacked from one file; a kernel's longest text has 3 MB
 
 
@@ -62,28 +62,22 @@ def cache_root() -> Path | None:
     return Path(base) / "mla_suite" if os.path.isabs(base) else None
 
 
-def cached_objects(csrc: Path = CSRC) -> Path | None:
-    """This user's own build of these very sources, `<cache root>/<hash of the sources>`, or None if there is none."""
+def cached_objects(csrc: Path = CSRC, suffix: str = "") -> Path | None:
+    """This user's own build of these very sources, `<cache root>/<hash of the sources>`, or None if there is none.
+
+    With the suffix TUNED, the folder of kernels that were built for tuned rows.
+    """
     root = cache_root()
     # os.path.exists is False, not an error, for a home that this user may not enter.
-    if root is None or not os.path.exists(root):
+    if root is None or not os.path.exists(root) or not any(root.glob(f"*{suffix}")):
         return None
-    folder = root / tree_hash(csrc)
-    return folder if os.path.exists(folder / MANIFEST) else None
-
-
-def tuned_objects(csrc: Path = CSRC) -> Path | None:
-    """This user's folder of kernels that were built for tuned rows of these very sources, or None if there is none."""
-    root = cache_root()
-    if root is None or not os.path.exists(root) or not any(root.glob(f"*{_TUNED}")):
-        return None
-    folder = root / (tree_hash(csrc) + _TUNED)
+    folder = root / (tree_hash(csrc) + suffix)
     return folder if os.path.exists(folder / MANIFEST) else None
 
 
 def writable_tuned_objects(csrc: Path = CSRC) -> Path:
-    """The folder of `tuned_objects`, made with mode 0700. BuildError when it could be written by others."""
-    return _private_folder(tree_hash(csrc) + _TUNED, "objects for tuned rows are kept in the user's cache")
+    """The folder of TUNED `cached_objects`, made with mode 0700. BuildError when it could be written by others."""
+    return _private_folder(tree_hash(csrc) + TUNED, "objects for tuned rows are kept in the user's cache")
 
 
 def writable_objects(csrc: Path = CSRC, package: Path = PACKAGE_OBJECTS) -> Path:

@@ -236,7 +236,7 @@ def _found() -> Manifest | str:
 
 def _with_tuned(built: Manifest) -> Manifest:
     """The manifest with the kernels that this user built for tuned rows; ObjectError when those may not be trusted."""
-    folder = locations.tuned_objects(CSRC)
+    folder = locations.cached_objects(suffix=locations.TUNED)
     if folder is None:
         return built
     _need_private(folder)
