@@ -109,16 +109,14 @@ def flash_mla_with_kvcache(
     ValueError or TypeError, in one sentence, for what is not supported; nothing is written then.
     """
     holder = holder_of(tile_scheduler_metadata)
-    if holder is None or holder.config is None or num_splits is not None:
-        known = None
-    else:
-        given = (
-            *(q, k_cache, block_table, cache_seqlens, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache),
-            *(topk_length, extra_topk_length, descale_q, descale_k, holder.tile_scheduler_metadata, out),
-        )
-        chosen = enable_batch_invariant, use_legacy, kv_format
-        settings = head_dim_v, softmax_scale, causal, is_fp8_kvcache, *chosen, precision, holder.config
-        known = eager.lookup(_KNOWN, given, settings)
+    held, plan = (None, None) if holder is None else (holder.config, holder.tile_scheduler_metadata)
+    given = (
+        *(q, k_cache, block_table, cache_seqlens, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache),
+        *(topk_length, extra_topk_length, descale_q, descale_k, plan, out),
+    )
+    chosen = enable_batch_invariant, use_legacy, kv_format
+    settings = head_dim_v, softmax_scale, causal, is_fp8_kvcache, *chosen, precision, held
+    known = None if held is None or num_splits is not None else eager.lookup(_KNOWN, given, settings)
     name, plan = "flash_mla_with_kvcache", None
     if known is not None:
         outputs = known.allocate() if out is None else (out, *known.allocate())
@@ -217,10 +215,7 @@ def flash_mla_with_kvcache(
         plan = plan_of(name, _WORDS, metadata, num_splits, cache_seqlens, q.shape[1] * q.shape[2])
         options = scale, q.shape[1], 0, head_dim_v, causal, stored, 0, 0, 1, 0, 1, -1, precision, True
         call = DirectCall(DECODE, _dense_tensors, options)
-    given = (
-        *(q, k_cache, block_table, cache_seqlens, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache),
-        *(topk_length, extra_topk_length, descale_q, descale_k, plan, out),
-    )
+    given = (*given[:-2], plan, out)
     try:
         attended, lse = call.run(given, head_dim_v, out)
     except (CallError, RuntimeError) as error:
@@ -228,9 +223,7 @@ def flash_mla_with_kvcache(
     if holder is not None:
         holder.have_initialized, holder.config = True, config
         holder.tile_scheduler_metadata = plan
-        chosen = enable_batch_invariant, use_legacy, kv_format
-        settings = head_dim_v, softmax_scale, causal, is_fp8_kvcache, *chosen, precision, config
-        call.store(_KNOWN, given, settings, (attended, lse), allocates_out=out is None)
+        call.store(_KNOWN, given, (*settings[:-1], config), (attended, lse), allocates_out=out is None)
     return attended, lse.transpose(1, 2)
 
 
