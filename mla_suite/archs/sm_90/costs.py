@@ -272,11 +272,9 @@ class Estimate:
             return {"none": 0.0}
         busy = self.busy(splits)
         free = self.units - busy
-        crowded = busy > self.units // 2
-        port = FITTED.shared_port if crowded else 0.0
-        room = self._room_to_stream(splits)
-        streams = room and splits <= MAX_STREAMED_SPLITS and not (crowded and 2 * self.rows > MAX_STREAMED_ROWS)
-        times = {"none": self.combine(free, splits) + port - (FITTED.streaming_gain if streams else 0.0)}
+        port = FITTED.shared_port if busy > self.units // 2 else 0.0
+        gained = FITTED.streaming_gain if self.streams(splits) else 0.0
+        times = {"none": self.combine(free, splits) + port - gained}
         if not self.in_pairs(splits):
             return times
         if self.paired is not self:
@@ -290,7 +288,7 @@ class Estimate:
             return times
         times["exchange_p"] = FITTED.cluster_exchange + behind
         if splits > 2:
-            streams = room and splits // 2 <= MAX_STREAMED_SPLITS
+            streams = self.streams(splits, "exchange_p")
             times["exchange_p"] += -FITTED.exchange_streaming_gain if streams else FITTED.exchange_behind + port
         return times
 
