@@ -32,6 +32,7 @@ import mla_suite
 from mla_suite.bench import environment as known
 from mla_suite.bench import sets
 from mla_suite.bench.timer import REST_S, Replay, cold_turns
+from mla_suite.cli import sizes
 from mla_suite.integrations import flash_mla as drop_in
 
 KINDS = ("dense", "sparse", "prefill", "e4m3")
@@ -242,14 +243,6 @@ def plot(rows: Sequence[dict[str, Any]], device: str, path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
-def split_sizes(text: str) -> tuple[int, ...]:
-    """Split sizes in keys from comma-separated numbers."""
-    sizes = tuple(map(int, text.split(",")))
-    if min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"a split has at least one key, {text} was given")
-    return sizes
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", action="append", choices=KINDS, help="repeatable (default: all)")
@@ -257,7 +250,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3600, help="begin no row after so long")
     parser.add_argument("--sustained", default="", metavar="PREFIX", help="rows to time after 0.7 s of load as well")
     parser.add_argument(
-        "--split-sizes", type=split_sizes, default=(), metavar="KEYS", help="batch-invariant columns, e.g. 512,1024"
+        "--split-sizes", type=sizes, default=(), metavar="KEYS", help="batch-invariant columns, e.g. 512,1024"
     )
     parser.add_argument("--commit", default="", help="commit named in the saved run (default: that of this checkout)")
     parser.add_argument("--save", type=Path, help="write the rows to this file as they come")

@@ -168,15 +168,11 @@ def run_ours(turn: Turn, splits: int) -> None:
 def check(turn: Turn, maps: Maps) -> None:
     """Compare what the maps say is merged with fp64. AssertionError where it is off, or a tile was left out."""
     bounds, wanted = maps.indptr.tolist(), maps.indptr.diff() > 1
-    outs, lses, sizes = [], [], []
+    found = []
     for tile in wanted.nonzero().flatten().tolist():
         rows = maps.partial[bounds[tile] : bounds[tile + 1]].long()
-        values, lse = turn.partial_out[rows].double(), turn.partial_lse[rows].double()
-        weights = torch.softmax(lse, 0)[..., None]
-        outs.append((weights * values).sum(0))
-        sizes.append((weights * values.abs()).sum(0))
-        lses.append(torch.logsumexp(lse, 0))
-    exact = Exact(*(torch.stack(parts).cpu() for parts in (outs, lses, sizes)))
+        found.append(counted_search.exact(turn.partial_out[rows], turn.partial_lse[rows]))
+    exact = Exact(*(torch.stack(parts).cpu() for parts in zip(*found, strict=True)))
     token = maps.final[:, 0][wanted].long()
     assert_close(turn.out[token].cpu(), turn.lse[token].cpu(), exact)
 

@@ -42,6 +42,7 @@ from vllm_model import ON_GPU, OURS, PEER, VOCAB, Contexts, Row, check, equal_to
 
 from mla_suite.bench.saving import Table
 from mla_suite.bench.timer import queued_us
+from mla_suite.cli import sizes
 
 MODEL_LAYERS = 61  # of DeepSeek V3, which share a step's plan
 WARM_STEPS, ROUNDS, PROFILED_STEPS, REPLAYS = 4, 3, 5, 8
@@ -60,14 +61,10 @@ def per_layer_us(row: Row) -> float:
     return float(row["attention_us"] + row["plan_us"] / MODEL_LAYERS)
 
 
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backends", default=f"{PEER},{OURS},TRITON_MLA", help="vLLM's names, comma-separated")
-    parser.add_argument("--batches", type=numbers, default=[1, 8, 32, 128], help="sequences of a step")
-    parser.add_argument("--contexts", type=numbers, default=[1024, 4096, 16384], help="cached tokens per sequence")
+    parser.add_argument("--batches", type=sizes, default=(1, 8, 32, 128), help="sequences of a step")
+    parser.add_argument("--contexts", type=sizes, default=(1024, 4096, 16384), help="cached tokens per sequence")
     parser.add_argument("--layers", type=int, default=16, help="layers of the model (default: 16)")
     parser.add_argument("--heads", type=int, default=128, help="attention heads (default: 128)")
     parser.add_argument("--block-size", type=int, help="tokens per page (default: what the backend asks vLLM for)")
