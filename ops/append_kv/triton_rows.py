@@ -15,7 +15,7 @@ import triton.language as tl
 from mla_suite.kv_formats import FP8_LARGEST, KVFormat, get_kv_format
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats.declare import LEAST_POWER_OF_TWO
-from mla_suite.ops.sparse_decode.triton_rows import decoded
+from mla_suite.ops.sparse_decode.triton_rows import ENCODINGS, decoded
 
 
 def fp32_bits(value: float) -> int:
@@ -24,7 +24,6 @@ def fp32_bits(value: float) -> int:
 
 OCP_LARGEST_BITS = tl.constexpr(fp32_bits(FP8_LARGEST["e4m3fn"]))
 FNUZ_LARGEST_BITS = tl.constexpr(fp32_bits(FP8_LARGEST["e4m3fnuz"]))
-ENCODINGS = frozenset({"bf16", "fp16", "fp32", "e4m3fn", "e4m3fnuz", "e8m0", "e2m1", "pad"})  # that are stored here
 VALUES = ENCODINGS - {"e8m0", "pad"}  # of latents and rope values
 
 
