@@ -94,9 +94,6 @@ class Server:
         """The implementations of our decode that ran in this server, such as "native on sm_90"."""
         return {f"{choice} on {where}" for where, choice in CHOICE.findall(self.log.read_text())}
 
-    def has_graphs(self) -> bool:
-        return CAPTURED in self.log.read_text()
-
 
 def in_server() -> None:
     """Entry point for vLLM's plugins, called in each process of a server: random weights, and our backend."""
@@ -332,7 +329,7 @@ def check(servers: Sequence[Server], on_gpu: bool = ON_GPU) -> int:
     status = 0
     for server in servers:
         found = server.implementations()
-        graphs = ", without CUDA graphs" if on_gpu and not server.has_graphs() else ""
+        graphs = ", without CUDA graphs" if on_gpu and CAPTURED not in server.log.read_text() else ""
         print(f"{server.backend}: our decode {'was ' + ', '.join(sorted(found)) if found else 'did not run'}{graphs}")
         status |= bool(found) != (server.backend == OURS) or bool(graphs)
     return int(status)

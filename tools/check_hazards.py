@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.disassembly and arguments.arch is None:
         parser.error("--disassembly needs --arch, gfx942 or gfx950: the texts do not say for which they are")
     try:
-        texts = _named(arguments.arch, arguments.disassembly) if arguments.disassembly else _built(arguments)
+        named = [(str(path), path.read_text("utf-8"), arguments.arch) for path in arguments.disassembly or ()]
+        texts = named or _built(arguments)
     except (OSError, UnicodeDecodeError) as error:
         parser.error(f"a text cannot be read: {error}")
     except RuntimeError as error:
@@ -51,10 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = [sentence for each in each_text(sentences, *zip(*texts, strict=True)) for sentence in each]
     print(*found, f"{len(texts)} texts checked, {len(found)} findings", sep="\n")
     return 1 if found else 0
-
-
-def _named(arch: str, files: Sequence[Path]) -> list[Text]:
-    return [(str(path), path.read_text(encoding="utf-8"), arch) for path in files]
 
 
 def _built(arguments: argparse.Namespace) -> list[Text]:

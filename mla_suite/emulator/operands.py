@@ -56,10 +56,6 @@ _ALIASES = {
 _SUFFIX = re.compile(r"_(e32|e64|dpp|sdwa)$")
 
 
-def _operand(token: str, symbols: dict[str, int]) -> Operand | None:
-    return read_operand(token) if "@" not in token else _address(token, symbols)
-
-
 def _address(token: str, symbols: dict[str, int]) -> Operand | None:
     """Half of the address of a symbol."""
     symbol = _SYMBOL.match(token)
@@ -204,7 +200,7 @@ def parse_instruction(text: str, labels: dict[str, int], symbols: dict[str, int]
         if said is not None:
             modifiers.update(said)
             continue
-        operand = _operand(token, symbols)
+        operand = _address(token, symbols) if "@" in token else read_operand(token)
         if operand is not None:
             operands.append(operand)
         elif mnemonic.startswith(("s_branch", "s_cbranch")):

@@ -106,7 +106,7 @@ class LatentStore:
         eager = not torch.compiler.is_compiling()
         if eager:
             self._make_room(q_len)
-            self._saved = [_copied(layer) for layer in self.others]
+            self._saved = [_copy(vars(layer)) for layer in self.others]
             if mask is None and self.hides and not self.explicit:
                 refuse(
                     "patch", "attention_mask is None for a cache in which it has hidden tokens", "give it every time"
@@ -334,12 +334,8 @@ def _placed(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     return old.copy_(new) if old.shape == new.shape else new
 
 
-def _copied(layer: Any) -> dict[str, Any]:
-    """The attributes of one of transformers' cache layers, with tensors copied."""
-    return {name: _copy(value) for name, value in vars(layer).items()}
-
-
 def _copy(value: Any) -> Any:
+    """The attributes of one of transformers' cache layers, or a part of them, with tensors copied."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, (list, tuple)):
