@@ -166,7 +166,7 @@ def pack(
     check_descale(kv_format, descale, rows, op="pack", argument="descale")
     if descale is not None and descale.is_cpu and checks.readable(descale):
         check_descale_value(descale, op="pack", argument="descale")
-    sized = _sized_to(kv_format, rows.shape[-1])
+    sized = sized_to(kv_format, rows.shape[-1])
     pages, page, _ = rows.shape
     cache = empty(sized, pages, page, padded=padded, device=rows.device)
     stride = cache.stride(0) if pages else 0
@@ -185,7 +185,7 @@ def unpack(kv_format: str | KVFormat, cache: torch.Tensor, *, descale: torch.Ten
     kv_format = get_kv_format(kv_format)
     _check_any_width(kv_format, cache, "unpack")
     check_descale(kv_format, descale, cache, op="unpack", argument="descale")
-    sized = _sized_to(kv_format, cache.shape[2])
+    sized = sized_to(kv_format, cache.shape[2])
     stored = {f.name: _words(sized, cache, f, torch.uint8).contiguous() for f in sized.fields if f.name != "pad"}
     return decode_rows(sized, stored, descale)
 
@@ -200,19 +200,19 @@ def gather(
     kv_format: KVFormat, cache: torch.Tensor, slots: torch.Tensor, *, descale: torch.Tensor | None = None
 ) -> torch.Tensor:
     """fp32 rows `[n, head_dim]` at `slots` `[n]` (int64, in range); no other token of the cache is read."""
-    return decode_rows(_sized_to(kv_format, cache.shape[2]), fields_at(kv_format, cache, slots), descale)
+    return decode_rows(sized_to(kv_format, cache.shape[2]), fields_at(kv_format, cache, slots), descale)
 
 
 def fields_at(kv_format: KVFormat, cache: torch.Tensor, slots: torch.Tensor) -> dict[str, torch.Tensor]:
     """The stored bytes of tokens at `slots` `[n]` (int64, in range) as words, by their field."""
-    sized = _sized_to(kv_format, cache.shape[2])
+    sized = sized_to(kv_format, cache.shape[2])
     block, token = slots // cache.shape[1], slots % cache.shape[1]
     return {field.name: _words(sized, cache, field)[block, token] for field in sized.fields}
 
 
 def put_fields(kv_format: KVFormat, cache: torch.Tensor, slots: torch.Tensor, stored: dict[str, torch.Tensor]) -> None:
     """Write `stored` fields, as `fields_at` and `encode_rows` make them, at distinct `slots` `[n]` (int64)."""
-    sized = _sized_to(kv_format, cache.shape[2])
+    sized = sized_to(kv_format, cache.shape[2])
     block, token = slots // cache.shape[1], slots % cache.shape[1]
     for name, values in stored.items():
         words = _words(sized, cache, sized.by_name[name])
@@ -247,7 +247,7 @@ def scatter(
     descale: torch.Tensor | None = None,
 ) -> None:
     """Write `rows` `[n, head_dim]` at distinct `slots` `[n]` (int64, in range); no other token of the cache changes."""
-    sized = _sized_to(kv_format, rows.shape[-1])
+    sized = sized_to(kv_format, rows.shape[-1])
     put_fields(sized, cache, slots, encode_rows(sized, rows.float(), descale))
 
 
@@ -260,7 +260,7 @@ def validate(kv_format: str | KVFormat, cache: torch.Tensor) -> tuple[str, ...]:
     """
     kv_format = get_kv_format(kv_format)
     _check_any_width(kv_format, cache, "validate")
-    sized = _sized_to(kv_format, cache.shape[2])
+    sized = sized_to(kv_format, cache.shape[2])
     found: list[str] = []
     for field in sized.value_fields:
         _report(found, f"{field.name} is not finite", ~_decoded(sized, cache, field).isfinite().all(dim=-1))
@@ -285,7 +285,7 @@ def _decoded(kv_format: KVFormat, cache: torch.Tensor, field: Field) -> torch.Te
     return decode(_words(kv_format, cache, field, torch.uint8).contiguous(), field.encoding)
 
 
-def _sized_to(kv_format: KVFormat, width: int) -> KVFormat:
+def sized_to(kv_format: KVFormat, width: int) -> KVFormat:
     """A seamless format for rows of `width` values as one field: its bytes do not depend on where a row is divided."""
     if kv_format.dense:
         return kv_format.sized(width, 0)

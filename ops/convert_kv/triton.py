@@ -15,6 +15,7 @@ from mla_suite.kv_formats import KVFormat, get_kv_format
 from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.append_kv import triton_rows as stores
 from mla_suite.ops.append_kv.triton import Place
+from mla_suite.ops.convert_kv import row
 from mla_suite.ops.sparse_decode import triton_rows as loads
 from mla_suite.ops.sparse_decode.triton import COMPILES
 
@@ -95,7 +96,7 @@ def convert_columns(
 def byte_pieces(written: KVFormat, read: KVFormat, width: int) -> tuple[int, ...]:
     """Runs of bytes that lie together in both records, in powers of two: the places, as of a `Field`, and the count."""
     found: list[int] = []
-    read, written = (fmt.sized(width, 0) if fmt.seamless else fmt for fmt in (read, written))
+    read, written = (caches.sized_to(fmt, width) for fmt in (read, written))
     for old in read.fields:
         new, done = written.by_name[old.name], 0
         while done < old.bytes:
@@ -141,8 +142,7 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     counts = [cache.shape[0] * cache.shape[1] for cache in (old, new)]
     if tokens == 0 or 0 in counts:
         return
-    fmt = get_kv_format(args.source_format)
-    width = old.shape[-1] if fmt.dense else fmt.head_dim
+    width = row(get_kv_format(args.source_format), old)
     descaled = args.source_descale is not None or args.destination_descale is not None
     alignment = min(caches.alignment(old), caches.alignment(new))
     convert_kv_kernel[(triton.cdiv(tokens, GROUP),)](

@@ -53,8 +53,7 @@ class Record(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def record(kv_format: str, head_dim: int) -> Record:
     """The kv_format's fields as constants of the kernel; a seamless row as one field of head_dim values."""
-    fmt = get_kv_format(kv_format)
-    fmt = fmt.sized(head_dim, 0) if fmt.seamless else fmt
+    fmt = caches.sized_to(get_kv_format(kv_format), head_dim)
     constants = fmt.constants()
     encodings = {field.name: field.encoding for field in fmt.fields}
 
@@ -73,8 +72,7 @@ def unread(kv_format: str, head_dim: int, pieces: Sequence[int]) -> str:
     """
     if unknown := caches.unknown(kv_format, ENCODINGS):
         return unknown
-    fmt = get_kv_format(kv_format)
-    fmt = fmt.sized(head_dim, 0) if fmt.seamless else fmt
+    fmt = caches.sized_to(get_kv_format(kv_format), head_dim)
     given = f"kv_format {fmt.name} has"
     if not all(field.aligned for field in fmt.fields):
         return f"{given} fields that lie off their elements; Triton's kernels read whole ones"

@@ -13,6 +13,7 @@ from mla_suite.archs import ArchSpec
 from mla_suite.build.params import divisor
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.kv_formats import Field, KVFormat, ScaleRule, get_kv_format
+from mla_suite.kv_formats.cache import sized_to
 from mla_suite.kv_formats.declare import ENCODING_BITS
 from mla_suite.launch import missing
 from mla_suite.launch.spec import CallSpec, LaunchSpec, inputs, present
@@ -115,7 +116,7 @@ def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
 
 def _unfit(fmt: KVFormat, width: int) -> str:
     """What a kv_format has that the kernels do not read and write, and what they take; empty where there is nothing."""
-    fmt = _of_width(fmt, width)
+    fmt = sized_to(fmt, width)
     latent, rope, scale, pad = map(fmt.by_name.get, ("latent", "rope", "scale", "pad"))
     assert latent is not None
     if latent.encoding not in ELEMENTS or latent.count % UNIT:
@@ -167,15 +168,10 @@ def holds_in_bf16(fmt: KVFormat, descaled: bool) -> bool:
 _POINTERS = inputs(ConvertKvArgs)
 
 
-def _of_width(fmt: KVFormat, width: int) -> KVFormat:
-    """The kv_format with rows of one run as one field."""
-    return fmt.sized(width, 0) if fmt.seamless else fmt
-
-
 @lru_cache(maxsize=1024)
 def _place(kv_format: str, width: int, page: int) -> dict[str, int | float]:
     """What a KvPlace has of a kv_format and a page size."""
-    fmt = _of_width(get_kv_format(kv_format), width)
+    fmt = sized_to(get_kv_format(kv_format), width)
     rule, scale = fmt.scale_rule, fmt.by_name.get("scale")
     found: dict[str, int | float] = dict(page=page, **divisor("page", page), latent_units=fmt.latent // UNIT)
     for name in ("latent", "rope", "scale"):
