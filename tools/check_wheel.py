@@ -29,13 +29,17 @@ def refuse(event, given):
         raise RuntimeError(f"the wheel's code started a program: {event} {given}")
 sys.addaudithook(refuse)
 
-import torch, mla_suite
+import mla_suite
 from mla_suite.build import manifest
-from mla_suite.testing import exact_decode, ulp
 
 assert mla_suite.__file__.startswith(sys.prefix), f"another copy was imported: {mla_suite.__file__}"
 for entry in manifest.installed().kernels.values():
     entry.read_object()  # which compares its hash
+"""
+CHECK = """
+import torch
+from mla_suite.testing import exact_decode, ulp
+
 torch.manual_seed(0)
 q, kv_cache = torch.randn(2, 1, 16, 576).bfloat16(), torch.randn(8, 16, 576).bfloat16()
 seq_lens = torch.tensor([50, 7], dtype=torch.int32)
@@ -55,6 +59,7 @@ for arch in ("gfx942", "gfx950"):
     with mla_suite.emulate(arch):
         check(arch, "native")
 """
+"""Decodes by the module `mla_suite` on the CPU and in the emulator."""
 EXPLAIN = ("explain", "decode", "--on", "sm_90", "--batch", "32", "--heads", "128", "--kv", "4096")
 
 
@@ -96,9 +101,11 @@ def main(folder: Path) -> None:
             python("-m", "pip", "install", *alone, "--python-version", version, str(wheel))
         python("-m", "pip", "uninstall", "--quiet", "--yes", "mla_suite")  # of an earlier run
         python("-m", "pip", "install", "--quiet", str(wheel))
-        python("-c", DECODE)
+        python("-c", DECODE + CHECK)
         assert "decode on sm_90 -> native (sm_90)" in python("-m", "mla_suite", *EXPLAIN)
-    unpacked = sum(path.size or 0 for path in distribution("mla_suite").files)
+    files = distribution("mla_suite").files
+    assert files is not None, "pip leaves a list of the files that it installs"
+    unpacked = sum(path.size or 0 for path in files)
     assert unpacked <= LIMIT, f"the wheel unpacks to {unpacked} bytes; at most {LIMIT} are allowed"
     print(f"{unpacked / 1e6:.1f} MB unpacked; installed and run without a compiler")
 
