@@ -3,6 +3,7 @@
 import compare_amd_peers
 import extrapolation
 import pytest
+import support
 from amd_peers import predict
 from modelled_decode import Problem, modelled
 
@@ -60,8 +61,9 @@ def test_rows_are_what_the_kernels_give():
 
 
 def test_the_page_has_the_summary():
-    found = compare_amd_peers.page_with(compare_amd_peers.stored())
-    assert found == compare_amd_peers.PAGE.read_text(), "run `python tools/compare_amd_peers.py --write`"
+    found = support.section(compare_amd_peers.PAGE.read_text(), "comparison")
+    made = "\n".join(compare_amd_peers.summary(compare_amd_peers.stored()))
+    assert found == f"{made}\n", "run `python tools/compare_amd_peers.py --write`"
 
 
 def test_a_source_that_is_none_is_refused(capsys):
