@@ -38,7 +38,7 @@ def emulate(arch: str) -> Iterator[ArchSpec]:
     ValueError for an arch that is unknown or that the emulator cannot execute.
     """
     if not isinstance(arch, str):
-        checks.fail("emulate", "arch", f"is {arch!r}", f"it takes a name: {', '.join(archs.names())}", TypeError)
+        checks.fail("emulate", "arch", f"is {arch!r}", f"it takes a name: {' or '.join(_executed())}", TypeError)
     record = _emulable(arch)
     with checks.having(dispatch.emulated, record):
         yield record
@@ -47,9 +47,13 @@ def emulate(arch: str) -> Iterator[ArchSpec]:
 def _emulable(name: str) -> ArchSpec:
     record = archs.get(name)
     if not record.emulable:
-        possible = " and ".join(spec.name for spec in archs.specs()[0].values() if spec.emulable)
-        raise ValueError(f"emulate: {name} is not emulated; the emulator executes {possible}")
+        raise ValueError(f"emulate: {name} is not emulated; the emulator executes {' and '.join(_executed())}")
     return record
+
+
+def _executed() -> list[str]:
+    """Names of the archs whose machine code the emulator executes."""
+    return [spec.name for spec in archs.specs()[0].values() if spec.emulable]
 
 
 @cache

@@ -130,7 +130,7 @@ ROWS = torch.ones(1, 1, 576)
             lambda: mla_suite.explain("combine", [1.0], ROWS),
             "combine: partial_out is a list of float; it takes a tensor",
         ),
-        (lambda: mla_suite.emulate(None).__enter__(), "emulate: arch is None; it takes a name: gfx942, gfx950, sm_90"),
+        (lambda: mla_suite.emulate(None).__enter__(), "emulate: arch is None; it takes a name: gfx942 or gfx950"),
     ],
 )
 def test_a_function_beside_the_operators_refuses_other_kinds_in_a_sentence(refused, sentence):
