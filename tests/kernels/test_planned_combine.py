@@ -1,4 +1,5 @@
-"""csrc/sm_90/combine/resident_combine.hpp, executed on a CPU with warps of 32 lanes, against fp64.
+"""combine behind a decode with a plan: csrc/sm_90/combine/resident_combine.hpp and, for more rows,
+csrc/common/persistent_combine.hpp, executed on a CPU with warps of 32 lanes, against fp64.
 
 Partials are NaN until a block has waited for decode. What nvcc makes of the source, visibility of memory and time are
 not seen.
@@ -6,6 +7,7 @@ not seen.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import plan_merges
@@ -19,22 +21,27 @@ from planted import each_of
 
 from mla_suite import archs
 from mla_suite.archs import combine as native
-from mla_suite.archs.sm_90.combine import ResidentCombineConfig
-from mla_suite.ops.plan.metadata import OPEN, Plan, Word
+from mla_suite.archs.sm_90.combine import PersistentCombineConfig, ResidentCombineConfig
+from mla_suite.ops.plan.metadata import HEADER_WORDS, OPEN, Plan, Word
 
-KERNEL = "sm_90/combine/resident_combine.hpp"
-CONFIG = ResidentCombineConfig(archs.get("sm_90"), 512, merges=False)
+RESIDENT, PERSISTENT = KERNELS = ("sm_90/combine/resident_combine.hpp", "common/persistent_combine.hpp")
+CONFIGS = {
+    RESIDENT: ResidentCombineConfig(archs.get("sm_90"), 512, merges=False),
+    PERSISTENT: PersistentCombineConfig(archs.get("sm_90"), 512),
+}
 
 
-def compiled(folder: Path, *first: Path) -> Path:
-    constants = {"HOST_BLOCK_THREADS": CONFIG.threads, "MLA_SUITE_KERNEL": "resident_combine"}
-    constants |= {"COMBINE": '"sm_90/combine/resident_combine.cu"', "D_V": CONFIG.head_dim_v, "WAVES": CONFIG.waves}
-    return compiled_program("combine/combine.cpp", folder / "combine", constants, *first, HOST / "combine")
+def compiled(kernel: str, folder: Path, *first: Path) -> Path:
+    """As if the device held 48 warps: few enough that waves and blocks take rows."""
+    name, config = Path(kernel).stem, CONFIGS[kernel]
+    constants = {"HOST_BLOCK_THREADS": config.threads, "MLA_SUITE_KERNEL": name, "RESIDENT": 48}
+    constants |= {"COMBINE": f'"sm_90/combine/{name}.cu"', "D_V": 512, "WAVES": config.waves, "SLICES": 2}
+    return compiled_program("combine/combine.cpp", folder / name, constants, *first, HOST / "combine")
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory):
-    return compiled(tmp_path_factory.mktemp("combine"))
+def programs(tmp_path_factory):
+    return {kernel: compiled(kernel, tmp_path_factory.mktemp("combine")) for kernel in KERNELS}
 
 
 class Merge(PlanMerge):
@@ -70,15 +77,17 @@ class Merge(PlanMerge):
         return [b for b in super().split if b not in self.merged]
 
 
-def run_and_check(program, merge, blocks):
-    launch = merge.prepared(CONFIG, merge.groups, native.MAY_BE_MERGED if merge.groups else 1)
+def run_and_check(kernel, program, merge, blocks):
+    launch = merge.prepared(CONFIGS[kernel], merge.groups, native.MAY_BE_MERGED if merge.groups else 1)
     merge.run_on_host(program, launch, blocks)
     merge.check()
 
 
 CASES = plan_merges.CASES | {
     "rows of more splits than lanes": dict(lens=(100, 60_000), heads=5, parts=100),
+    "row after row of many splits": dict(lens=(60_000,), heads=23),
     "more sequences than threads": dict(lens=(*[50] * 580, 9000, *[50] * 30, 8000), heads=3),
+    "the same, many rows": dict(lens=(*[50] * 580, 9000, *[50] * 30, 8000), heads=25),
     "more sequences than are listed": dict(lens=(9000, *[50] * 2100, 7000, *[50] * 30, 8000), heads=2, parts=400),
 }
 PAIRS = {
@@ -98,11 +107,14 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize(("blocks", "name"), in_turn([1, 7], CASES | PAIRS))
-def test_what_was_split_is_merged(program, name, blocks):
+@pytest.mark.parametrize(
+    ("blocks", "case"), in_turn([1, 7], [*itertools.product(KERNELS, CASES), *itertools.product([RESIDENT], PAIRS)])
+)
+def test_what_was_split_is_merged(programs, case, blocks):
+    kernel, name = case
     merge = Merge(**(CASES | PAIRS)[name])
     assert merge.split or merge.merged
-    run_and_check(program, merge, blocks)
+    run_and_check(kernel, programs[kernel], merge, blocks)
 
 
 def test_pairs_merge_all_of_some_and_part_of_others():
@@ -113,26 +125,32 @@ def test_pairs_merge_all_of_some_and_part_of_others():
 
 
 @pytest.mark.parametrize("lens", [(512,) * 80, (0,), (64,) * 600], ids=len)
-def test_where_nothing_was_split_nothing_is_done(program, lens):
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_where_nothing_was_split_nothing_is_done(programs, kernel, lens):
+    """The persistent kernel does not look beyond the sequences that one wave reads at first."""
     merge = Merge(lens, heads=4)
     assert not merge.split
-    run_and_check(program, merge, 3)
+    if kernel == PERSISTENT:
+        merge.plan[HEADER_WORDS + 4 * 32 + 1 : HEADER_WORDS + len(lens) + 1] = 1 << 30
+    run_and_check(kernel, programs[kernel], merge, 3)
 
 
 FAULTS = {
-    "no wait": ("    Wave::wait_for_producer();\n", "", "few rows"),
-    "no block waits": ("rows && !waits) return;", "rows) return;", "two splits of all"),
-    "another partial is empty": ("set_bit(s.empty, row);", "set_bit(s.empty, row - 1);", "more splits"),
-    "parts": ("parts > p.num_splits || ", "", "a plan of more parts"),
-    "split size": ("|| split_size != 0 ", "", "sizes of splits"),
-    "the first splits alone": ("if (begin >= at.splits) break;", "break;", "rows of more splits than lanes"),
+    "no wait": (RESIDENT, "    Wave::wait_for_producer();\n", "", "few rows"),
+    "no block waits": (RESIDENT, "rows && !waits) return;", "rows) return;", "two splits of all"),
+    "another partial is empty": (RESIDENT, "set_bit(s.empty, row);", "set_bit(s.empty, row - 1);", "more splits"),
+    "parts": (RESIDENT, "parts > p.num_splits || ", "", "a plan of more parts"),
+    "split size": (RESIDENT, "|| split_size != 0 ", "", "sizes of splits"),
+    "the first splits alone": (RESIDENT, "if (begin >= at.splits) break;", "break;", "rows of more splits than lanes"),
+    "late sums": (PERSISTENT, "if constexpr (Merge::parts > 1) block_sync();", "", "row after row of many splits"),
+    "one row a block": (PERSISTENT, "(rows + waves_ - 1) / waves_", "rows / waves_", "long and short rows"),
+    "sequences of one wave": (PERSISTENT, "      count(turns);\n", "", "more sequences than threads"),
 }
 
 
-@each_of(FAULTS, "no wait", place=lambda right, *_: (KERNEL, right))
+@each_of(FAULTS, "no wait", "late sums", place=lambda kernel, right, *_: (kernel, right))
 def test_a_broken_kernel_is_found(tmp_path, name):
-    right, broken, case = FAULTS[name]
-    own = with_a_fault(tmp_path / "csrc", KERNEL, right, broken)
-    program = compiled(tmp_path, own)
+    kernel, right, broken, case = FAULTS[name]
+    program = compiled(kernel, tmp_path, with_a_fault(tmp_path / "csrc", kernel, right, broken))
     with pytest.raises(AssertionError):
-        run_and_check(program, Merge(**{**CASES, **PAIRS}[case]), 3)
+        run_and_check(kernel, program, Merge(**{**CASES, **PAIRS}[case]), 1)
