@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from static_asserts import assert_compiles
 import mla_suite
 from mla_suite import archs
 from mla_suite.archs import combine as config
-from mla_suite.archs import combine as kernels
 from mla_suite.archs import combine_search
 from mla_suite.archs.combine import CombineConfig
 from mla_suite.archs.sm_90 import combine as sm_90_combine
@@ -57,6 +57,8 @@ def test_what_a_search_tries_on_sm_90_compiles(tmp_path):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
+        (dict(arch="sm_90", rows=4), "2 teams share a row's splits, and its kernels have one row in a block"),
+        (dict(arch="sm_90", fixed_splits=16), "its kernels take any number of splits"),
         (dict(rows=3), "rows is one of 1, 2, 4, 8"),
         (dict(vec=16), "vec is one of 1, 2, 4, 8"),
         (dict(head_dim_v=192), "head_dim_v is one of 512, 256, 128"),
@@ -69,20 +71,10 @@ def test_what_a_search_tries_on_sm_90_compiles(tmp_path):
     ],
 )
 def test_an_illegal_point_is_one_sentence(change, why):
-    legal = dict(head_dim_v=512, rows=1, vec=4, waves=8, slices=1)
+    point = dict(arch="gfx942", head_dim_v=512, rows=1, vec=4, waves=8, slices=1) | change
     with pytest.raises(ValueError, match=why) as error:
-        CombineConfig(archs.get("gfx942"), **{**legal, **change})
+        CombineConfig(archs.get(point.pop("arch")), **point)
     assert "\n" not in str(error.value)
-
-
-def test_nvidia_kernels_share_the_splits_of_one_row_alone():
-    with pytest.raises(ValueError, match="2 teams share a row's splits, and its kernels have one row in a block"):
-        CombineConfig(archs.get("sm_90"), 512, rows=4, vec=4, waves=8, slices=1)
-
-
-def test_only_amd_kernels_are_compiled_for_a_number_of_splits():
-    with pytest.raises(ValueError, match="its kernels take any number of splits"):
-        CombineConfig(archs.get("sm_90"), 512, rows=1, vec=4, waves=8, slices=1, fixed_splits=16)
 
 
 # Choosing
@@ -223,41 +215,36 @@ def test_every_declared_combine_is_picked(name):
     assert (sorted(instances - declared), sorted(declared - instances)) == ([], [])
 
 
-def test_few_workgroups_merge_what_a_plan_split():
-    """Where the arch has a kernel for it; a merge that may not depend on the batch stays what it is."""
-    sm_90, most = archs.get("sm_90"), sm_90_combine.PLANNED_GROUPS * 132
-    for rows, batch in ((1, 4225), (16, 300), (128, 34), (512, 2000)):
-        merged = problem(rows, batch, 2)
-        point = sm_90_combine.config_for(merged, sm_90, fixed=False, planned=True)
-        assert isinstance(point, sm_90_combine.PersistentCombineConfig)
-        assert point.instance in built_instances("sm_90")
-        assert point.grid(rows * batch) == min(2 * rows * batch, most)
-        assert sm_90_combine.config_for(merged, sm_90, fixed=True, planned=True) == config.invariant(
-            sm_90, 512, rows * batch
-        )
-        fits = 4224 // rows
-        few = sm_90_combine.config_for(problem(rows, fits, 2), sm_90, fixed=False, planned=True)
-        assert isinstance(few, sm_90_combine.ResidentCombineConfig)
-        unplanned = config.choose(problem(rows, batch, 2), sm_90)[0]
-        assert sm_90_combine.config_for(merged, sm_90, fixed=False, planned=False) == unplanned
-        for arch in (archs.get("gfx942"), archs.get("gfx950")):
-            unplanned = config.choose(problem(rows, batch, 2), arch)[0]
-            assert kernels.config_for(merged, arch, fixed=False) == unplanned
+@pytest.mark.parametrize(
+    ("rows", "batch", "kind"),
+    [
+        *((rows, batch, sm_90_combine.PersistentCombineConfig) for rows, batch in ((1, 4225), (16, 300), (128, 34))),
+        (512, 2000, sm_90_combine.PersistentCombineConfig),
+        *((rows, 4224 // rows, sm_90_combine.ResidentCombineConfig) for rows in (1, 16, 128, 512)),
+        *((rows, batch, sm_90_combine.ResidentCombineConfig) for rows, batch in ((1, 396), (16, 32), (64, 8))),
+    ],
+)
+def test_few_workgroups_merge_what_a_plan_split(rows, batch, kind):
+    """Up to 4,224 rows one of each unit. A merge that may not depend on the batch, or has no plan, stays what it is."""
+    sm_90, merged, total = archs.get("sm_90"), problem(rows, batch, 2), rows * batch
+    choices = partial(sm_90_combine.config_for, merged, sm_90)
+    point = choices(fixed=False, planned=True)
+    assert isinstance(point, kind)
+    assert point.instance in built_instances("sm_90")
+    if kind is sm_90_combine.ResidentCombineConfig:
+        beside = choices(fixed=False, planned=True, merges=True)
+        assert point.grid(total) == 132
+        assert (beside.instance, beside.grid(total), beside.grid(7)) == (point.instance, 99, 7)
+    else:
+        assert point.grid(total) == min(2 * total, sm_90_combine.PLANNED_GROUPS * 132)
+    assert choices(fixed=True, planned=True) == config.invariant(sm_90, 512, total)
+    assert choices(fixed=False, planned=False) == config.choose(merged, sm_90)[0]
+    for arch in (archs.get("gfx942"), archs.get("gfx950")):
+        assert config.config_for(merged, arch, fixed=False) == config.choose(merged, arch)[0]
 
 
-def test_one_workgroup_of_a_unit_merges_what_a_plan_split():
-    """Rows that several waves would share, and a merge that may not depend on the batch, stay what they are."""
+def test_rows_that_several_waves_would_share_stay_what_they_are():
     sm_90 = archs.get("sm_90")
-    for rows, batch in ((1, 396), (16, 32), (64, 8), (128, 33)):
-        merged = problem(rows, batch, 2)
-        point = sm_90_combine.config_for(merged, sm_90, fixed=False, planned=True)
-        assert isinstance(point, sm_90_combine.ResidentCombineConfig)
-        assert point.instance in built_instances("sm_90")
-        assert point.grid(rows * batch) == 132
-        beside = sm_90_combine.config_for(merged, sm_90, fixed=False, planned=True, merges=True)
-        assert (beside.instance, beside.grid(rows * batch), beside.grid(7)) == (point.instance, 99, 7)
-        fixed = sm_90_combine.config_for(merged, sm_90, fixed=True, planned=True)
-        assert fixed == config.invariant(sm_90, 512, rows * batch)
     few = sm_90_combine.config_for(problem(5, 79, 2), sm_90, fixed=False, planned=True)
     assert few == config.choose(problem(5, 79, 4), sm_90)[0]
 

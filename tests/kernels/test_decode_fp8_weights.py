@@ -82,23 +82,20 @@ def test_bf16_weights(arch, length):
 
 
 @pytest.mark.parametrize(
-    ("batch", "context", "fp8_weights"),
-    [(4, 8192, False), (4, 16384, False), (32, 16384, False), (32, 16640, True), (256, 2048, False), (256, 2112, True)],
+    ("arch", "rows", "batch", "context", "fp8_weights"),
+    [
+        *(("gfx950", 128, *row) for row in ((4, 8192, False), (4, 16384, False), (32, 16384, False))),
+        *(("gfx950", 128, *row) for row in ((32, 16640, True), (256, 2048, False), (256, 2112, True))),
+        *(("gfx942", rows, 4, 8192, rows > 96) for rows in (64, 96, 112, 128)),
+    ],
+    indirect=["arch"],
 )
-@pytest.mark.parametrize("arch", ["gfx950"], indirect=True)
-def test_a_plans_long_work_tiles_have_fp8_weights(arch, batch, context, fp8_weights):
-    """Up to 2,048 keys of a work tile memory takes longer than bf16 weights do, however long the sequence is."""
-    args, kwargs = decode_sample((64, 64), heads=32, q_len=4, planned=True, **stored(arch)).make(CPU)
+def test_which_calls_with_a_plan_have_fp8_weights(arch, rows, batch, context, fp8_weights):
+    """On gfx950 memory takes longer than bf16 weights do up to 2,048 keys of a work tile, however long the sequence is.
+    On gfx942 bf16 weights of many rows take the matrix unit longer than memory takes, however short work tiles are.
+    """
+    args, kwargs = decode_sample((64, 64), heads=rows // 4, q_len=4, planned=True, **stored(arch)).make(CPU)
     problem = DECODE.problem(*args, **kwargs)._replace(batch=batch, context=context)
-    assert archs.kernels(archs.get(arch)).decode_config(problem, 128).fp8_weights is fp8_weights
-
-
-@pytest.mark.parametrize(("rows", "fp8_weights"), [(64, False), (96, False), (112, True), (128, True)])
-@pytest.mark.parametrize("arch", ["gfx942"], indirect=True)
-def test_rows_alone_decide_on_gfx942(arch, rows, fp8_weights):
-    """There bf16 weights take the matrix unit longer than memory takes, however short work tiles are."""
-    args, kwargs = decode_sample((64, 64), heads=rows, planned=True, **stored(arch)).make(CPU)
-    problem = DECODE.problem(*args, **kwargs)._replace(batch=4, context=8192)
     assert archs.kernels(archs.get(arch)).decode_config(problem, 128).fp8_weights is fp8_weights
 
 
