@@ -188,22 +188,23 @@ def left_padded():
 
 
 @torch.no_grad()
-def greedy(model, cache=None, fed=None):
-    """The tokens of STEPS steps after the prompts, with their logits [batch, STEPS, vocabulary].
+def greedy(model, cache=None, fed=None, steps=STEPS):
+    """The tokens of steps after the prompts, and the logits of all tokens but the last, where prompts are padded zeros.
 
-    The tokens `fed` [batch, STEPS] take the place of the chosen ones.
+    The tokens `fed` [batch, steps] take the place of the chosen ones.
     """
     ids, mask = left_padded()
     logits, tokens = [], []
-    for i in range(STEPS):
-        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    for i in range(steps):
+        new = slice(mask.shape[1] - ids.shape[1], None)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, new]
         out = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
         cache = out.past_key_values
-        logits.append(out.logits[:, -1])
-        ids = logits[-1].argmax(-1, keepdim=True) if fed is None else fed[:, i : i + 1]
+        logits.append(out.logits.masked_fill(mask[:, new, None] == 0, 0))
+        ids = out.logits[:, -1:].argmax(-1) if fed is None else fed[:, i : i + 1]
         tokens.append(ids)
         mask = torch.cat((mask, mask.new_ones(2, 1)), dim=1)
-    return torch.cat(tokens, 1), torch.stack(logits, 1)
+    return torch.cat(tokens, 1), torch.cat(logits, 1)
 
 
 def compiled_behind_a_prompt(model, ids, mask, cache, backend: str = "eager"):

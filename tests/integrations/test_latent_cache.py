@@ -8,8 +8,7 @@ import torch
 
 pytest.importorskip("transformers", reason="transformers is missing: pip install mla_suite[hf]")
 
-import latent_models
-from deepseek_models import VOCAB, left_padded, make_model
+from latent_models import VOCAB, left_padded, make
 from transformers import DynamicCache
 
 from mla_suite.integrations import transformers_interface
@@ -17,18 +16,18 @@ from mla_suite.integrations.transformers import LatentCache, patch, unpatch
 
 
 def test_a_full_cache_is_refused_before_anything_is_written():
-    model = make_model("v3")
+    model = make("deepseek_v3")
     ids, _ = left_padded()
     patch(model)
-    cache = LatentCache(model, 3, 8, page_size=4)
-    with torch.no_grad(), pytest.raises(RuntimeError, match="11 tokens per sequence for a cache of max_len 8"):
+    cache = LatentCache(model, 2, 8, page_size=4)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="9 tokens per sequence for a cache of max_len 8"):
         model(input_ids=ids, past_key_values=cache)
-    assert cache.seq_lens.tolist() == [0, 0, 0]
+    assert cache.seq_lens.tolist() == [0, 0]
     assert not any(layer.any() for layer in cache.store.latents.values())
 
 
 def test_a_full_cache_is_refused_without_asking_a_gpu():
-    cache = LatentCache(make_model("v3"), 1, 8, page_size=4)
+    cache = LatentCache(make("deepseek_v3"), 1, 8, page_size=4)
     cache.store.seen = SimpleNamespace(is_cuda=True)  # it has no value to read
     cache.store._make_room(8)
     cache.store._columns = 8
@@ -41,7 +40,7 @@ def test_rejected_drafts_of_another_model_are_forgotten(monkeypatch):
     cropped = []
     crop = LatentCache.crop
     monkeypatch.setattr(LatentCache, "crop", lambda cache, count: (cropped.append(count), crop(cache, count)))
-    model, drafting = make_model("v3"), make_model("v2")
+    model, drafting = make("deepseek_v3"), make("deepseek_v2", num_hidden_layers=1)
     ids = left_padded()[0][:1]
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": VOCAB - 1}
     expected = model.generate(ids, **options)
@@ -53,9 +52,9 @@ def test_rejected_drafts_of_another_model_are_forgotten(monkeypatch):
 
 @pytest.mark.parametrize("folder", ["deepseek_v3", "mistral4", "deepseek_v32"])
 def test_a_models_first_layers_may_draft(folder):
-    model = latent_models.make(folder)
+    model = make(folder)
     layers = model.config.num_hidden_layers
-    ids = latent_models.left_padded()[0][:1]
+    ids = left_padded()[0][:1]
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     expected = model.generate(ids, **options)
     patch(model)
@@ -69,23 +68,23 @@ def test_a_models_first_layers_may_draft(folder):
 def test_a_cache_without_room_is_refused(sizes):
     batch, max_len, page_size = sizes
     with pytest.raises(ValueError, match="LatentCache: batch .* each is 1 or more"):
-        LatentCache(make_model("v3"), batch, max_len, page_size=page_size)
+        LatentCache(make("deepseek_v3"), batch, max_len, page_size=page_size)
 
 
 def test_tokens_to_forget_are_counted_from_the_end():
     with pytest.raises(ValueError, match=r"crop\(3\); give -3 to drop that number of tokens"):
-        LatentCache(make_model("v3"), 3, 16).crop(3)
+        LatentCache(make("deepseek_v3"), 3, 16).crop(3)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("forgets", ["crop", "reset"])
 def test_a_cache_that_has_forgotten_all_is_as_new(forgets):
     """More tokens than there are may be cropped; a mask that hid tokens before a reset is not asked for any more."""
-    model = make_model("v3")
+    model = make("deepseek_v3")
     ids, mask = left_padded()
     with patch(model):
         expected = model(input_ids=ids).logits
-        held = DynamicCache() if forgets == "reset" else LatentCache(model, 3, 32)
+        held = DynamicCache() if forgets == "reset" else LatentCache(model, 2, 32)
         model(input_ids=ids, past_key_values=held, attention_mask=mask if forgets == "reset" else None)
         held.reset() if forgets == "reset" else held.crop(-100)
         assert int(held.get_seq_length()) == 0
@@ -103,7 +102,7 @@ def logits_close(got, expected):
 
 
 def test_packed_sequences_and_dropout_are_refused():
-    model = make_model("v3", attention_dropout=0.1)
+    model = make("deepseek_v3", attention_dropout=0.1)
     with patch(model):
         with pytest.raises(ValueError, match="position_ids of packed sequences"):
             model(prompt(), position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]), use_cache=False)
@@ -113,7 +112,7 @@ def test_packed_sequences_and_dropout_are_refused():
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_an_adapter_or_a_hook_on_kv_b_proj_is_refused_whenever_it_is_added(compiled):
-    model = make_model("v3", num_hidden_layers=2)
+    model = make("deepseek_v3")
     with torch.no_grad(), patch(model):
         step = torch.compile(model, backend="eager") if compiled else model
         cache = LatentCache(model, 2, 32)
@@ -131,7 +130,7 @@ def test_an_adapter_or_a_hook_on_kv_b_proj_is_refused_whenever_it_is_added(compi
 
 
 def test_an_interface_that_differs_is_refused_and_a_newer_number_is_not(monkeypatch):
-    model = make_model("v3")
+    model = make("deepseek_v3")
     base = type(model.model)
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, kv_store=None, inputs_embeds=None):
@@ -164,6 +163,6 @@ def test_an_interface_that_differs_is_refused_and_a_newer_number_is_not(monkeypa
 
 
 def test_an_attention_argument_that_nobody_knows_is_refused():
-    model = latent_models.make("mistral4")
+    model = make("mistral4")
     with patch(model), pytest.raises(TypeError, match="is called with picked; nobody here knows what it means"):
         model(prompt(), picked=torch.zeros(2))

@@ -7,77 +7,64 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install mla_suite[hf]")
 
-from deepseek_models import KINDS, PROMPT, SMALL, left_padded, make_model  # noqa: E402 - after importorskip
-from latent_models import compiled_behind_a_prompt, make  # noqa: E402
+from latent_models import (  # noqa: E402 - after importorskip
+    MISTRAL4_ROPE,
+    PROMPT,
+    TINY,
+    compiled_behind_a_prompt,
+    greedy,
+    left_padded,
+    make,
+)
 
 from mla_suite.integrations.transformers import LatentCache, config_of, patch, unpatch  # noqa: E402 - after importorskip
 from mla_suite.models.mla import MLA  # noqa: E402 - after importorskip
 from mla_suite.models.rope import cos_sin_table  # noqa: E402 - after importorskip
 
 STEPS = 32
+YARN = {name: MISTRAL4_ROPE[name] for name in list(MISTRAL4_ROPE)[:8]}
+YARN |= {"factor": 4.0, "original_max_position_embeddings": 64}
+NO_INTERLEAVE = {"rope_interleave": False, "q_lora_rank": None, "attention_bias": True}
+KINDS = [
+    pytest.param("deepseek_v3", {"rope_parameters": YARN}, id="v3"),
+    pytest.param("deepseek_v3", NO_INTERLEAVE, id="v3 half rope, direct q, bias"),
+    pytest.param("deepseek_v2", {}, id="v2"),
+    pytest.param("deepseek_v2", {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}, id="v2 yarn"),
+]
 
 
-@torch.no_grad()
-def greedy(model, ids, mask, cache=None, tokens=None):
-    """Logits of the prompt's last token and of STEPS steps, with the tokens fed (chosen greedily unless given)."""
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    out = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
-    prompt_logits, logits, chosen = out.logits, [out.logits[:, -1]], []
-    for i in range(STEPS):
-        chosen.append(logits[-1].argmax(-1) if tokens is None else tokens[:, i])
-        mask = torch.cat((mask, mask.new_ones(len(mask), 1)), dim=1)
-        out = model(
-            input_ids=chosen[-1][:, None],
-            attention_mask=mask,
-            position_ids=mask.sum(1, keepdim=True) - 1,
-            past_key_values=out.past_key_values,
-            use_cache=True,
-        )
-        logits.append(out.logits[:, -1])
-    return prompt_logits, torch.stack(logits, dim=1), torch.stack(chosen, dim=1)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_fp32_tokens_are_equal_and_logits_agree(kind):
-    model = make_model(kind)
-    ids, mask = left_padded()
-    expected_prompt, expected, tokens = greedy(model, ids, mask)
+@pytest.mark.parametrize(("folder", "changes"), KINDS)
+def test_fp32_tokens_are_equal_and_logits_agree(folder, changes):
+    model = make(folder, **changes)
+    tokens, expected = greedy(model, steps=STEPS)
     with patch(model):
-        prompt, logits, got = greedy(model, ids, mask)
+        got, logits = greedy(model, steps=STEPS)
     assert torch.equal(got, tokens)
     assert tokens.unique().numel() > 8, "a model that repeats itself would show nothing"
-    real = mask.bool()
     # fp32 sums in another order: absorbed products run over 512 elements where the model's run over 32.
-    torch.testing.assert_close(prompt[real], expected_prompt[real], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["v3", "v2"])
-def test_bf16_logits_are_as_close_to_fp32_as_the_models_own(kind):
+@pytest.mark.parametrize("folder", ["deepseek_v3", "deepseek_v2"])
+def test_bf16_logits_are_as_close_to_fp32_as_the_models_own(folder):
     """Both bf16 models round each product differently, so neither is the truth; the same weights in fp32 are.
 
     The patched model may be at most 1.5 times as far from them as the unpatched one, in root mean square over all
     logits of prompt and steps: it rounds q's latent where the model rounds k and v, so about as much.
     """
-    model = make_model(kind, torch.bfloat16)
-    ids, mask = left_padded()
-    expected_prompt, expected, tokens = greedy(copy.deepcopy(model).float(), ids, mask)
-    plain_prompt, plain, _ = greedy(model, ids, mask, tokens=tokens)
+    model = make(folder).bfloat16()
+    tokens, expected = greedy(copy.deepcopy(model).float(), steps=STEPS)
+    _, plain = greedy(model, fed=tokens, steps=STEPS)
     with patch(model):
-        prompt, logits, _ = greedy(model, ids, mask, tokens=tokens)
-    real = mask.bool()
-
-    def distance(a, b):
-        both = torch.cat(((a - expected_prompt)[real].flatten(), (b - expected).flatten()))
-        return both.square().mean().sqrt()
-
-    assert distance(prompt, logits) <= 1.5 * distance(plain_prompt, plain)
-    assert distance(prompt, logits) < 0.05 * expected.std()
+        _, logits = greedy(model, fed=tokens, steps=STEPS)
+    far, plain_far = ((found - expected).square().mean().sqrt() for found in (logits, plain))
+    assert far <= 1.5 * plain_far
+    assert far < 0.05 * expected.std()
 
 
 @torch.no_grad()
 def test_every_argument_may_be_given_by_position():
-    model = make_model("v3")
+    model = make("deepseek_v3")
     ids, _ = left_padded()
     embeddings = model.model.embed_tokens(ids)
     expected = model.model(ids, use_cache=False).last_hidden_state
@@ -96,9 +83,9 @@ def test_every_argument_may_be_given_by_position():
     ("dtype", "autocast"),
     [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)],
 )
-@pytest.mark.parametrize("kind", ["v3", "v2", "mistral4"])
-def test_autocast_generates_the_models_own_tokens(kind, dtype, autocast):
-    model = make(kind).to(dtype) if kind == "mistral4" else make_model(kind, dtype)
+@pytest.mark.parametrize("folder", ["deepseek_v3", "deepseek_v2", "mistral4"])
+def test_autocast_generates_the_models_own_tokens(folder, dtype, autocast):
+    model = make(folder).to(dtype)
     ids, mask = left_padded()
     options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     with torch.autocast("cpu", autocast):
@@ -109,12 +96,12 @@ def test_autocast_generates_the_models_own_tokens(kind, dtype, autocast):
 
 @pytest.mark.parametrize("max_len", [None, 32])
 def test_a_cache_serves_inside_and_outside_of_inference_mode(max_len):
-    model = make_model("v3")
+    model = make("deepseek_v3")
     ids, _ = left_padded()
     with patch(model), torch.no_grad():
         expected = model(input_ids=ids).logits
         with torch.inference_mode():
-            cache = LatentCache(model, 3, max_len, page_size=4)
+            cache = LatentCache(model, 2, max_len, page_size=4)
             model(input_ids=ids[:, :3], past_key_values=cache)
         parts = [model(input_ids=part, past_key_values=cache).logits for part in ids[:, 3:].split(4, dim=1)]
         torch.testing.assert_close(torch.cat(parts, 1), expected[:, 3:], rtol=1e-4, atol=1e-4)
@@ -125,67 +112,67 @@ def test_a_cache_serves_inside_and_outside_of_inference_mode(max_len):
 
 @torch.no_grad()
 def test_a_call_that_is_refused_leaves_the_cache_as_it_was():
-    model, other = make_model("v3"), make_model("v3", num_hidden_layers=1)
+    model, other = make("deepseek_v3"), make("deepseek_v3", num_hidden_layers=1)
     ids, mask = left_padded()
     with patch(model):
-        cache = LatentCache(model, 3, 32)
+        cache = LatentCache(model, 2, 32)
         model(input_ids=ids, past_key_values=cache)
         for wrong in (mask[:1], mask[:, :0], torch.cat((mask, mask))):
             with pytest.raises(
-                ValueError, match=r"attention_mask has shape .* for 3 sequences; give \[batch, tokens\]"
+                ValueError, match=r"attention_mask has shape .* for 2 sequences; give \[batch, tokens\]"
             ):
                 model(input_ids=ids, attention_mask=wrong, past_key_values=cache)
-        assert (cache.seq_lens.tolist(), int(cache.get_seq_length())) == ([11] * 3, 11)
+        assert (cache.seq_lens.tolist(), int(cache.get_seq_length())) == ([PROMPT] * 2, PROMPT)
         with pytest.raises(TypeError, match="no tokens of layer 1.*another model"):
-            model(input_ids=ids, past_key_values=LatentCache(other, 3, 32))
+            model(input_ids=ids, past_key_values=LatentCache(other, 2, 32))
 
 
 @torch.no_grad()
 def test_a_callers_dynamic_cache_keeps_its_latent_cache():
-    model = make_model("v3")
+    model = make("deepseek_v3")
     ids, _ = left_padded()
     own = transformers.DynamicCache(config=model.config)
-    expected = [model(input_ids=part, past_key_values=own).logits for part in ids.split([7, 1, 3], dim=1)]
+    expected = [model(input_ids=part, past_key_values=own).logits for part in ids.split([5, 1, 3], dim=1)]
     with patch(model):
         held = transformers.DynamicCache(config=model.config)
-        got = [model(input_ids=part, past_key_values=held).logits for part in ids.split([7, 1, 3], dim=1)]
+        got = [model(input_ids=part, past_key_values=held).logits for part in ids.split([5, 1, 3], dim=1)]
         torch.testing.assert_close(torch.cat(got, 1), torch.cat(expected, 1), rtol=1e-4, atol=1e-4)
         with pytest.raises(TypeError, match="DynamicCache with keys and values of its own; pass LatentCache"):
             model(input_ids=ids[:, :1], past_key_values=own)
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.full)])
-@pytest.mark.parametrize("kind", ["v3", pytest.param("v2", marks=pytest.mark.full)])
+@pytest.mark.parametrize("folder", ["deepseek_v3", pytest.param("deepseek_v2", marks=pytest.mark.full)])
 @torch.no_grad()
-def test_the_whole_decode_step_compiles_once_for_all_lengths(kind, backend):
+def test_the_whole_decode_step_compiles_once_for_all_lengths(folder, backend):
     """Traced in every run; Inductor, which the demo has compile layers, takes the model in `full`.
 
     A mask that grows, as in generate, costs a graph of its own and one more, where its length becomes dynamic.
     """
-    model = make_model(kind, num_hidden_layers=1)
+    model = make(folder, num_hidden_layers=1)
     ids, mask = left_padded()
-    _, expected, tokens = greedy(model, ids, mask)
+    tokens, expected = greedy(model, steps=STEPS + 1)
     patch(model)
-    cache = LatentCache(model, 3, PROMPT + STEPS, page_size=8)
+    cache = LatentCache(model, 2, PROMPT + STEPS, page_size=8)
     compiled, counters = compiled_behind_a_prompt(model, ids, mask, cache, backend)
     lens = mask.sum(1, keepdim=True)
     for i in range(STEPS):
-        masked = {} if i < 16 else dict(attention_mask=torch.cat((mask, mask.new_ones(3, i + 1)), dim=1))
+        masked = {} if i < 16 else dict(attention_mask=torch.cat((mask, mask.new_ones(2, i + 1)), dim=1))
         out = compiled(input_ids=tokens[:, i : i + 1], position_ids=lens + i, past_key_values=cache, **masked)
-        torch.testing.assert_close(out.logits[:, -1], expected[:, i + 1], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(out.logits[:, -1], expected[:, PROMPT + i], rtol=1e-4, atol=1e-4)
         assert counters["stats"]["unique_graphs"] <= (1 if i < 16 else 3)
     assert not counters["graph_break"]
     assert cache.seq_lens.tolist() == (lens.flatten() + STEPS).tolist()
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("folder", "changes"), KINDS)
 @torch.no_grad()
-def test_our_layer_loads_the_weights_of_an_attention(kind, tp_size):
-    model = make_model(kind)
+def test_our_layer_loads_the_weights_of_an_attention(folder, changes, tp_size):
+    model = make(folder, **changes)
     attention = model.model.layers[1].self_attn
     config = config_of(model.config)
-    x = torch.randn(1, PROMPT, SMALL["hidden_size"])
+    x = torch.randn(1, PROMPT, TINY["hidden_size"])
     positions = torch.arange(PROMPT)[None]
     causal = torch.full((PROMPT, PROMPT), -torch.inf).triu(1)[None, None]
     embeddings = model.model.rotary_emb(x, positions)
@@ -199,7 +186,7 @@ def test_our_layer_loads_the_weights_of_an_attention(kind, tp_size):
 
 
 def test_a_patched_model_may_change_its_dtype():
-    model, fresh = make_model("v3", torch.bfloat16), make_model("v3", torch.bfloat16).float()
+    model, fresh = make("deepseek_v3").bfloat16(), make("deepseek_v3").bfloat16().float()
     patch(model)
     model.float()
     ids, mask = left_padded()
@@ -209,7 +196,7 @@ def test_a_patched_model_may_change_its_dtype():
 
 @pytest.mark.parametrize("keeps_its_methods", [False, True], ids=["whole layer", "attention"])
 def test_parameters_keep_their_names_and_unpatch_restores_the_model(keeps_its_methods):
-    model = make("longcat_flash") if keeps_its_methods else make_model("v3")
+    model = make("longcat_flash" if keeps_its_methods else "deepseek_v3")
     names = dict(model.named_parameters())
     attention, implementation = model.model.layers[0].self_attn, model.config._attn_implementation
     with patch(model):
@@ -266,8 +253,8 @@ def test_a_wrapped_forward_of_an_attention_layer_is_called(folder):
     expected = model(ids).logits
     with patch(model):
         assert model.model.layers[1].self_attn is attention
-        tokens = LatentCache(model, 3, 16)
-        parts = [model(part, past_key_values=tokens).logits for part in ids.split([7, 1, 3], dim=1)]
+        tokens = LatentCache(model, 2, 16)
+        parts = [model(part, past_key_values=tokens).logits for part in ids.split([5, 1, 3], dim=1)]
     torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -290,30 +277,29 @@ def test_unpatch_is_refused_while_a_layer_of_ours_is_wrapped():
     ids=["narrow latents", "linear rope"],
 )
 def test_layers_that_mla_cannot_replace_keep_all_but_their_attention(changes):
-    model = make_model("v3", **changes)
-    ids, mask = left_padded()
-    _, expected, tokens = greedy(model, ids, mask)
+    model = make("deepseek_v3", **changes)
+    tokens, expected = greedy(model, steps=STEPS)
     with patch(model):
         assert type(model.model.layers[0].self_attn).__name__ == "DeepseekV3Attention"
-        _, logits, _ = greedy(model, ids, mask, tokens=tokens)
+        _, logits = greedy(model, fed=tokens, steps=STEPS)
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_models_we_do_not_know_are_refused_in_a_sentence():
     with pytest.raises(TypeError, match="Linear has no layers of multi-head latent attention"):
         patch(torch.nn.Linear(1, 1))
-    model = make_model("v3", kv_lora_rank=1088)
+    model = make("deepseek_v3", kv_lora_rank=1088)
     with pytest.raises(ValueError, match="kv_lora_rank 1088 and qk_rope_head_dim 64; a cached token is 1024"):
         patch(model)
     assert type(model.model.layers[0].self_attn).__name__ == "DeepseekV3Attention"
     with pytest.raises(TypeError, match=r"a model in torch\.float64"):
-        patch(make_model("v3", torch.float64))
-    model = make_model("v3")
+        patch(make("deepseek_v3").double())
+    model = make("deepseek_v3")
     patch(model)
     ids, _ = left_padded()
     with pytest.raises(ValueError, match="output_attentions=True; attention weights are never stored"):
         model(input_ids=ids, output_attentions=True)
-    with pytest.raises(ValueError, match=r"attention_mask has shape \(3, 1, 11, 11\)"):
-        model(input_ids=ids, attention_mask=torch.ones(3, 1, 11, 11))
-    with pytest.raises(ValueError, match="a batch of 3 for a cache of 2 sequences"):
-        model(input_ids=ids, past_key_values=LatentCache(model, 2, 16))
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 1, 9, 9\)"):
+        model(input_ids=ids, attention_mask=torch.ones(2, 1, 9, 9))
+    with pytest.raises(ValueError, match="a batch of 2 for a cache of 3 sequences"):
+        model(input_ids=ids, past_key_values=LatentCache(model, 3, 16))
