@@ -1,7 +1,9 @@
 """One decode step in AITER's names, and its result by the formula."""
 
+import functools
 import itertools
 
+import flash_mla_calls
 import torch
 
 from mla_suite.integrations import aiter
@@ -11,12 +13,7 @@ MADE = ("work_meta_data", "work_indptr", "work_info_set", "reduce_indptr", "redu
 """What get_mla_metadata_info_v1 sizes; get_mla_metadata_v1 takes the third before the second."""
 
 
-def attend(q, keys, scale, d_v=512):
-    """One query token [heads, d] over keys [n, d]."""
-    if len(keys) == 0:
-        return torch.zeros(q.shape[0], d_v), torch.full((q.shape[0],), -torch.inf)
-    scores = q.float() @ keys.float().T * scale
-    return torch.softmax(scores, -1) @ keys[:, :d_v].float(), scores.logsumexp(-1)
+attend = functools.partial(flash_mla_calls.attend, empty=-torch.inf)
 
 
 class Step:

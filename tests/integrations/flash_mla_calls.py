@@ -5,10 +5,10 @@ import torch
 from mla_suite.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
 
-def attend(q, keys, scale, d_v=512, sink=None):
-    """One query token [heads, d] over keys [n, d]: out and natural lse, 0 and +inf where there is no key."""
+def attend(q, keys, scale, d_v=512, sink=None, empty=torch.inf):
+    """One query token [heads, d] over keys [n, d]: out and natural lse, 0 and `empty` where there is no key."""
     if len(keys) == 0:
-        return torch.zeros(q.shape[0], d_v), torch.full((q.shape[0],), torch.inf)
+        return torch.zeros(q.shape[0], d_v), torch.full((q.shape[0],), empty)
     scores = q.float() @ keys.float().T * scale
     lse = scores.logsumexp(-1)
     out = torch.softmax(scores, -1) @ keys[:, :d_v].float()
@@ -75,6 +75,12 @@ class Dense:
         """(out, lse); without metadata, with a new holder."""
         given = metadata or get_mla_metadata()
         return flash_mla_with_kvcache(q, self.cache, self.table, self.lens, 512, *given, **options)
+
+    def named(self, **changes):
+        """A call with every argument by its name, some of them changed."""
+        given = dict(q=self.queries(1, 4), k_cache=self.cache, block_table=self.table, cache_seqlens=self.lens)
+        given |= dict(head_dim_v=512, tile_scheduler_metadata=get_mla_metadata()[0])
+        return flash_mla_with_kvcache(**{**given, **changes})
 
     def expected(self, q, causal=False, scale=576**-0.5, lengths=None, sink=None):
         return dense_expected(q, self.cache, self.table, lengths or self.lengths, scale, causal, sink)

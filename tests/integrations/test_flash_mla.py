@@ -141,13 +141,6 @@ def test_no_sequences(kv_heads):
         assert lse.shape == (0, 16, 1)
 
 
-def call(**changes):
-    problem = Dense([70, 3])
-    given = dict(q=problem.queries(1, 4), k_cache=problem.cache, block_table=problem.table, cache_seqlens=problem.lens)
-    given |= dict(head_dim_v=512, tile_scheduler_metadata=get_mla_metadata()[0])
-    return flash_mla_with_kvcache(**{**given, **changes})
-
-
 INDICES = torch.zeros(2, 1, 4, dtype=torch.int32)
 
 
@@ -182,7 +175,7 @@ INDICES = torch.zeros(2, 1, 4, dtype=torch.int32)
 )
 def test_refusals(changes, message):
     with pytest.raises((ValueError, TypeError), match=message) as raised:
-        call(**changes)
+        Dense([70, 3]).named(**changes)
     assert str(raised.value).startswith("flash_mla_with_kvcache: ")
 
 

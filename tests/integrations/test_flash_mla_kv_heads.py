@@ -8,7 +8,7 @@ from flash_mla_calls import Dense, check
 
 import mla_suite
 from mla_suite.integrations import flash_mla_kv_heads
-from mla_suite.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+from mla_suite.integrations.flash_mla import get_mla_metadata
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
@@ -63,11 +63,8 @@ INDICES = torch.zeros(2, 1, 4, dtype=torch.int32)
     ],
 )
 def test_refusals(changes, message):
-    problem = Dense([70, 3], kv_heads=2)
-    given = dict(q=problem.queries(1, 4), k_cache=problem.cache, block_table=problem.table, cache_seqlens=problem.lens)
-    given |= dict(head_dim_v=512, tile_scheduler_metadata=get_mla_metadata()[0])
     with pytest.raises(ValueError, match=message):
-        flash_mla_with_kvcache(**{**given, **changes})
+        Dense([70, 3], kv_heads=2).named(**changes)
 
 
 @pytest.mark.parametrize("options", [dict(is_fp8_kvcache=True), dict(topk=64), dict(num_heads_k=0)])

@@ -120,66 +120,47 @@ def test_records_of_an_extra_pool_are_told_apart(kv_format, named, use_legacy):
     assert torch.equal(lse, right[1].transpose(1, 2))
 
 
-def test_batch_invariant_sparse_calls():
-    if not has_kernel("gfx942", "sparse_decode_kvformat-v32_rows-16"):
+def check_invariance(record, attended, splits=True):
+    """The second of three query tokens has the same results alone, unless a call need not be batch-invariant: then its
+    sums are of several splits and differ in their last bits. `attended` takes which query tokens, and whether it is."""
+    if not has_kernel("gfx942", f"sparse_decode_kvformat-{record}_rows-16"):
         pytest.skip("the kernels of gfx942 are not built; run `python -m mla_suite build --arch gfx942`")
-    k_cache, q = records("v32", 40, 64)[0].unsqueeze(2), torch.randn(3, 1, 16, 576).bfloat16()
-    indices = torch.randint(40 * 64, (3, 1, 1024), dtype=torch.int32)
-
-    def attended(which, invariant):
-        return flash_mla_with_kvcache(
-            *(q[which], k_cache, None, None, 512, get_mla_metadata()[0]),
-            indices=indices[which],
-            enable_batch_invariant=invariant,
-        )
-
     with mla_suite.emulate("gfx942"):
         together, alone = attended(slice(None), True), attended(slice(1, 2), True)
-        split, _ = attended(slice(1, 2), False)
-    assert torch.equal(together[0][1:2], alone[0])
-    assert torch.equal(together[1][1:2], alone[1])
-    assert not torch.equal(split, alone[0])  # several splits, whose sums differ in their last bits
+        assert all(torch.equal(of_all[1:2], one) for of_all, one in zip(together, alone, strict=True))
+        assert not splits or not torch.equal(attended(slice(1, 2), False)[0], alone[0])
 
 
-def test_batch_invariant_calls_with_a_sink_and_lists_of_other_widths():
-    """As of V4's layers that select all closed entries: a batch pads its lists to the longest of them."""
-    if not has_kernel("gfx942", "sparse_decode_kvformat-v32_rows-16"):
-        pytest.skip("the kernels of gfx942 are not built; run `python -m mla_suite build --arch gfx942`")
+@pytest.mark.parametrize("lists", ["full", "of other widths"])
+def test_batch_invariant_sparse_calls(lists):
+    """Of other widths, and with a sink, as in V4's layers that select all closed entries: a batch pads them."""
     k_cache, q = records("v32", 40, 64)[0].unsqueeze(2), torch.randn(3, 1, 16, 576).bfloat16()
     indices = torch.randint(40 * 64, (3, 1, 1024), dtype=torch.int32)
     lengths, sink = torch.tensor([1024, 200, 500], dtype=torch.int32), torch.randn(16)
 
-    def attended(which, width):
+    def attended(which, invariant):
+        given = dict(indices=indices[which])
+        if lists != "full":
+            width = 256 if which.start else 1024
+            given = dict(indices=indices[which, :, :width].contiguous(), topk_length=lengths[which], attn_sink=sink)
+        holder = get_mla_metadata()[0]
         return flash_mla_with_kvcache(
-            *(q[which], k_cache, None, None, 512, get_mla_metadata()[0]),
-            indices=indices[which, :, :width].contiguous(),
-            topk_length=lengths[which],
-            attn_sink=sink,
-            enable_batch_invariant=True,
+            q[which], k_cache, None, None, 512, holder, enable_batch_invariant=invariant, **given
         )
 
-    with mla_suite.emulate("gfx942"):
-        together, alone = attended(slice(None), 1024), attended(slice(1, 2), 256)
-    assert torch.equal(together[0][1:2], alone[0])
-    assert torch.equal(together[1][1:2], alone[1])
+    check_invariance("v32", attended, splits=lists == "full")
 
 
 @pytest.mark.parametrize("statistics", [False, None])
 def test_batch_invariant_prefill(statistics):
-    if not has_kernel("gfx942", "sparse_decode_kvformat-bf16x576_rows-16"):
-        pytest.skip("the kernels of gfx942 are not built; run `python -m mla_suite build --arch gfx942`")
     kv, q = torch.randn(900, 1, 576).bfloat16(), torch.randn(3, 16, 576).bfloat16()
     indices = torch.randint(900, (3, 1, 1024), dtype=torch.int32)
 
     def attended(which, invariant):
         options = dict(return_log2_lse=statistics, enable_batch_invariant=invariant)
-        return flash_mla_sparse_fwd(q[which], kv, indices[which], 0.04, **options)[0]
+        return flash_mla_sparse_fwd(q[which], kv, indices[which], 0.04, **options)[:1]
 
-    with mla_suite.emulate("gfx942"):
-        together, alone = attended(slice(None), True), attended(slice(1, 2), True)
-        split = attended(slice(1, 2), False)
-    assert torch.equal(together[1:2], alone)
-    assert not torch.equal(split, alone)  # several splits, whose sums differ in their last bits
+    check_invariance("bf16x576", attended)
 
 
 def test_a_batch_invariant_dense_call_is_refused():

@@ -17,12 +17,6 @@ from mla_suite.ops.plan.scheduler import TILE_COST, SchedulerCosts, balanced_spl
 SM_90 = arch.get("sm_90")
 
 
-@pytest.fixture
-def on_sm_90(monkeypatch):
-    """The definition as it plans for that arch."""
-    monkeypatch.setattr(reference, "current_arch", lambda tensor: SM_90)
-
-
 def test_the_figures_of_an_arch():
     """One workgroup merges, unless the arch is sm_90: there a row of partials counts by the time of decode's stages; or
     tiles have more than 80 rows on CDNA, where it counts by memory's."""
@@ -53,45 +47,36 @@ def test_a_partial_on_cdna_counts_as_the_keys_of_its_bytes(name, rows):
     assert abs(partial * key_bytes * found.compute_units - of_all) <= key_bytes * found.compute_units / 2
 
 
-@pytest.mark.parametrize("name", ["gfx942", "gfx950"])
+CDNA_SPLITS = [
+    (1, 8192, 40, 70),
+    (1, 1024, 8, 8),
+    (1, 256, 1, 1),
+    (16, 256, 1, 1),  # halves would save 128 keys of 512 and cost about as many
+    (16, 2048, 4, 8),
+    (128, 2048, 2, 2),
+    (300, 512, 1, 1),
+]
+
+
 @pytest.mark.parametrize(
-    ("batch", "length", "low", "high"),
+    ("name", "num_sm_parts", "rows", "batch", "length", "low", "high"),
     [
-        (1, 8192, 40, 70),
-        (1, 1024, 8, 8),
-        (1, 256, 1, 1),
-        (16, 256, 1, 1),  # halves would save 128 keys of 512 and cost about as many
-        (16, 2048, 4, 8),
-        (128, 2048, 2, 2),
-        (300, 512, 1, 1),
+        *((name, None, 128, *row) for name in ("gfx942", "gfx950") for row in CDNA_SPLITS),
+        ("sm_90", 66, 128, 1, 8192, 32, 48),  # decode's own splits there are 32
+        ("sm_90", 66, 128, 1, 1024, 12, 16),
+        ("sm_90", 132, 16, 1, 8192, 43, 132),
+        ("sm_90", 66, 128, 32, 3200, 2, 2),
+        ("sm_90", 66, 128, 32, 512, 1, 1),
+        ("sm_90", 66, 128, 128, 512, 1, 1),  # two whole sequences an SM part: no split is worth 128 partials
+        ("sm_90", 66, 128, 128, 6144, 1, 1),
+        ("sm_90", 66, 128, 64, 16384, 1, 1),
+        ("sm_90", 132, 16, 128, 4096, 1, 1),
     ],
 )
-def test_splits_of_128_rows_on_cdna(monkeypatch, name, batch, length, low, high):
+def test_splits_of_equal_sequences(monkeypatch, name, num_sm_parts, rows, batch, length, low, high):
     monkeypatch.setattr(reference, "current_arch", lambda tensor: arch.get(name))
-    parts = arch.get(name).compute_units
-    made = make([length] * batch, rows=128, num_sm_parts=parts)
-    read = check(made, batch, parts, most=batch + parts)
-    assert all(low <= len(splits) <= high for splits in read.splits())
-
-
-@pytest.mark.parametrize(
-    ("batch", "length", "rows", "num_sm_parts", "low", "high"),
-    [
-        (1, 8192, 128, 66, 32, 48),  # decode's own splits there are 32
-        (1, 1024, 128, 66, 12, 16),
-        (1, 8192, 16, 132, 43, 132),
-        (32, 3200, 128, 66, 2, 2),
-        (32, 512, 128, 66, 1, 1),
-        (128, 512, 128, 66, 1, 1),  # two whole sequences an SM part: no split is worth 128 partials
-        (128, 6144, 128, 66, 1, 1),
-        (64, 16384, 128, 66, 1, 1),
-        (128, 4096, 16, 132, 1, 1),
-    ],
-)
-def test_splits_on_sm_90(on_sm_90, batch, length, rows, num_sm_parts, low, high):
-    read = check(
-        make([length] * batch, rows=rows, num_sm_parts=num_sm_parts), batch, num_sm_parts, most=batch + num_sm_parts
-    )
+    parts = num_sm_parts or arch.get(name).compute_units
+    read = check(make([length] * batch, rows=rows, num_sm_parts=parts), batch, parts, most=batch + parts)
     assert all(low <= len(splits) <= high for splits in read.splits())
 
 
