@@ -76,46 +76,31 @@ def attention(q, kv, pages, out, lse, length, scale, H: tl.constexpr, BN: tl.con
 
 
 @gluon.jit
-def gluon_matmul(a, b, c, VERSION: gl.constexpr, SIZE: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr):
-    """64 x 64 x 64 of bf16 through buffer loads, swizzled LDS and a matrix layout chosen by hand."""
+def gluon_matmul(
+    a, b, c, VERSION: gl.constexpr, SIZE: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, DIRECT: gl.constexpr
+):  # fmt: skip
+    """64 x 64 x 64 of bf16 through LDS, which buffer loads write or, swizzled, registers, and a layout by hand."""
     block: gl.constexpr = gl.BlockedLayout([1, 8], [8, 8], [4, 1], [1, 0])
     matrix: gl.constexpr = AMDMFMALayout(
         version=VERSION, instr_shape=[SIZE, SIZE, DEPTH], transposed=True, warps_per_cta=[2, 2]
     )
     left: gl.constexpr = gl.DotOperandLayout(0, matrix, WIDTH)
     right: gl.constexpr = gl.DotOperandLayout(1, matrix, WIDTH)
-    shared: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 8, [1, 0])
     i = gl.arange(0, 64, gl.SliceLayout(1, block))
     j = gl.arange(0, 64, gl.SliceLayout(0, block))
     at = i[:, None] * 64 + j[None, :]
-    x, y = cdna3.buffer_load(a, at), cdna3.buffer_load(b, at)
-    sx = gl.allocate_shared_memory(gl.bfloat16, [64, 64], shared, x)
-    sy = gl.allocate_shared_memory(gl.bfloat16, [64, 64], shared, y)
-    total = cdna3.mfma(sx.load(left), sy.load(right), gl.zeros([64, 64], gl.float32, matrix))
-    im = gl.arange(0, 64, gl.SliceLayout(1, matrix))
-    jm = gl.arange(0, 64, gl.SliceLayout(0, matrix))
-    cdna3.buffer_store(total, c, im[:, None] * 64 + jm[None, :])
-
-
-@gluon.jit
-def gluon_direct(a, b, c, SIZE: gl.constexpr, DEPTH: gl.constexpr):
-    """The same product with operands that go from memory to LDS without passing registers."""
-    block: gl.constexpr = gl.BlockedLayout([1, 8], [8, 8], [4, 1], [1, 0])
-    matrix: gl.constexpr = AMDMFMALayout(
-        version=4, instr_shape=[SIZE, SIZE, DEPTH], transposed=True, warps_per_cta=[2, 2]
-    )
-    left: gl.constexpr = gl.DotOperandLayout(0, matrix, 8)
-    right: gl.constexpr = gl.DotOperandLayout(1, matrix, 8)
-    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    i = gl.arange(0, 64, gl.SliceLayout(1, block))
-    j = gl.arange(0, 64, gl.SliceLayout(0, block))
-    at = i[:, None] * 64 + j[None, :]
-    sx = gl.allocate_shared_memory(gl.bfloat16, [64, 64], shared)
-    sy = gl.allocate_shared_memory(gl.bfloat16, [64, 64], shared)
-    async_copy.buffer_load_to_shared(sx, a, at)
-    async_copy.buffer_load_to_shared(sy, b, at)
-    async_copy.commit_group()
-    async_copy.wait_group(0)
+    if DIRECT:
+        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        sx = gl.allocate_shared_memory(gl.bfloat16, [64, 64], plain)
+        sy = gl.allocate_shared_memory(gl.bfloat16, [64, 64], plain)
+        async_copy.buffer_load_to_shared(sx, a, at)
+        async_copy.buffer_load_to_shared(sy, b, at)
+        async_copy.commit_group()
+        async_copy.wait_group(0)
+    else:
+        shared: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 8, [1, 0])
+        sx = gl.allocate_shared_memory(gl.bfloat16, [64, 64], shared, cdna3.buffer_load(a, at))
+        sy = gl.allocate_shared_memory(gl.bfloat16, [64, 64], shared, cdna3.buffer_load(b, at))
     total = cdna3.mfma(sx.load(left), sy.load(right), gl.zeros([64, 64], gl.float32, matrix))
     im = gl.arange(0, 64, gl.SliceLayout(1, matrix))
     jm = gl.arange(0, 64, gl.SliceLayout(0, matrix))

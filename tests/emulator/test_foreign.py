@@ -6,7 +6,6 @@ layout here would show as wrong numbers; the instructions a case is meant to con
 from __future__ import annotations
 
 import re
-import struct
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,24 +16,9 @@ pytest.importorskip("triton", reason="triton is not installed: its code generato
 
 import foreign_kernels
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
+from triton_offline import launches, own_cache
 
-from mla_suite.emulator import Emulator, Memory, Report
-
-# Pointer types by torch dtype; the FNUZ formats are gfx942's, the OCP ones gfx950's.
-POINTERS = {
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.int32: "*i32",
-    torch.uint8: "*u8",
-    torch.float8_e4m3fnuz: "*fp8e4b8",
-    torch.float8_e5m2fnuz: "*fp8e5b16",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.float8_e5m2: "*fp8e5",
-}
+from mla_suite.emulator import Report
 
 
 class Done(NamedTuple):
@@ -48,52 +32,20 @@ class Done(NamedTuple):
 
 def execute(
     arch: str, kernel: Any, grid: tuple[int, int, int], arguments: dict[str, Any], constants: dict[str, Any],
-    source: Any = ASTSource, **options: Any
+    **options: Any
 ) -> Done:  # fmt: skip
-    """Compiles for the arch and runs. Tensors become pointers that are multiples of 16, numbers i32 or fp32."""
-    signature, attributes, params = {}, {}, []
-    for place, (name, value) in enumerate(arguments.items()):
-        if isinstance(value, torch.Tensor):
-            assert value.data_ptr() % 16 == 0
-            signature[name] = POINTERS[value.dtype]
-            attributes[place,] = [["tt.divisibility", 16]]
-            params.append(struct.pack("<Q", value.data_ptr()))
-        else:
-            signature[name] = "i32" if isinstance(value, int) else "fp32"
-            params.append(struct.pack("<i" if isinstance(value, int) else "<f", value))
-    signature |= dict.fromkeys(constants, "constexpr")
-    order = list(signature)
-    built = triton.compile(
-        source(
-            fn=kernel,
-            signature=signature,
-            constexprs={(order.index(name),): value for name, value in constants.items()},
-            attrs=attributes,
-        ),
-        target=GPUTarget("hip", arch, 64),
-        options={"num_warps": 4, **options},
-    )
-    text = built.asm["amdgcn"]
-    offsets = [int(at) for at in re.findall(r"^\s+(?:- )?\.offset:\s+(\d+)", text, re.M)]
-    packed = bytearray(max(offsets) + 8)
-    for offset, value in zip(offsets, params, strict=False):  # Triton's own scratch pointers follow and are null
-        packed[offset : offset + len(value)] = value
-    memory = [
-        Memory.of(name, value, "rw" if name in ("c", "out", "lse") else "r")
-        for name, value in arguments.items()
-        if isinstance(value, torch.Tensor)
-    ]
-    machine = Emulator(arch)
-    program = machine.load_text(text, built.metadata.name)
-    report = machine.launch(program, grid, 64 * built.metadata.num_warps, built.metadata.shared, bytes(packed), memory)
+    """Compiles for the arch and runs. Tensors become pointers that are multiples of 16."""
+    given = [each for name, each in arguments.items() if name not in ("c", "out", "lse")]
+    with launches(arch, given) as done:
+        kernel[grid](**arguments, **constants, num_warps=4, **options)
+    ((_, compiled, report),) = done
     assert [str(finding) for finding in report.findings] == []
-    return Done(text, report)
+    return Done(compiled.asm["amdgcn"], report)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+def cache_of_this_file(tmp_path_factory):
+    with own_cache(tmp_path_factory.mktemp("triton")):
         yield
 
 
@@ -200,7 +152,7 @@ def test_scaled_matmul(left, right, b_rows, size):
         assert done.executed("ds_read_b64_tr_b8") > 0
 
 
-@pytest.mark.parametrize(("kind", "length"), [("bf16", 1), ("bf16", 77), ("fp16", 150)])
+@pytest.mark.parametrize(("kind", "length"), [("bf16", 2), ("bf16", 77), ("fp16", 150)])
 def test_attention(arch, kind, length):
     heads = 16
     q, kv = numbers(kind, arch, heads, 576), numbers(kind, arch, 400, 576)
@@ -218,33 +170,19 @@ def test_attention(arch, kind, length):
 
 
 @pytest.mark.parametrize("size", [16, 32])
-def test_gluon_matmul(arch, size):
+@pytest.mark.parametrize(("arch", "direct"), [("gfx942", False), ("gfx950", False), ("gfx950", True)])
+def test_gluon_matmul(arch, direct, size):
+    """On gfx950 sixteen bytes per lane may go from memory to LDS."""
     a, b, c = torch.randn(64, 64).bfloat16(), torch.randn(64, 64).bfloat16(), torch.full((64, 64), torch.nan)
-    depth = {"gfx942": {16: 16, 32: 8}, "gfx950": {16: 32, 32: 16}}[arch][size]
-    constants = {
-        "VERSION": 3 if arch == "gfx942" else 4,
-        "SIZE": size,
-        "DEPTH": depth,
-        "WIDTH": 4 if arch == "gfx942" else 8,
-    }
-    done = execute(
-        arch, foreign_kernels.gluon_matmul, (1, 1, 1), {"a": a, "b": b, "c": c}, constants, source=GluonASTSource
-    )
+    version, width, flop = (3, 4, 256) if arch == "gfx942" else (4, 8, 512)
+    depth = flop // size
+    constants = {"VERSION": version, "SIZE": size, "DEPTH": depth, "WIDTH": width, "DIRECT": direct}
+    done = execute(arch, foreign_kernels.gluon_matmul, (1, 1, 1), {"a": a, "b": b, "c": c}, constants)
     close(c, a.float(), b.float())
     assert done.executed(f"v_mfma_f32_{size}x{size}x{depth}_bf16") > 0
     assert done.executed("buffer_load") > 0
+    assert (re.search(r"buffer_load_dwordx4 .* lds", done.text) is not None) == direct
     assert np.isfinite(c.numpy()).all()
-
-
-@pytest.mark.parametrize("size", [16, 32])
-def test_gluon_direct_to_lds(size):
-    """gfx950: sixteen bytes per lane go from memory to LDS."""
-    a, b, c = torch.randn(64, 64).bfloat16(), torch.randn(64, 64).bfloat16(), torch.full((64, 64), torch.nan)
-    constants = {"SIZE": size, "DEPTH": 32 if size == 16 else 16}
-    arguments = {"a": a, "b": b, "c": c}
-    done = execute("gfx950", foreign_kernels.gluon_direct, (1, 1, 1), arguments, constants, source=GluonASTSource)
-    close(c, a.float(), b.float())
-    assert re.search(r"buffer_load_dwordx4 .* lds", done.text)
 
 
 @pytest.mark.parametrize("size", [16, 32])

@@ -18,7 +18,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from hostile_inputs import in_turn
 from sparse_problems import exact
-from triton_offline import Launch, launches
+from triton_offline import Launch, launches, own_cache
 
 from mla_suite import archs, testing
 from mla_suite.core import register
@@ -38,9 +38,8 @@ WEIGHTS = 2.0**-8
 
 
 @pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+def cache_of_this_file(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with own_cache(tmp_path_factory.mktemp("triton")):
         yield
 
 

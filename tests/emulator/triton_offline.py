@@ -6,10 +6,12 @@ for the arch as a launch on a GPU would be, specialisations included, and its ma
 
 from __future__ import annotations
 
+import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -33,13 +35,20 @@ class Launch(NamedTuple):
 
 
 @contextmanager
-def launches(arch: str) -> Iterator[list[Launch]]:
+def own_cache(folder: Path) -> Iterator[None]:
+    """Inside the block Triton compiles into this folder."""
+    with patch.dict(os.environ, {"TRITON_CACHE_DIR": str(folder)}):
+        yield
+
+
+@contextmanager
+def launches(arch: str, read_only: Sequence[torch.Tensor] = ()) -> Iterator[list[Launch]]:
     """Triton launches inside the block are compiled for `arch` and executed; yields the list they are added to."""
     done: list[Launch] = []
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         compiled, arguments = compile_for(self, arch, args, kwargs)
-        done.append(Launch(self.__name__, compiled, emulate(arch, compiled, grid, arguments)))
+        done.append(Launch(self.__name__, compiled, emulate(arch, compiled, grid, arguments, read_only)))
 
     with patch.object(JITFunction, "run", run):
         yield done
@@ -55,7 +64,10 @@ def compile_for(
     given = {"debug": False, **kwargs}
     bound, specialization, options = binder(*args, **given)
     options, signature, constants, attributes = kernel._pack_args(backend, given, bound, specialization, options)
-    compiled = triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=vars(options))
+    source = ASTSource
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as source
+    compiled = triton.compile(source(kernel, signature, constants, attributes), target=target, options=vars(options))
     return compiled, flat(signature.values(), bound.values())
 
 
@@ -70,7 +82,9 @@ def flat(kinds: Any, values: Any) -> list[tuple[str, Any]]:
     return found
 
 
-def emulate(arch: str, compiled: CompiledKernel, grid: Any, arguments: list[tuple[str, Any]]) -> Report:
+def emulate(
+    arch: str, compiled: CompiledKernel, grid: Any, arguments: list[tuple[str, Any]], read_only: Sequence[torch.Tensor]
+) -> Report:
     """Runs a compiled kernel on CPU tensors, writing into them; AssertionError with the findings, if there are any."""
     text = compiled.asm["amdgcn"]
     offsets = [int(at) for at in re.findall(r"^\s+(?:- )?\.offset:\s+(\d+)", text, re.M)]
@@ -79,7 +93,8 @@ def emulate(arch: str, compiled: CompiledKernel, grid: Any, arguments: list[tupl
     for offset, (kind, value) in zip(offsets, arguments, strict=False):  # Triton's own scratch pointers follow, null
         if isinstance(value, torch.Tensor):
             struct.pack_into("<Q", params, offset, value.data_ptr())
-            buffers.append(Memory.of(f"argument at {offset}", value, "rw"))
+            access = "r" if any(value is each for each in read_only) else "rw"
+            buffers.append(Memory.of(f"argument at {offset}", value, access))
         else:
             struct.pack_into("<" + FORMATS[kind], params, offset, value)
     machine = Emulator(arch)
