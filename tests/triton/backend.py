@@ -22,7 +22,8 @@ def run(module: Any, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def check_layouts(module: Any, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The backend writes the lse of `run` by heads and apart, with -inf and +inf for rows that see no key."""
+    """The backend writes `run`'s out into a part of a larger tensor, whose strides do not merge, and its lse by heads
+    and apart, with -inf and +inf for rows that see no key."""
     record = register.get(op)
     answer = module.supports(record.problem(*args, **kwargs), None)
     assert isinstance(answer, Supported), answer
@@ -32,9 +33,11 @@ def check_layouts(module: Any, op: str, args: tuple[Any, ...], kwargs: dict[str,
     for plus_inf in (False, True):
         room = torch.full((*(lse.shape[axis] + 1 for axis in order), 2), 7.0)
         view = room[(*[slice(1, None)] * lse.dim(), 1)].permute(order)
-        mine = torch.full_like(out, 7.0)
+        out_room = torch.full([size + 1 for size in out.shape], 7.0, dtype=out.dtype)
+        mine = out_room[tuple([slice(size) for size in out.shape])]
         module.run(answer.config, (mine, view), record.Args(*args, **kwargs, plus_inf_lse=plus_inf))
         assert torch.equal(mine, out)
         assert torch.equal(view, lse.masked_fill(lse == -torch.inf, torch.inf) if plus_inf else lse)
-        view.fill_(7.0)
-        assert bool((room == 7.0).all()), "something was written beside lse"
+        for written, around in ((view, room), (mine, out_room)):
+            written.fill_(7.0)
+            assert bool((around == 7.0).all()), "something was written beside an output"

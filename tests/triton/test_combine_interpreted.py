@@ -43,7 +43,7 @@ def test_large_scores_cost_no_bits(sink: bool) -> None:
     torch.testing.assert_close(results[1], results[0], atol=2e-6, rtol=1e-6)
 
 
-def test_an_lse_of_any_strides() -> None:
+def test_outputs_of_any_strides() -> None:
     args, kwargs = combine_sample(3, 16, 2).make(CPU)
     args[1][:2, 5] = -torch.inf
     check_layouts(combine, "combine", args, kwargs | {"out_dtype": torch.float32})
