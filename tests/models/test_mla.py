@@ -90,6 +90,15 @@ def trapped(config, num_pages=24, page_size=8):
     return cache
 
 
+def prefilled(layer, cache, xs, count, **given):
+    """Prefills `count` tokens of each of xs [batch, tokens, hidden]; the table of angles, and the step of the rest."""
+    table, lens = cos_sin_table(layer.config, 64), [count] * len(xs)
+    sequences = [cache.allocate() for _ in lens]
+    step = cache.append(sequences, lens)
+    layer.prefill(xs[:, :count].flatten(0, 1), table, cache.layers[0], step, q_lens=lens, **given)
+    return table, cache.append(sequences, [xs.shape[1] - count] * len(xs))
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
 def test_ragged_prefill_then_decode_is_the_whole_sequence(name):
@@ -213,35 +222,26 @@ def test_weights_that_do_not_fit_are_refused_before_any_is_copied():
 
 
 def test_contradicting_prefill_arguments_are_refused_before_anything_is_written():
-    layer = make_layer(TINY)
-    table = cos_sin_table(TINY, 8)
-    cache = trapped(TINY)
+    layer, table, cache = make_layer(TINY), cos_sin_table(TINY, 8), trapped(TINY)
     step = cache.append([cache.allocate()], [4])
-    x = torch.randn(4, TINY.hidden_size)
-    kv_cache = cache.layers[0]
-    with pytest.raises(ValueError, match="q_lens sum to 3 for 4 packed tokens"):
-        layer.prefill(x, table, kv_cache, step, q_lens=[3])
-    with pytest.raises(ValueError, match="x has 2 dimensions and q_lens is None"):
-        layer.prefill(x, table, kv_cache, step)
-    with pytest.raises(ValueError, match="kv_cache and step come together"):
-        layer.prefill(x, table, kv_cache, q_lens=[4])
-    with pytest.raises(ValueError, match="prefix=True without kv_cache"):
-        layer.prefill(x, table, positions=torch.arange(4), q_lens=[4], prefix=True)
-    with pytest.raises(ValueError, match="positions are in the step"):
-        layer.prefill(x, table, kv_cache, step, positions=torch.arange(4), q_lens=[4])
-    with pytest.raises(TypeError, match="q_lens is a tensor; it takes the host's list"):
-        layer.prefill(x, table, kv_cache, step, q_lens=torch.tensor([4]))
-    with pytest.raises(ValueError, match=r"q_lens are \[5, -1\]; a sequence has 0 tokens or more"):
-        layer.prefill(x, table, kv_cache, step, q_lens=[5, -1])
-    with pytest.raises(ValueError, match="tokens of 2 sequences, the step of 1"):
-        layer.prefill(x, table, kv_cache, step, q_lens=[2, 2], prefix=True)
-    with pytest.raises(ValueError, match="4 positions for 3 tokens"):
-        layer.prefill(x[:3], table, kv_cache, step, q_lens=[3])
     two = cache.append([cache.allocate(), cache.allocate()], [3, 1])
-    with pytest.raises(ValueError, match=r"by q_lens \[1, 3\] token 1 of x is of sequence 1 .* its slot is in page 1,"):
-        layer.prefill(x, table, kv_cache, two, q_lens=[1, 3])
-    with pytest.raises(ValueError, match=r"valid is torch.int64 \(1, 4\); it takes bool \[batch, tokens\] = \(1, 4\)"):
-        layer.prefill(x[None], table, kv_cache, step, valid=torch.ones(1, 4, dtype=torch.int64))
+    x, kv_cache, positions = torch.randn(4, TINY.hidden_size), cache.layers[0], torch.arange(4)
+    cached = kv_cache, step
+    for tokens, place, options, sentence in (
+        (x, cached, dict(q_lens=[3]), "q_lens sum to 3 for 4 packed tokens"),
+        (x, cached, {}, "x has 2 dimensions and q_lens is None"),
+        (x, (kv_cache,), dict(q_lens=[4]), "kv_cache and step come together"),
+        (x, (), dict(positions=positions, q_lens=[4], prefix=True), "prefix=True without kv_cache"),
+        (x, cached, dict(positions=positions, q_lens=[4]), "positions are in the step"),
+        (x, cached, dict(q_lens=torch.tensor([4])), "q_lens is a tensor; it takes the host's list"),
+        (x, cached, dict(q_lens=[5, -1]), r"q_lens are \[5, -1\]; a sequence has 0 tokens or more"),
+        (x, cached, dict(q_lens=[2, 2], prefix=True), "tokens of 2 sequences, the step of 1"),
+        (x[:3], cached, dict(q_lens=[3]), "4 positions for 3 tokens"),
+        (x, (kv_cache, two), dict(q_lens=[1, 3]), r"by q_lens \[1, 3\] token 1 of x is of .* its slot is in page 1,"),
+        (x[None], cached, dict(valid=torch.ones(1, 4).long()), r"torch.int64 \(1, 4\); .* = \(1, 4\)"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=sentence):
+            layer.prefill(tokens, table, *place, **options)
     with pytest.raises(ValueError, match=r"MLA.decode: x has shape \(4, 128\) for a step of 1 sequences"):
         layer.decode(x, kv_cache, step, table)
     assert kv_cache.isnan().all()
@@ -334,20 +334,10 @@ def test_every_kv_format_of_latents_decodes(kv_format, dtype, limit):
     """Norm of the error against that of the output: some eight roundings of half an ulp, at most 2^-9 of a value for
     bf16 and 2^-12 for fp16, and one of an e4m3 cache, 2^-4, of which random signs leave about half."""
     layer = make_layer(TINY, dtype, kv_format)
-    table = cos_sin_table(TINY, 32)
     kv_descale = torch.tensor([0.02]) if kv_format.startswith("fp8") else None
     cache = PagedLatentCache(1, 8, 8, kv_format=kv_format)
-    sequences = [cache.allocate(), cache.allocate()]
     xs = torch.randn(2, 21, TINY.hidden_size).to(dtype)
-    layer.prefill(
-        xs[:, :20].flatten(0, 1),
-        table,
-        cache.layers[0],
-        cache.append(sequences, [20, 20]),
-        q_lens=[20, 20],
-        kv_descale=kv_descale,
-    )
-    step = cache.append(sequences, [1, 1])
+    table, step = prefilled(layer, cache, xs, 20, kv_descale=kv_descale)
     out = layer.decode(xs[:, 20:], cache.layers[0], step, table, kv_descale=kv_descale)[:, 0].double()
     expected = torch.stack([exact(layer, x)[20] for x in xs])
     assert (out - expected).norm() <= limit * expected.norm()
@@ -355,13 +345,9 @@ def test_every_kv_format_of_latents_decodes(kv_format, dtype, limit):
 
 @torch.no_grad()
 def test_an_indexers_choice_of_keys():
-    layer = make_layer(TINY)
-    table = cos_sin_table(TINY, 64)
-    cache = trapped(TINY)
-    sequences = [cache.allocate(), cache.allocate()]
+    layer, cache = make_layer(TINY), trapped(TINY)
     xs = torch.randn(2, 42, TINY.hidden_size)
-    layer.prefill(xs[:, :40].flatten(0, 1), table, cache.layers[0], cache.append(sequences, [40, 40]), q_lens=[40, 40])
-    step = cache.append(sequences, [2, 2])
+    table, step = prefilled(layer, cache, xs, 40)
     topk = torch.full((2, 2, 12), -1, dtype=torch.int32)
     hidden = torch.zeros(2, 42, 42, dtype=torch.bool)
     for b in range(2):
@@ -380,13 +366,9 @@ def test_an_indexers_choice_of_keys():
 
 @torch.no_grad()
 def test_a_plan_and_split_sizes_change_nothing_beyond_rounding():
-    layer = make_layer(TINY)
-    table = cos_sin_table(TINY, 64)
-    cache = trapped(TINY)
-    sequences = [cache.allocate(), cache.allocate()]
+    layer, cache = make_layer(TINY), trapped(TINY)
     xs = torch.randn(2, 50, TINY.hidden_size)
-    layer.prefill(xs[:, :49].flatten(0, 1), table, cache.layers[0], cache.append(sequences, [49, 49]), q_lens=[49, 49])
-    step = cache.append(sequences, [1, 1])
+    table, step = prefilled(layer, cache, xs, 49)
     expected = torch.stack([exact(layer, x)[49:] for x in xs])
     plan = mla_suite.plan(step.seq_lens, num_heads=TINY.num_heads, num_sm_parts=7, max_seqlen_kv=64)
     close(layer.decode(xs[:, 49:], cache.layers[0], step, table, plan=plan, max_seqlen_kv=64), expected)
