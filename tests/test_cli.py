@@ -177,39 +177,35 @@ def test_demo_fails_where_results_differ_too_much(
     assert "8 tokens after ragged prompts" in printed
 
 
-def test_demo_runs_whole_layers_on_emulated_gfx942(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--emulate", "gfx942", "--json"]) == 0
+@pytest.mark.parametrize(
+    ("arch", "sparse", "kernels"),
+    [
+        ("gfx942", [False] * 4 + [True], ("decode_rotated_dtype_bf16", "sparse_decode")),
+        (
+            "gfx950",
+            [False] * 3 + [True],
+            ("bf16 cache", "fp8 cache", "decode_dtype_bf16", "decode_fp8", "sparse_decode"),
+        ),
+    ],
+)
+def test_demo_runs_whole_layers_on_an_emulated_gpu(
+    arch: str, sparse: list[bool], kernels: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", "--emulate", arch, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["problems"] == []
-    assert ["dsv4 pools" in part["title"] for part in report["parts"]] == [False] * 4 + [True]
+    assert ["dsv4 pools" in part["title"] for part in report["parts"]] == sparse
+    found = []
     for part in report["parts"]:
         op = "sparse_decode" if "dsv4 pools" in part["title"] else "decode"
-        assert {name: found["backend"] for name, found in part["backends"].items()} == dict.fromkeys(
-            ("plan", "append_kv", op, "combine"), "native"
-        )
+        assert {part["backends"][name]["backend"] for name in ("plan", "append_kv", op)} == {"native"}
+        assert {each["backend"] for each in part["backends"].values()} == {"native"}
         assert part["largest_difference"]["cache"] == 0
         assert 0 < part["largest_difference"]["y"] < 8e-3 + 2e-2 * part["largest_y"]
         attention = next(launch for launch in part["launches"] if launch["kernel"].startswith(op))
-        assert attention["bound"] == "memory"
-
-
-def test_demo_decodes_dense_and_sparse_layers_on_emulated_gfx950(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--emulate", "gfx950", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["problems"] == []
-    attention = {}
-    for part in report["parts"]:
-        op = "sparse_decode" if "V4" in part["title"] else "decode"
-        assert {part["backends"][name]["backend"] for name in ("plan", "append_kv", op)} == {"native"}
-        assert part["largest_difference"]["cache"] == 0
-        assert 0 < part["largest_difference"]["y"] < 8e-3 + 2e-2 * part["largest_y"]
-        (launch,) = (launch for launch in part["launches"] if launch["kernel"].startswith(op))
-        assert launch["bound"] in ("memory", "matrix")
-        attention[part["title"]] = launch["kernel"]
-    found = " ".join(f"{title}: {kernel}" for title, kernel in attention.items())
-    assert len(attention) == 4
-    for words in ("bf16 cache", "fp8 cache", "dsv4 pools", "decode_dtype_bf16", "decode_fp8", "sparse_decode"):
-        assert words in found
+        assert attention["bound"] == "memory" or (attention["bound"], arch) == ("matrix", "gfx950")
+        found.append(f"{part['title']}: {attention['kernel']}")
+    assert all(words in " ".join(found) for words in kernels), found
 
 
 @pytest.fixture

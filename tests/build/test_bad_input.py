@@ -208,18 +208,19 @@ def test_a_relative_cache_home_is_ignored(monkeypatch, tmp_path):
     assert locations.cache_root() == tmp_path / ".cache" / "mla_suite"
 
 
-def test_a_user_without_a_home(read_only_package, csrc, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
+@pytest.mark.parametrize(
+    ("home", "sentence"),
+    [
+        ("", "this user has no home; set XDG_CACHE_HOME"),
+        ("/proc/none", "cannot be written, nor can the cache be written .*; set XDG_CACHE_HOME"),
+    ],
+    ids=["no home", "no folder"],
+)
+def test_a_cache_that_cannot_be_made(read_only_package, csrc, monkeypatch, home, sentence):
+    monkeypatch.setenv("XDG_CACHE_HOME", home)
     monkeypatch.setattr(locations.os.path, "expanduser", lambda path: path)
     assert "no code objects were built into" in manifest.locate(csrc, read_only_package)
-    with pytest.raises(BuildError, match="this user has no home; set XDG_CACHE_HOME"):
-        locations.writable_objects(csrc, read_only_package)
-
-
-def test_a_cache_that_cannot_be_made(read_only_package, csrc, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
-    assert "no code objects were built into" in manifest.locate(csrc, read_only_package)
-    with pytest.raises(BuildError, match=r"cannot be written, nor can the cache be written .*; set XDG_CACHE_HOME"):
+    with pytest.raises(BuildError, match=sentence):
         locations.writable_objects(csrc, read_only_package)
 
 

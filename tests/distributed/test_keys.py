@@ -137,38 +137,27 @@ def test_all_ranks_run_out_of_pages_at_once(interleave):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "sentence"),
+    ("call", "wrong", "sentence"),
     [
-        ({"q": None}, "q is None; it takes a tensor"),
-        ({"positions": [1]}, "positions is a list of int; it takes a tensor"),
-        ({"positions": torch.zeros(2)}, r"positions has shape \(2,\); it takes \[batch, q_len, topk\]"),
-        ({"positions": torch.zeros(1, 2, 3).int()}, r"positions has shape .* it takes \[.*\] = \(1, 1, 3\)"),
-        ({"block_table": torch.zeros(3, 2).int()}, r"block_table has shape \(3, 2\); it takes .* = \(1, 2\)"),
-        ({"block_table": torch.zeros(2)}, r"block_table has shape \(2,\); it takes \[batch, width\]"),
-        ({"kv_cache": None}, "kv_cache is None; it takes a tensor"),
-        ({"shard": (2, 1)}, "shard is a tuple; it takes a KeyShard"),
+        (cp_sparse_decode, {"q": None}, "q is None; it takes a tensor"),
+        (cp_sparse_decode, {"positions": [1]}, "positions is a list of int; it takes a tensor"),
+        (cp_sparse_decode, {"positions": torch.zeros(2)}, r"positions has .* it takes \[batch, q_len, topk\]"),
+        (cp_sparse_decode, {"positions": torch.zeros(1, 2, 3).int()}, r"positions has .* it takes .* = \(1, 1, 3\)"),
+        (cp_sparse_decode, {"block_table": torch.zeros(3, 2).int()}, r"block_table has .* takes .* = \(1, 2\)"),
+        (cp_sparse_decode, {"block_table": torch.zeros(2)}, r"block_table has .* takes \[batch, width\]"),
+        (cp_sparse_decode, {"kv_cache": None}, "kv_cache is None; it takes a tensor"),
+        (cp_sparse_decode, {"shard": (2, 1)}, "shard is a tuple; it takes a KeyShard"),
+        (cp_decode, {"seq_lens": [3]}, "seq_lens is a list of int; it takes a tensor"),
+        (cp_decode, {"max_seqlen_kv": "3"}, "max_seqlen_kv is '3'; it takes an int"),
+        (cp_decode, {"shard": None}, "shard is a NoneType; it takes a KeyShard"),
     ],
 )
-def test_selected_keys_of_other_kinds_are_refused(wrong, sentence):
+def test_keys_of_other_kinds_are_refused(call, wrong, sentence):
     given = dict(q=torch.ones(1, 1, 2, 576), kv_cache=torch.ones(2, 4, 576), block_table=torch.zeros(1, 2).int())
-    given |= dict(positions=torch.zeros(1, 1, 3).int(), shard=KeyShard()) | wrong
-    with pytest.raises((TypeError, ValueError), match=f"cp_sparse_decode: {sentence}"):
-        cp_sparse_decode(**given, group="none", kv_format="fp32", softmax_scale=1.0)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "sentence"),
-    [
-        ({"seq_lens": [3]}, "seq_lens is a list of int; it takes a tensor"),
-        ({"max_seqlen_kv": "3"}, "max_seqlen_kv is '3'; it takes an int"),
-        ({"shard": None}, "shard is a NoneType; it takes a KeyShard"),
-    ],
-)
-def test_dealt_keys_of_other_kinds_are_refused(wrong, sentence):
-    given = dict(q=torch.ones(1, 1, 2, 576), kv_cache=torch.ones(2, 4, 576), block_table=torch.zeros(1, 2).int())
-    given |= dict(seq_lens=torch.ones(1).int(), shard=KeyShard()) | wrong
-    with pytest.raises(TypeError, match=f"cp_decode: {sentence}"):
-        cp_decode(**given, group="none", kv_format="fp32", softmax_scale=1.0)
+    given |= dict(seq_lens=torch.ones(1).int()) if call is cp_decode else dict(positions=torch.zeros(1, 1, 3).int())
+    given |= dict(shard=KeyShard()) | wrong
+    with pytest.raises(ValueError if " has " in sentence else TypeError, match=f"{call.__name__}: {sentence}"):
+        call(**given, group="none", kv_format="fp32", softmax_scale=1.0)
 
 
 @pytest.mark.parametrize("call", [cp_decode, cp_sparse_decode])

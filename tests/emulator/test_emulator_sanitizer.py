@@ -30,16 +30,13 @@ def test_out_of_bounds(launch):
     assert "global_store_dword" in finding.instruction
 
 
-def test_read_only(launch):
+@pytest.mark.parametrize(
+    ("name", "access", "kind"), [("out", "r", "global_read_only"), ("a", "w", "global_uninitialised")]
+)
+def test_an_access_that_was_not_declared(launch, name, access, kind):
     arrays = add_arrays()
-    arrays["out"] = (arrays["out"][0], "r")
-    assert kinds(launch("add", 4, 256, arrays, 1000)) == {"global_read_only"}
-
-
-def test_uninitialised_global(launch):
-    arrays = add_arrays()
-    arrays["a"] = (arrays["a"][0], "w")
-    assert kinds(launch("add", 4, 256, arrays, 1000)) == {"global_uninitialised"}
+    arrays[name] = arrays[name][0], access
+    assert kinds(launch("add", 4, 256, arrays, 1000)) == {kind}
 
 
 def test_holes_of_a_strided_buffer(launch):

@@ -76,31 +76,30 @@ def dsv4_record(row, fnuz, page, token):
     return written | {token * 576 + 448 + i: byte for i, byte in enumerate(rope)}
 
 
-@pytest.mark.parametrize("name", ["v32", "v32_pow2"])
-def test_v32_writes_exactly_the_declared_bytes(name):
-    kv_c, k_pe = new_tokens(get_kv_format(name), 2)
-    cache = filled(get_kv_format(name), 3, 5)
-    mla_suite.append_kv(kv_c, k_pe, cache, torch.tensor([7, 0]), kv_format=name)
-    expected = bytearray(b"\xaa" * raw(cache).numel())
-    for token, slot in ((0, 7), (1, 0)):
-        row = torch.cat([kv_c[token], k_pe[token]]).tolist()
-        for offset, byte in v32_record(row, name == "v32_pow2").items():
-            expected[slot * 656 + offset] = byte
-    assert bytes(raw(cache).tolist()) == bytes(expected)
-
-
-@pytest.mark.parametrize("name", ["dsv4", "dsv4_fnuz"])
 @pytest.mark.parametrize(
-    ("page", "padded", "block"), [(2, True, 1728), (2, False, 1168), (64, True, 37440), (256, True, 149760)]
+    ("name", "page", "padded", "block"),
+    [
+        *((name, 5, True, 5 * 656) for name in ("v32", "v32_pow2")),
+        *((name, 2, False, 1168) for name in ("dsv4", "dsv4_fnuz")),
+        *(
+            (name, page, True, block)
+            for name in ("dsv4", "dsv4_fnuz")
+            for page, block in ((2, 1728), (64, 37440), (256, 149760))
+        ),
+    ],
 )
-def test_dsv4_writes_exactly_the_declared_bytes(name, page, padded, block):
+def test_a_record_writes_exactly_the_declared_bytes(name, page, padded, block):
     kv_c, k_pe = new_tokens(get_kv_format(name), 2)
     cache = filled(get_kv_format(name), 3, page, padded=padded)
     mla_suite.append_kv(kv_c, k_pe, cache, torch.tensor([2 * page + 1, page - 1]), kv_format=name)
     expected = bytearray(b"\xaa" * (3 * block))
     for token, (where, at) in enumerate([(2, 1), (0, page - 1)]):
         row = torch.cat([kv_c[token], k_pe[token]]).tolist()
-        for offset, byte in dsv4_record(row, name == "dsv4_fnuz", page, at).items():
+        if name.startswith("v32"):
+            record = {at * 656 + offset: byte for offset, byte in v32_record(row, name == "v32_pow2").items()}
+        else:
+            record = dsv4_record(row, name == "dsv4_fnuz", page, at)
+        for offset, byte in record.items():
             expected[where * block + offset] = byte
     assert bytes(raw(cache).tolist()) == bytes(expected)
 

@@ -29,15 +29,24 @@ def test_installing_a_copy_that_lost_a_link_fails_in_one_sentence(tmp_path, lost
     assert sentence.startswith(f"mla_suite/{lost} is not a link to ../{lost}: this copy lost its links")
 
 
+def linked(folder, source, *but):
+    """Makes a folder of links to all of another one's files but these."""
+    folder.mkdir()
+    for path in source.iterdir():
+        if path.name not in (*but, "__pycache__"):
+            (folder / path.name).symlink_to(path)
+    return folder
+
+
+def run(folder, code):
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": ""}, capture_output=True, text=True)
+
+
 @pytest.mark.parametrize("lost", ["ops", "csrc"])
 def test_importing_a_copy_that_lost_a_link_fails_in_one_sentence(tmp_path, lost):
-    (tmp_path / "mla_suite").mkdir()
-    for path in (ROOT / "mla_suite").iterdir():
-        if path.name not in (lost, "__pycache__"):
-            (tmp_path / "mla_suite" / path.name).symlink_to(path)
-    (tmp_path / "mla_suite" / lost).write_text(f"../{lost}")
-    command = [sys.executable, "-c", "import mla_suite"]
-    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": ""}, capture_output=True, text=True)
+    (linked(tmp_path / "mla_suite", ROOT / "mla_suite", lost) / lost).write_text(f"../{lost}")
+    done = run(tmp_path, "import mla_suite")
     assert done.returncode != 0
     sentence = done.stderr.splitlines()[-1]
     assert sentence.startswith(f"ImportError: mla_suite/{lost} is not a link to ../{lost}: this copy lost its links")
@@ -46,19 +55,12 @@ def test_importing_a_copy_that_lost_a_link_fails_in_one_sentence(tmp_path, lost)
 
 def test_sources_are_found_beside_the_package_and_not_beside_a_file_that_it_links_to(tmp_path):
     """A package made of links to another copy's modules compiles its own sources."""
-    (tmp_path / "mla_suite").mkdir()
-    for path in (ROOT / "mla_suite").iterdir():
-        if path.name not in ("core", "csrc", "__pycache__"):
-            (tmp_path / "mla_suite" / path.name).symlink_to(path)
-    (tmp_path / "mla_suite" / "core").mkdir()
-    for path in (ROOT / "mla_suite" / "core").iterdir():
-        (tmp_path / "mla_suite" / "core" / path.name).symlink_to(path)
+    package = linked(tmp_path / "mla_suite", ROOT / "mla_suite", "core", "csrc")
+    linked(package / "core", ROOT / "mla_suite" / "core")
     shutil.copytree(ROOT / "csrc" / "sm_90", tmp_path / "csrc" / "sm_90")
-    (tmp_path / "mla_suite" / "csrc").symlink_to("../csrc")
-    code = "from mla_suite import archs; print(archs.names(), archs.CSRC)"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": ""}, capture_output=True, text=True)
-    assert done.stdout.split(" ", 1) == ["('sm_90',)", f"{tmp_path}/mla_suite/csrc\n"], done.stderr
+    (package / "csrc").symlink_to("../csrc")
+    done = run(tmp_path, "from mla_suite import archs; print(archs.names(), archs.CSRC)")
+    assert done.stdout.split(" ", 1) == ["('sm_90',)", f"{package}/csrc\n"], done.stderr
 
 
 def test_the_links_are_links():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import subprocess
 import time
@@ -47,3 +48,15 @@ def _answers(address: str) -> bool:
         return requests.get(f"{address}/health", timeout=5).ok
     except requests.RequestException:
         return False
+
+
+def complete(address: str, prompt: list[int], stream: bool = False, **options: object) -> list[int]:
+    """The tokens that follow a prompt, by a request of OpenAI's API to the model `tiny`."""
+    body = dict(model="tiny", prompt=prompt, temperature=0, ignore_eos=True, return_token_ids=True, stream=stream)
+    reply = requests.post(f"{address}/v1/completions", json=body | options, timeout=120, stream=stream)
+    assert reply.ok, reply.text
+    if not stream:
+        return reply.json()["choices"][0]["token_ids"]
+    events = [line[len(b"data: ") :] for line in reply.iter_lines() if line]
+    assert events.pop() == b"[DONE]"
+    return [token for event in events for token in json.loads(event)["choices"][0]["token_ids"] or []]

@@ -129,7 +129,7 @@ def drafts(topk: int = 1) -> EagleVerifyInput:
     )
 
 
-def batch(mode: ForwardMode, lengths: list[int], rows: list[int], slots: torch.Tensor, **changes: Any):
+def batch(mode: ForwardMode, lengths: list[int], rows: list[int], slots: torch.Tensor) -> SimpleNamespace:
     """A ForwardBatch's parts: `lengths` as SGLang counts them, `slots` where the new tokens are written."""
     return SimpleNamespace(
         forward_mode=mode,
@@ -142,5 +142,4 @@ def batch(mode: ForwardMode, lengths: list[int], rows: list[int], slots: torch.T
         out_cache_loc_is_physical=False,
         extend_seq_lens=None,
         extend_seq_lens_cpu=None,
-        **changes,
     )

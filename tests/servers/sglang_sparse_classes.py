@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import sglang_cpu  # noqa: F401  # before SGLang
+import sglang_classes  # before SGLang
 import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention import dsa_backend
@@ -113,15 +113,10 @@ def layer(layer_id: int, width: int = WIDTH) -> SimpleNamespace:
 
 def batch(mode: Any, lengths: list[int], q_lens: list[int], rows: list[int], slots: torch.Tensor, drafts: Any) -> Any:
     """A ForwardBatch's parts: `lengths` as SGLang counts them, `slots` where the new tokens are written."""
-    return SimpleNamespace(
-        forward_mode=mode,
+    made = sglang_classes.batch(mode, lengths, rows, slots)
+    made.__dict__.update(
         spec_info=drafts if mode.is_target_verify() else None,
-        batch_size=len(lengths),
-        seq_lens=torch.tensor(lengths),
-        seq_lens_cpu=torch.tensor(lengths),
         seq_lens_sum=sum(lengths),
-        req_pool_indices=torch.tensor(rows),
-        out_cache_loc=slots,
         global_num_tokens_cpu=None,
         attn_cp_metadata=None,
         extend_seq_lens=torch.tensor(q_lens, dtype=torch.int32),
@@ -130,3 +125,4 @@ def batch(mode: Any, lengths: list[int], q_lens: list[int], rows: list[int], slo
         extend_prefix_lens_cpu=[n - q for n, q in zip(lengths, q_lens, strict=True)],
         get_max_chunk_capacity=lambda: 0,
     )
+    return made

@@ -5,6 +5,8 @@ SGLang's wheel has the fixture, with a reference in torch.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +16,12 @@ import sglang_cpu  # noqa: F401  # before SGLang
 import torch
 from sglang.kernels.ops.kvcache.dsv4_main_kv_store import NopeFp8RopeBf16Pack
 from sglang.srt.layers.attention import deepseek_v4_backend
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.models import deepseek_v4
 from sglang.srt.runtime_context import get_context
 from sglang.test.kits.attention_unittest.attention_methods import dsv4_attention as fixture
 
-from mla_suite.integrations import plugins
+from mla_suite.integrations import flash_mla, plugins, sglang_v4
 
 plugins.sglang()
 
@@ -57,6 +61,33 @@ def pass_for_a_gpu(monkeypatch: Any, **options: Any) -> None:
         return override(self, **{**given, "dsv4_attn_backend": "mla_suite", **options})
 
     monkeypatch.setattr(context, "override_server_args", chosen)
+
+
+@contextlib.contextmanager
+def counted(monkeypatch: Any) -> Iterator[list[tuple[Any, ...]]]:
+    """The names of our functions that are called, with heads, and the bytes of a token of each pool of records."""
+    seen = []
+    for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
+        ours = getattr(flash_mla, name)
+
+        def call(*args: Any, ours: Any = ours, name: str = name, **given: Any) -> Any:
+            pools = [given.get(pool) for pool in ("k_cache", "extra_k_cache")]
+            seen.append((name, given["q"].shape[-2], *(pool.shape[-1] for pool in pools if pool is not None)))
+            return ours(*args, **given)
+
+        monkeypatch.setattr(sglang_v4, name, call)
+    sglang_v4._put_in_place.cache_clear()
+    theirs = deepseek_v4.MqaAttentionBase._kernel_num_heads
+    yield seen
+    deepseek_v4.MqaAttentionBase._kernel_num_heads = theirs
+    sglang_v4._put_in_place.cache_clear()
+
+
+def verify_or_extend(verify: bool) -> None:
+    """Four drafts of two sequences, verified as a chain, or the draft model's own extend."""
+    mode = ForwardMode.TARGET_VERIFY if verify else ForwardMode.DRAFT_EXTEND_V2
+    run = "run_dsv4_target_verify_attention_case" if verify else "run_dsv4_draft_extend_attention_case"
+    getattr(fixture, run)(Testcase, case(mode, 0, (200, 40), (4, 4)), device="cpu")
 
 
 def case(mode: Any, ratio: int, prefix: tuple[int, ...], extend: tuple[int, ...] = (), heads: int = 8) -> Any:

@@ -7,17 +7,17 @@ reached our decode, since a server that falls back silently would pass as well.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("this needs SGLang: tox -e sglang", allow_module_level=True)
 
+import http_server
 import installed_plugins
-import requests
 import sglang_server
 import tiny_deepseek
 
@@ -55,15 +55,6 @@ def query_tokens(folder):
     return [call["query_tokens"] for call in calls(folder)]
 
 
-def ask(address, prompt, stream=False):
-    """A request of OpenAI's API."""
-    body = dict(model="tiny", prompt=prompt, max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
-    body |= dict(return_token_ids=True, stream=stream)
-    reply = requests.post(f"{address}/v1/completions", json=body, timeout=120, stream=stream)
-    assert reply.ok, reply.text
-    return reply
-
-
 def test_mixed_prompts_chunks_and_cached_prefixes(checkpoint, tmp_path):
     """A prompt of 133 tokens comes in chunks of at most 64; short ones join the decodes of others; then a prefix of 128
     tokens comes from the radix cache."""
@@ -83,13 +74,10 @@ def test_mixed_prompts_chunks_and_cached_prefixes(checkpoint, tmp_path):
         assert tokens == expected[3:4]
         assert [fact["cached_tokens"] for fact in facts] == [128]
         assert {"query_tokens": [5], "keys": [133], "split_size": 0} in calls(tmp_path)
+        ask = partial(http_server.complete, address, max_tokens=NEW_TOKENS)
         with ThreadPoolExecutor(2) as clients:
-            replies = clients.map(lambda prompt: ask(address, prompt).json(), batch[:2])
-            assert [reply["choices"][0]["token_ids"] for reply in replies] == expected[:2]
-        events = [line[len(b"data: ") :] for line in ask(address, batch[2], stream=True).iter_lines() if line]
-    assert events.pop() == b"[DONE]"
-    streamed = [token for event in events for token in json.loads(event)["choices"][0]["token_ids"] or []]
-    assert streamed == expected[2]
+            assert list(clients.map(ask, batch[:2])) == expected[:2]
+        assert ask(batch[2], stream=True) == expected[2]
 
 
 def test_eagle_verifies_four_tokens_in_one_decode(checkpoint, tmp_path):

@@ -22,45 +22,26 @@ from sglang.srt import server_args
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models import deepseek_v4
 
-from mla_suite.integrations import flash_mla, sglang_v4
+from mla_suite.integrations import sglang_v4
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The names of our functions that were called, in order."""
     v4.pass_for_a_gpu(monkeypatch)
-    seen = []
-    for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
-        ours = getattr(flash_mla, name)
-
-        def counted(*args, ours=ours, name=name, **given):
-            seen.append((name, given["q"].shape[-2]))
-            return ours(*args, **given)
-
-        monkeypatch.setattr(sglang_v4, name, counted)
-    sglang_v4._put_in_place.cache_clear()
-    theirs = deepseek_v4.MqaAttentionBase._kernel_num_heads
-    yield seen
-    deepseek_v4.MqaAttentionBase._kernel_num_heads = theirs
-    sglang_v4._put_in_place.cache_clear()
+    with v4.counted(monkeypatch) as seen:
+        yield seen
 
 
 @pytest.mark.parametrize("case", v4.fixture.make_dsv4_cases("dsv4"), ids=lambda case: case.name)
 def test_window(case, calls):
     v4.fixture.run_dsv4_attention_case(v4.Testcase, case, device="cpu")
-    assert {heads for _, heads in calls} == {64}
+    assert {heads for _, heads, *_ in calls} == {64}
 
 
 @pytest.mark.parametrize("verify", [True, False], ids=["verification", "draft extend"])
 def test_drafts_of_a_window(verify, calls):
-    """Four drafts of two sequences, verified as a chain, and the draft model's own extend."""
-    if verify:
-        case = v4.case(ForwardMode.TARGET_VERIFY, 0, (200, 40), (4, 4))
-        v4.fixture.run_dsv4_target_verify_attention_case(v4.Testcase, case, device="cpu")
-    else:
-        case = v4.case(ForwardMode.DRAFT_EXTEND_V2, 0, (200, 40), (4, 4))
-        v4.fixture.run_dsv4_draft_extend_attention_case(v4.Testcase, case, device="cpu")
-    assert calls == [("flash_mla_with_kvcache", 8)]
+    v4.verify_or_extend(verify)
+    assert calls == [("flash_mla_with_kvcache", 8, 584)]
 
 
 LOW = [(ratio, prefix, extend) for ratio in (1, 2) for prefix, extend in (((0,), (40,)), ((100,), (9,)))]
@@ -72,7 +53,7 @@ def test_window_and_compressed_entries(ratio, prefix, extend, sparse_prefill, ca
     """V4.1's ratios with 8 heads, by the call over two pools of records and by the gather of prefill."""
     case = v4.case(ForwardMode.EXTEND, ratio, prefix, extend)
     v4.fixture.run_dsv4_compress_attention_case(v4.Testcase, case, sparse_prefill=sparse_prefill, device="cpu")
-    assert calls[-1] == ("flash_mla_sparse_fwd" if sparse_prefill else "flash_mla_with_kvcache", 8)
+    assert calls[-1][:2] == ("flash_mla_sparse_fwd" if sparse_prefill else "flash_mla_with_kvcache", 8)
 
 
 def test_the_option_names_our_kernels():
@@ -82,7 +63,7 @@ def test_the_option_names_our_kernels():
 
 def test_our_functions_are_taken_once_asked_for(calls):
     v4.fixture.run_dsv4_attention_case(v4.Testcase, v4.case(ForwardMode.DECODE, 0, (40,)), device="cpu")
-    assert calls == [("flash_mla_with_kvcache", 8)]
+    assert calls == [("flash_mla_with_kvcache", 8, 584)]
     assert flash_mla_interface.flash_mla_with_kvcache is sglang_v4.flash_mla_with_kvcache
     assert isinstance(flash_mla_interface.flash_mla_sparse_fwd, partial)
     layer = type("Layer", (), {"n_local_heads": 12})

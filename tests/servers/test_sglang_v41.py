@@ -20,13 +20,12 @@ from sglang.kernels.ops.attention.dsv4 import dequant_k_cache
 from sglang.kernels.ops.attention.dsv4.kv_layout import KVLayout
 from sglang.srt.mem_cache import deepseek_v4_memory_pool, kv_cache_configurator
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.models import deepseek_v4
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_context
 from sglang.test.kernels.deepseek_v4 import dsv41_kv_quant_reference as oracle
 
 import mla_suite
-from mla_suite.integrations import flash_mla, plugins, sglang_v4, sglang_v41
+from mla_suite.integrations import plugins, sglang_v4, sglang_v41
 
 KV_FORMATS = {"v41": "v41", "v41_new": "v41_interleaved", "v41_fp4": "v41_fp4", "v41_fp4_new": "v41_fp4_interleaved"}
 CHOICES = {  # the values of SGLang's two variables: the layouts of the window and of the compressed pools
@@ -86,7 +85,6 @@ def ask(monkeypatch):
 
 @pytest.fixture(params=CHOICES, ids="-".join)
 def calls(request, ask, monkeypatch):
-    """The names of our functions that were called, with heads, and the bytes of a token of each pool of records."""
     v4.pass_for_a_gpu(monkeypatch)
     ask(*request.param)
     fixture, (window, compressed) = v4.fixture, map(KVLayout.parse, CHOICES[request.param])
@@ -108,21 +106,8 @@ def calls(request, ask, monkeypatch):
 
     monkeypatch.setattr(fixture, "_populate_swa_kv_cache", populate_window)
     monkeypatch.setattr(fixture, "_populate_extra_kv_cache", populate_extra)
-    seen = []
-    for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
-        ours = getattr(flash_mla, name)
-
-        def counted(*args, ours=ours, name=name, **given):
-            pools = [given.get(pool) for pool in ("k_cache", "extra_k_cache")]
-            seen.append((name, given["q"].shape[-2], *(pool.shape[-1] for pool in pools if pool is not None)))
-            return ours(*args, **given)
-
-        monkeypatch.setattr(sglang_v4, name, counted)
-    sglang_v4._put_in_place.cache_clear()
-    theirs = deepseek_v4.MqaAttentionBase._kernel_num_heads
-    yield seen
-    deepseek_v4.MqaAttentionBase._kernel_num_heads = theirs
-    sglang_v4._put_in_place.cache_clear()
+    with v4.counted(monkeypatch) as seen:
+        yield seen
 
 
 def test_window(calls):
@@ -133,9 +118,7 @@ def test_window(calls):
 
 @pytest.mark.parametrize("verify", [True, False], ids=["verification", "draft extend"])
 def test_drafts_of_a_window(verify, calls):
-    mode = ForwardMode.TARGET_VERIFY if verify else ForwardMode.DRAFT_EXTEND_V2
-    run = "run_dsv4_target_verify_attention_case" if verify else "run_dsv4_draft_extend_attention_case"
-    getattr(v4.fixture, run)(v4.Testcase, v4.case(mode, 0, (200, 40), (4, 4)), device="cpu")
+    v4.verify_or_extend(verify)
     assert calls == [("flash_mla_with_kvcache", 8, 528)]
 
 

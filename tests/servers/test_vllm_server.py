@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
@@ -12,7 +13,6 @@ pytest.importorskip("vllm", reason="this needs vLLM for CPUs: tox -e vllm")
 
 import http_server
 import installed_plugins
-import requests
 import tiny_deepseek
 import vllm_engine
 import vllm_engine_plugin
@@ -43,20 +43,9 @@ def test_completions_over_http(tmp_path):
     batch = tiny_deepseek.prompts(LENGTHS)
     expected = [tiny_deepseek.greedy(model, prompt) for prompt in batch]
     with server(tmp_path / "model", tmp_path) as address:
-
-        def ask(prompt, stream=False):
-            body = dict(model="tiny", prompt=prompt, max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
-            body |= dict(detokenize=False, return_token_ids=True, stream=stream)
-            reply = requests.post(f"{address}/v1/completions", json=body, timeout=120, stream=stream)
-            assert reply.ok, reply.text
-            return reply
-
+        ask = partial(http_server.complete, address, max_tokens=NEW_TOKENS, detokenize=False)
         with ThreadPoolExecutor(len(batch)) as clients:
-            replies = [reply.json()["choices"][0]["token_ids"] for reply in clients.map(ask, batch)]
-        events = [line[len(b"data: ") :] for line in ask(batch[0], stream=True).iter_lines() if line]
-    assert replies == expected
-    assert events.pop() == b"[DONE]"
-    streamed = [token for event in events for token in json.loads(event)["choices"][0]["token_ids"] or []]
-    assert streamed == expected[0]
+            assert list(clients.map(ask, batch)) == expected
+        assert ask(batch[0], stream=True) == expected[0]
     (calls,) = installed_plugins.calls(tmp_path)
     assert len(calls) >= 2 * LAYERS * (NEW_TOKENS - 1)
