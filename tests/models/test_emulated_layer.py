@@ -46,9 +46,8 @@ def weights():
 SIZES = [(batch, prefill) for prefill in (128, 512, 1024, 2048, 4096, 6144) for batch in (1, 2)]
 
 
-@pytest.mark.parametrize(
-    ("batch", "prefill"), [SIZES[0], *(pytest.param(*of, marks=pytest.mark.full) for of in SIZES[1:])]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("batch", "prefill"), SIZES)
 @torch.no_grad()
 def test_contest_layer_on_gfx942(weights, batch, prefill):
     """Two sequences of 512 and a narrower layer are below in every run, and at full width in the demo."""
