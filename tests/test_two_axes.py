@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
+from test_imports import MODULES, ROOT
 
-ROOT = Path(__file__).parent.parent
 # Folders and files that know hardware. Tuned tables, kernels, packaging files, documents and tests are no Python here.
 KNOW_HARDWARE = (
     "mla_suite/archs/",
@@ -26,21 +25,8 @@ FOREIGN = {
 NAMES = re.compile(r"gfx\d|sm_\d\d|hopper|cdna|\bnvidia\b|\bamd\b|\bvendor\b", re.IGNORECASE)
 
 
-def sources() -> list[Path]:
-    """Python files of the package and the operators."""
-    found = [*(ROOT / "mla_suite").rglob("*.py"), *(ROOT / "ops").rglob("*.py")]
-    return [
-        path
-        for path in found
-        if "csrc" not in path.parts and "objects" not in path.parts and "__pycache__" not in path.parts
-    ]
-
-
-def name_of(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix().replace("mla_suite/ops/", "ops/")
-
-
-SOURCES = sorted({name_of(path) for path in sources()})
+SOURCES = sorted(path.relative_to(ROOT).as_posix().replace("mla_suite/ops/", "ops/") for path in MODULES.values())
+"""Python files of the package and the operators."""
 
 
 @pytest.mark.parametrize("name", [n for n in SOURCES if not n.startswith((*KNOW_HARDWARE, CHOICES))])
