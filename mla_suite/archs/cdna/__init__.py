@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from mla_suite.archs.base import CommonKernels
 from mla_suite.archs.cdna import decode
-from mla_suite.archs.cdna.decode import (
-    ELEMENTS,
-    FP8_KV_FORMATS,
-    MAX_BF16_P_ROWS,
-    MAX_ROWS,
-    NARROW,
-    CdnaConfig,
-    tile_rows,
-)
+from mla_suite.archs.cdna.decode import MAX_ROWS, CdnaConfig
 from mla_suite.archs.cdna.sparse_decode import CdnaSparseConfig
 from mla_suite.archs.cdna.splits import plan_costs
 from mla_suite.archs.sparse_attention import sparse_supports
@@ -44,10 +36,10 @@ class CdnaKernels(CommonKernels):
 
         It depends on the queries' shapes alone, but for `keeps_bf16_weights`.
         """
-        query = ELEMENTS[problem.q_dtype]
-        cache = "fp8" if problem.kv_format in FP8_KV_FORMATS.values() else problem.kv_format
-        rows = tile_rows(problem.heads * problem.q_len, most, problem.head_dim in NARROW)
-        fp8_weights = query == "fp8" and rows > MAX_BF16_P_ROWS and not self.keeps_bf16_weights(problem, rows)
+        query = decode.ELEMENTS[problem.q_dtype]
+        cache = "fp8" if problem.kv_format in decode.FP8_KV_FORMATS.values() else problem.kv_format
+        rows = decode.tile_rows(problem.heads * problem.q_len, most, problem.head_dim in decode.NARROW)
+        fp8_weights = query == "fp8" and rows > decode.MAX_BF16_P_ROWS and not self.keeps_bf16_weights(problem, rows)
         return self.config(self.arch, query, cache, rows, problem.head_dim, problem.rope > 0, fp8_weights)
 
     def keeps_bf16_weights(self, problem: DecodeProblem, rows: int) -> bool:
