@@ -122,6 +122,21 @@ def test_a_plan_changes_no_bit(rules, name):
         assert_same_bits([found], [alone])
 
 
+@pytest.mark.parametrize("sink", [False, True], ids=["no sink", "sink"])
+@pytest.mark.parametrize("heads", [64, 128])
+def test_a_sequence_that_outgrew_its_plan_is_right(rules, heads, sink):
+    """Its only work tile is then several splits long, and its sink counts once."""
+    args, kwargs = hostile(decode_sample(LONG, heads=heads, split_size=128, sink=sink))
+    kwargs["max_seqlen_kv"] = max(LONG)
+    before = list(args)
+    before[LENS] = args[LENS].clamp(max=100)
+    args[PLAN] = with_plan(before, kwargs)[PLAN]
+    for folds in (False, True):
+        rules(folds=folds)
+        assert kernels(args, kwargs)[0].startswith("fold_decode") == folds
+        assert_right(*decode(args, kwargs), exact_decode(*on_cpu(args), **kwargs))
+
+
 def test_a_sequence_has_its_bits_in_any_batch():
     """As calls choose: alone its splits are the work tiles, in a large batch its nodes are."""
     args, kwargs = decode_sample(LONG * 40, heads=64, split_size=128).make(torch.device("cuda"))
