@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import mla_suite
 from mla_suite.build import manifest, params
 from mla_suite.launch import has_kernel
 
@@ -36,3 +37,15 @@ def assert_built_whole(configs, kernel: str) -> None:
         assert entry.registers * config.threads <= 65536, "a block has the registers of an SM"
         assert entry.params_size == params.load(kernel).size
         assert entry.params_size % 64 == 0, "the copy engine wants its map on 64 bytes"
+
+
+def emulated(needs=require_built, autouse=False):
+    """A fixture of each AMD arch in turn whose kernels are built, as `needs` asks; calls on a CPU are emulated."""
+
+    @pytest.fixture(params=["gfx942", "gfx950"], autouse=autouse)
+    def arch(request):
+        needs(request.param)
+        with mla_suite.emulate(request.param):
+            yield request.param
+
+    return arch

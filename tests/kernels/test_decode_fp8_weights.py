@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from backend_calls import BackendCalls
-from built import require_built
+from built import emulated, require_built
 from decode_grid import COARSE, CPU, assert_within_bound, counted, counted_by_packaged_compiler, decode
 
-import mla_suite
 from mla_suite import archs, emulator
 from mla_suite.archs.cdna.decode import FP8_KV_FORMATS, FP8_QUERIES
 from mla_suite.archs.gfx942 import Gfx942Config
@@ -21,11 +20,7 @@ CONFIGS = {"gfx942": Gfx942Config, "gfx950": Gfx950Config}
 SMALLEST = "decode_fp8_query-fp8_weight-bf16_rows-16"
 
 
-@pytest.fixture(params=CONFIGS)
-def arch(request):
-    require_built(request.param, SMALLEST)
-    with mla_suite.emulate(request.param):
-        yield request.param
+arch = emulated(lambda arch: require_built(arch, SMALLEST))
 
 
 def stored(arch):

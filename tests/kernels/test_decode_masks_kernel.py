@@ -12,7 +12,7 @@ import decode_grid as grid
 import planted
 import pytest
 import torch
-from built import require_built
+from built import emulated, require_built
 from decode_grid import CPU, assert_within_bound
 
 import mla_suite
@@ -30,11 +30,7 @@ from mla_suite.testing import exact_decode
 FP8 = {"gfx942": "fp8_fnuz", "gfx950": "fp8"}
 
 
-@pytest.fixture(params=["gfx942", "gfx950"])
-def arch(request):
-    require_built(request.param)
-    with mla_suite.emulate(request.param):
-        yield request.param
+arch = emulated()
 
 
 def check(arch, sample):

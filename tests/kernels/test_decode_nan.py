@@ -6,11 +6,10 @@ from __future__ import annotations
 import decode_grid as grid
 import pytest
 import torch
-from built import require_built
+from built import emulated
 from decode_grid import CPU, FP8_NAN, assert_within_bound
 from hostile_inputs import in_turn
 
-import mla_suite
 from mla_suite import archs
 from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
@@ -24,11 +23,7 @@ DESCALES = ["q_descale", "kv_descale", *DTYPES]  # those of fp8, and the q_desca
 NANS = torch.tensor([0x7FC00000, -1], dtype=torch.int32).view(torch.float32)
 
 
-@pytest.fixture(params=["gfx942", "gfx950"], autouse=True)
-def arch(request):
-    require_built(request.param)
-    with mla_suite.emulate(request.param):
-        yield request.param
+arch = emulated(autouse=True)
 
 
 def formats(arch):

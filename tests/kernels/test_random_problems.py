@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import pytest
 import random_problems
-from built import require_built
-
-import mla_suite
+from built import emulated
 
 FEW = 5
 PER_TEST = 50
@@ -23,11 +21,7 @@ KINDS = {
 """Their checks, and how many a full run takes."""
 
 
-@pytest.fixture(params=["gfx942", "gfx950"])
-def arch(request):
-    require_built(request.param)
-    with mla_suite.emulate(request.param):
-        yield request.param
+arch = emulated()
 
 
 @pytest.mark.parametrize("kind", KINDS)

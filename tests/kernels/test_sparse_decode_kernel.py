@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import sparse_runs
 import torch
+from built import emulated
 from decode_grid import assert_within_bound
 from hostile_inputs import in_turn
 from sparse_problems import CONFIGS, POOLS, attend, exact, pools_of, problem, require_kernels
@@ -22,11 +23,7 @@ RECORDS = ("dsv4", "dsv4_fnuz", "v32", "v32_nope", "v41", "v41_fp4", "fp8", "fp8
 check = EMULATED.check
 
 
-@pytest.fixture(autouse=True, params=CONFIGS)
-def arch(request):
-    require_kernels(request.param)
-    with mla_suite.emulate(request.param):
-        yield request.param
+arch = emulated(require_kernels, autouse=True)
 
 
 def readable(*names):

@@ -8,11 +8,11 @@ from __future__ import annotations
 import pytest
 import torch
 from backend_calls import BackendCalls
+from built import emulated
 from decode_grid import assert_within_bound
 from hostile_inputs import pairwise_cover
 from sparse_problems import CONFIGS, MODES, attend, exact, in_mode, kind_of, problem, require_kernels, with_descales
 
-import mla_suite
 from mla_suite import archs
 from mla_suite.archs.cdna.decode import FP8_KV_FORMATS
 from mla_suite.core.dispatch import Unsupported
@@ -31,11 +31,7 @@ NATIVE = BackendCalls(SPARSE_DECODE, "native")
 NANS = torch.tensor([0x7FC00000, -1], dtype=torch.int32).view(torch.float32)
 
 
-@pytest.fixture(autouse=True, params=CONFIGS)
-def arch(request):
-    require_kernels(request.param)
-    with mla_suite.emulate(request.param):
-        yield request.param
+arch = emulated(require_kernels, autouse=True)
 
 
 def check(args, kwargs):
