@@ -120,8 +120,13 @@ def whole(op: str, argument: str, value: Any) -> None:
     if isinstance(value, int):
         if not torch.compiler.is_compiling() and value.bit_length() > 63:
             fail(op, argument, f"is an int of {value.bit_length()} bits", "it takes an int of 64 bits", TypeError)
-    elif not hasattr(value, "__index__") or bool(getattr(value, "shape", False)):
+    elif not is_whole(value):
         fail(op, argument, f"is {value!r}", "it takes an int", TypeError)
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a value is of a kind that holds whole numbers. NumPy's float32 is not, which torch would cut off."""
+    return hasattr(value, "__index__") and not bool(getattr(value, "shape", False))
 
 
 def as_int(op: str, argument: str, value: Any) -> int:

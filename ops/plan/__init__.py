@@ -12,7 +12,7 @@ from torch.compiler import is_dynamo_compiling
 from mla_suite import launch
 from mla_suite.archs import ArchSpec
 from mla_suite.core import checks, dispatch, eager
-from mla_suite.core.op import Op, Output
+from mla_suite.core.op import Op, Output, converted
 from mla_suite.core.prepared import ceil_div, rounded_up
 from mla_suite.core.register import register
 from mla_suite.launch.launcher import compute_units
@@ -87,6 +87,7 @@ def plan(
     if num_sm_parts is None:
         if not is_dynamo_compiling():
             _check_kinds(seq_lens, num_heads, max_seqlen_q)
+            num_heads, max_seqlen_q = converted((int, int), (num_heads, max_seqlen_q))  # NumPy's product may overflow
         num_sm_parts = sm_parts(seq_lens, num_heads * max_seqlen_q)
     options = num_heads, max_seqlen_q, num_sm_parts, max_seqlen_kv, num_splits, split_size, window_left
     return eager.call(PLAN, (seq_lens, cu_seqlens_q), options)
@@ -102,6 +103,7 @@ def batch_invariant_split_size(num_heads: int, max_seqlen_q: int = 1) -> int:
     """
     for name, value in (("num_heads", num_heads), ("max_seqlen_q", max_seqlen_q)):
         checks.whole("batch_invariant_split_size", name, value)
+    num_heads, max_seqlen_q = converted((int, int), (num_heads, max_seqlen_q))  # NumPy's product may overflow
     if num_heads < 1 or max_seqlen_q < 1:
         given = f"are {num_heads} and {max_seqlen_q}"
         checks.fail("batch_invariant_split_size", "num_heads and max_seqlen_q", given, "both must be 1 or more")

@@ -26,6 +26,8 @@ append = functools.partial(mla_suite.append_kv, kv_format="fp32")
         ({"causal": None}, "decode: causal is None; it takes a bool"),
         ({"softmax_scale": None}, "decode: softmax_scale is None; it takes a number that a float holds"),
         ({"max_seqlen_q": 1.0}, "decode: max_seqlen_q is 1.0; it takes an int of 64 bits"),
+        ({"num_splits": np.float32(2.5)}, f"decode: num_splits is {np.float32(2.5)!r}; it takes an int of 64 bits"),
+        ({"num_splits": np.array([2.5])}, "decode: num_splits is a ndarray; it takes an int of 64 bits"),
         ({"kv_format": ["bf16"]}, "decode: kv_format is a list of str; it takes a string"),
         (
             {"block_table": None, "kv_indptr": torch.zeros(4, dtype=torch.int32), "kv_indices": []},
@@ -81,7 +83,7 @@ def test_several_values_for_one_of_a_plan_are_refused_behind_a_call_like_it(opti
         ),
         (
             lambda out, lse: combine(out, lse, num_splits=torch.tensor(3.5)),
-            "combine: num_splits is a Tensor; it takes an int of 64 bits",
+            "combine: num_splits is 3.5; it takes an int of 64 bits",
         ),
         (lambda out, lse: mla_suite.plan(None, num_heads=16), "plan: seq_lens is None; it takes a tensor"),
         (lambda out, lse: mla_suite.plan(lse, num_heads="16"), "plan: num_heads is '16'; it takes an int"),

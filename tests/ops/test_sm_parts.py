@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,6 +29,14 @@ def test_tiles_of_64_rows_on_sm_90(units: int, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_cpu_counts_as_eight_units() -> None:
     assert sm_parts(torch.empty(0), 16) == 8
+
+
+def test_numbers_of_numpy_of_few_bits_do_not_overflow() -> None:
+    heads, queries = np.uint8(128), np.uint8(2)
+    seq_lens = torch.tensor([300, 7, 0], dtype=torch.int32)
+    found = mla_suite.plan(seq_lens, num_heads=heads, max_seqlen_q=queries)
+    assert torch.equal(found, mla_suite.plan(seq_lens, num_heads=128, max_seqlen_q=2))
+    assert mla_suite.batch_invariant_split_size(heads, queries) == mla_suite.batch_invariant_split_size(128, 2)
 
 
 def test_no_rows_are_refused() -> None:
