@@ -290,7 +290,7 @@ def _pool(
         cache,
         rows,
         indptr,
-        lengths.flatten() if lengths is not None else None,
+        lengths.flatten().contiguous() if lengths is not None else None,  # [batch, 1] may be a column of a table
         rows.shape[-1],
         rows.stride(0),
         q.shape[1] if per_sequence else 1,

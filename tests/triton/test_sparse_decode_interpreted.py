@@ -111,6 +111,12 @@ def test_ragged_dense_and_lengths() -> None:
     compare(batched, kv_caches, [dense[0], ragged], names, [None, indptr], [per_sequence, None], split_size=4)
 
 
+def test_lengths_are_a_column_of_a_table() -> None:
+    q, kv_caches, indices, names = problem([("fp32", 3, 16, 12)], 3, 4)
+    table = torch.tensor([[12, 0], [5, 0], [7, 0]], dtype=torch.int32)
+    compare(q[:, None], kv_caches, [indices[0][:, None]], names, None, [table[:, :1]])
+
+
 def test_a_length_counts_no_more_entries_than_there_are() -> None:
     """A GPU does not look at lengths: what lies behind a query token's entries are the next one's."""
     q, kv_caches, indices, names = problem([("fp32", 3, 16, 12)], 2, 4)
