@@ -126,7 +126,9 @@ def whole(op: str, argument: str, value: Any) -> None:
 
 def is_whole(value: Any) -> bool:
     """Whether a value is of a kind that holds whole numbers. NumPy's float32 is not, which torch would cut off."""
-    return hasattr(value, "__index__") and not bool(getattr(value, "shape", False))
+    if not hasattr(value, "__index__") or bool(getattr(value, "shape", False)):
+        return False
+    return not any(kind in str(getattr(value, "dtype", "")) for kind in ("float", "complex"))
 
 
 def as_int(op: str, argument: str, value: Any) -> int:

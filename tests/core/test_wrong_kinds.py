@@ -123,6 +123,11 @@ ROWS = torch.ones(1, 1, 576)
         (lambda: empty("bf16", 1.5, 64), "empty: num_pages is 1.5; it takes an int"),
         (lambda: empty("bf16", 10**30, 64), "empty: num_pages is an int of 100 bits; it takes an int of 64 bits"),
         (lambda: empty("bf16", 4, None), "empty: page_size is None; it takes an int"),
+        (lambda: empty("bf16", 4, torch.tensor(2.5)), "empty: page_size is tensor(2.5000); it takes an int"),
+        (
+            lambda: mla_suite.batch_invariant_split_size(np.array(2.5)),
+            "batch_invariant_split_size: num_heads is array(2.5); it takes an int",
+        ),
         (
             lambda: mla_suite.batch_invariant_split_size("16"),
             "batch_invariant_split_size: num_heads is '16'; it takes an int",
