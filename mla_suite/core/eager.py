@@ -165,7 +165,7 @@ def _through_dispatcher(op: Op, tensors: tuple[Any, ...], options: tuple[Any, ..
         if value is None and name not in op.may_be_none:  # torch takes None for False
             possible = "a value" if kind is None else checks.KINDS[kind.__name__]
             checks.fail(op.name, name, "is None", f"it takes {possible}", TypeError)
-        if kind is int and value is not None and not checks.is_whole(value):
+        if kind is int and value is not None and not (isinstance(value, int) or checks.is_whole(value)):
             found = f"a {type(value).__name__}" if getattr(value, "shape", ()) else repr(value)
             checks.fail(op.name, name, f"is {found}", f"it takes {checks.KINDS['int']}", TypeError)
     try:
