@@ -25,6 +25,7 @@ import mla_suite
 from mla_suite import archs, emulator
 from mla_suite.archs import CSRC, ArchSpec
 from mla_suite.bench import timer
+from mla_suite.bench.saving import require_writable, write_whole
 from mla_suite.build import compilers
 from mla_suite.emulator import Emulator, Memory, Schedule
 from mla_suite.launch import hip
@@ -165,7 +166,13 @@ def main(argv: Sequence[str]) -> int:
     if not given.dry and not (torch.cuda.is_available() and torch.version.hip):
         parser.error("no AMD GPU that torch can use is here; --dry gfx942 goes through the steps without one")
     name = given.dry or torch.cuda.get_device_properties(0).gcnArchName.split(":")[0]
-    arch = archs.get(name)
+    try:
+        require_writable(given.file)
+        arch = archs.get(name)
+    except ValueError as error:
+        parser.error(str(error))
+    if given.dry and not arch.emulable:
+        parser.error(f"{name} is not emulated; the emulator executes gfx942 and gfx950")
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder, "clocks.s")
         command = [*compilers.find_amd(archs=[name]).to_assembly(name), f"-I{CSRC}", "-S", str(SOURCE), "-o", str(text)]
@@ -173,7 +180,7 @@ def main(argv: Sequence[str]) -> int:
         on = Emulated(arch, text) if given.dry else Measured(arch, text)
         found = measure(on)
     record = {"arch": name, "device": on.name, "modelled": on.dry, "numbers": found}
-    given.file.write_text(json.dumps(record, indent=2) + "\n")
+    write_whole(given.file, json.dumps(record, indent=2) + "\n")
     for what, number in found.items():
         print(f"{what}: {number:.4g}")
     return 0

@@ -29,6 +29,13 @@ def write_whole(path: Path, text: str) -> None:
         raise UsageError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
+def require_writable(path: Path) -> None:
+    """UsageError where `write_whole` cannot write the file: asked before a run whose numbers would be lost."""
+    nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if path.is_dir() or not os.access(nearest, os.W_OK) or not (nearest == path or nearest.is_dir()):
+        raise UsageError(f"{path} cannot be written; name a file in a folder of yours")
+
+
 class Table:
     """Rows of a CSV file that is written again, whole, with every row: an interrupted run leaves those before it.
 
@@ -39,9 +46,7 @@ class Table:
     def __init__(self, path: Path | None, about: Mapping[str, object] = {}) -> None:
         self._path, self.about, self._rows = path, dict(about), list[Mapping[str, object]]()
         if path is not None:
-            nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
-            if path.is_dir() or not os.access(nearest, os.W_OK) or not (nearest == path or nearest.is_dir()):
-                raise UsageError(f"{path} cannot be written; name a file in a folder of yours")
+            require_writable(path)
 
     def add(self, row: Mapping[str, object]) -> None:
         """Append a row; the columns are those of all rows, in the order in which they came. Floats get 5 digits."""
