@@ -31,8 +31,10 @@ from flashmla_sparse import DEVICE, PREFILL, SPARSE, Case, prefill_case, sparse_
 import mla_suite
 from mla_suite.bench import environment as known
 from mla_suite.bench import sets
+from mla_suite.bench.saving import require_writable, write_whole
 from mla_suite.bench.timer import REST_S, Replay, cold_turns
 from mla_suite.cli import sizes
+from mla_suite.errors import UsageError
 from mla_suite.integrations import flash_mla as drop_in
 
 KINDS = ("dense", "sparse", "prefill", "e4m3")
@@ -181,8 +183,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         )
         print(f"{row.name:26}{times}", flush=True)
         if options.save:
-            options.save.parent.mkdir(parents=True, exist_ok=True)
-            options.save.write_text(json.dumps({"environment": facts, "rows": done}, indent=1) + "\n")
+            write_whole(options.save, json.dumps({"environment": facts, "rows": done}, indent=1) + "\n")
     return done
 
 
@@ -243,6 +244,15 @@ def plot(rows: Sequence[dict[str, Any]], device: str, path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
+def saved_run(path: Path) -> tuple[list[dict[str, Any]], str]:
+    """The rows of a file that --save wrote, and the card that they were measured on; UsageError for another file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return found["rows"], found["environment"]["device"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is no run that --save wrote: {type(error).__name__}: {error}") from error
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", action="append", choices=KINDS, help="repeatable (default: all)")
@@ -259,11 +269,18 @@ def main() -> int:
     )
     parser.add_argument("--plot", type=Path, metavar="SVG", help="with --report: draw the dense grid, by matplotlib")
     options = parser.parse_args()
+    try:
+        for path in (options.save, options.plot):
+            if path is not None:
+                require_writable(path)
+        rows, card = saved_run(options.report) if options.report else ([], "")
+    except UsageError as error:
+        parser.error(str(error))
+    if options.plot and not options.report:
+        parser.error("--plot draws a saved run: name it with --report")
     if options.report:
-        run_saved = json.loads(options.report.read_text())
-        rows = run_saved["rows"]
         if options.plot:
-            plot(rows, run_saved["environment"]["device"], options.plot)
+            plot(rows, card, options.plot)
     elif not torch.cuda.is_available():
         raise SystemExit("bench_flashmla: needs an H100 or H200; --report reads a saved run anywhere")
     else:
