@@ -20,7 +20,10 @@ from pathlib import Path
 import torch
 
 import mla_suite
+from mla_suite import archs
 from mla_suite.bench import environment
+from mla_suite.bench.saving import require_writable, write_whole
+from mla_suite.cli import positive
 from mla_suite.ops.decode.samples import decode_sample
 
 ROUNDS = 5
@@ -45,12 +48,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--emulate", metavar="ARCH", default="gfx942", help="on a CPU, the GPU to emulate")
     for name, default in (("batch", 1), ("heads", 16), ("kv", 1024)):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+        parser.add_argument(f"--{name}", type=positive, default=default, help=f"default {default}")
     parser.add_argument(
-        "--every", type=int, nargs="+", default=(1, 100), metavar="N", help="check every N-th call (default 1 100)"
+        "--every", type=positive, nargs="+", default=(1, 100), metavar="N", help="check every N-th call (default 1 100)"
     )
     parser.add_argument("--save", type=Path, help="write the times to this JSON file")
     args = parser.parse_args()
+    try:
+        if args.save is not None:
+            require_writable(args.save)
+        emulable = archs.get(args.emulate).emulable
+    except ValueError as error:
+        parser.error(str(error))
+    if not emulable:
+        parser.error(f"{args.emulate} is not emulated; the emulator executes gfx942 and gfx950")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tensors, options = decode_sample([args.kv] * args.batch, heads=args.heads).make(device)
     torch.set_num_threads(1)
@@ -70,7 +81,7 @@ def main() -> None:
     print(f"a call that is not checked: {unchecked_us:.1f} us more")
     if args.save is not None:
         facts = dict(environment=environment.describe(device), heads=args.heads, kv=args.kv, batch=args.batch)
-        args.save.write_text(json.dumps(facts | dict(ms_per_call=ms, unchecked_us=unchecked_us), indent=1) + "\n")
+        write_whole(args.save, json.dumps(facts | dict(ms_per_call=ms, unchecked_us=unchecked_us), indent=1) + "\n")
 
 
 if __name__ == "__main__":
