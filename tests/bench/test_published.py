@@ -95,3 +95,26 @@ def test_accuracy_at_the_smaller_softmax_scale_is_as_published(batch: int, ctx: 
         assert line.holds, line.cells
         if line.planned or ctx <= 2048:
             assert line.distance < 1e-5
+
+
+def test_a_result_that_is_not_finite_never_holds() -> None:
+    for shape in ((1, 512), (1, 64)):
+        assert not check_h32_q4.Line(*shape, planned=False, distance=float("nan")).holds
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--shapes", "1x0"], "'0'; it takes a whole number of 1 or more"),
+        (["--shapes", "1x512,64"], "'64'; a shape is batch x context, 1x512 for example"),
+        (["--scale-dim", "0"], "'0'; it takes a whole number of 1 or more"),
+    ],
+)
+def test_shapes_and_scales_that_cannot_be_are_refused(
+    options: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["check_h32_q4.py", *options])
+    monkeypatch.setattr(check_h32_q4, "lines", lambda *problem: pytest.fail("it began"))
+    with pytest.raises(SystemExit, match="2"):
+        check_h32_q4.main()
+    assert says in capsys.readouterr().err
