@@ -36,6 +36,7 @@ from mla_suite.archs import combine as combine_config
 from mla_suite.bench import sets
 from mla_suite.bench.saving import Table
 from mla_suite.bench.timer import Effort, device_rounds, median
+from mla_suite.errors import UsageError
 from mla_suite.integrations import metadata_convert
 from mla_suite.launch import emulate
 from mla_suite.ops.combine import Problem as CombineProblem
@@ -232,14 +233,21 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shapes", nargs="+", metavar="PART", help="only shapes whose names contain one of these")
     parser.add_argument("--arch", default="gfx942,gfx950", help="AMD archs to count for without a GPU")
     given = parser.parse_args(arguments)
-    cases = sets.matching({case.id: case for case in sets.named("aiter-3468")}, given.shapes)
+    names = given.arch.split(",")
+    try:
+        cases = sets.matching({case.id: case for case in sets.named("aiter-3468")}, given.shapes)
+        unable = [name for name in names if not archs.get(name).emulable]
+        table = Table(given.csv)
+    except UsageError as error:
+        parser.error(str(error))
+    if unable:
+        parser.error(f"{unable[0]} is not emulated; the emulator executes gfx942 and gfx950")
     on_gpu = torch.cuda.is_available()
     print(torch.cuda.get_device_name() if on_gpu else BYTES_ALONE, "torch", torch.__version__)
     print(",".join(HEADER))
-    table = Table(given.csv)
     for case in cases:
         shape = case.facts["batch"], case.facts["heads"], case.facts["splits"]
-        found = [timed(shape, torch.device("cuda"))] if on_gpu else [counted(shape, a) for a in given.arch.split(",")]
+        found = [timed(shape, torch.device("cuda"))] if on_gpu else [counted(shape, a) for a in names]
         for line in (line for part in found for line in part):
             table.add(dict(zip(HEADER, (*shape, *line), strict=True)))
             print(*shape, *line, sep=",", flush=True)

@@ -129,3 +129,20 @@ def test_beside_the_stock_reduction(tmp_path: Path, capsys: pytest.CaptureFixtur
     _, least, ours = (float(row["latency"]) for row in rows)
     assert 0 < least <= ours < 1.1 * least
     assert "which is faster needs a GPU" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--shapes", "b3-"], "no shape contains b3-"),
+        (["--arch", "gfx942,sm_90"], "sm_90 is not emulated; the emulator executes gfx942 and gfx950"),
+        (["--arch", "gfx999"], "unknown arch 'gfx999'"),
+        (["--csv", "."], ". cannot be written; name a file in a folder of yours"),
+    ],
+)
+def test_the_reduction_refuses_in_a_sentence(options: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        bench_reduce.main(options)
+    printed = capsys.readouterr()
+    assert says in printed.err
+    assert not printed.out, "nothing was counted"
