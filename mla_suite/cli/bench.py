@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     if on_gpu and device.index is not None:
         torch.cuda.set_device(device)  # streams and graphs are those of the current device
     cases = _cases(args, args.set or ["flashmla" if on_gpu else "quick"])
-    facts = environment.describe(device)
+    facts = environment.describe(device) | ({"emulated": args.on} if args.on else {})
     ceilings: Floors | None = None
     rows = saving.Table(args.csv, facts)
     print(", ".join(f"{name} {value}" for name, value in facts.items() if value != ""), flush=True)

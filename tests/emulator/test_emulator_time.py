@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -204,3 +205,12 @@ def test_the_model_takes_at_most_three_times_the_emulation():
         with mla_suite.emulate("gfx942"), emulator.configured(threads=1, collect=True, time=timed):
             taken[timed] = least(lambda: mla_suite.decode(*args, **kwargs))
     assert taken[True] < 3 * taken[False]
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_bench_names_the_emulated_arch_in_its_file(arch: str, tmp_path: Path) -> None:
+    """The device that is named beside it is the CPU that the emulator ran on, whatever the arch."""
+    require_built(arch)
+    file = tmp_path / "modelled.csv"
+    assert main(["bench", "--on", arch, "--op", "combine", "--csv", str(file)]) == 0
+    assert f"# emulated: {arch}\n" in file.read_text()
