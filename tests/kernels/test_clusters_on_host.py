@@ -114,7 +114,7 @@ SPARSE_FAULTS = {
         "    mbarrier_wait(ClusterReduceFour::neighbour_copy_done(barriers_), 0);\n",
         "",
     ),
-    "reduce_four: the columns of the neighbour": ("mainloop_pv.hpp", "(half ^ 1 ^ static_cast", "(half ^ static_cast"),
+    "reduce_four: the columns of the neighbour": ("cluster/reduce_four.hpp", "% 2 ^ 1; }", "% 2; }"),
     "reduce_o: results over keys that the peer multiplies": (
         "cluster/reduce_o.hpp",
         "      if (chunk == 0) mbarrier_wait(ClusterReduceO::peer_ring_drained(barriers_), 0);\n",

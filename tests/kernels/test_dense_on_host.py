@@ -125,7 +125,10 @@ NARROW_FAULTS = {
         "WHOLE_BLOCKS ? 0 : block * 64",
         "WHOLE_BLOCKS ? 0 : 0",
     ),
-    "columns of the other warpgroup": (BF16, "mainloop_pv.hpp", "return group * COLUMNS", "return group * 2 * COLUMNS"),
+    "columns of the other warpgroup": (
+        *(BF16, "cluster/none.hpp"),
+        *("return group * Traits::WARPGROUP_COLUMNS", "return group * 2 * Traits::WARPGROUP_COLUMNS"),
+    ),
     "queries of half a row": (BF16, "q_operand.hpp", "HALF = 2 * Traits::Q_BOXES;", "HALF = Traits::Q_STEPS / 2;"),
     "narrow values behind the last key stay": (
         *(BF16, "mainloop_qk.hpp"),

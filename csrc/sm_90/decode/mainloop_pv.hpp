@@ -34,7 +34,7 @@ class PvMma {
         barriers_(shared),
         shared_(shared),
         group_(group),
-        epilogue_(params, first_stored_column(group)) {}
+        epilogue_(params, Cluster::template first_stored_column<Traits>(group)) {}
 
   // Follows the QK warpgroup's commands, P stage by P stage. Each P V is waited for at once: the next P is published a
   // whole Q K^T later, and releasing a KV stage early is worth more than queueing a P V early.
@@ -82,12 +82,6 @@ class PvMma {
   }
 
  private:
-  MLA_DEVICE static int first_stored_column(int group) {
-    const int rank = Cluster::EXCHANGES_P || Cluster::REDUCES_FOUR ? static_cast<int>(cluster_rank()) : 0;
-    if (Cluster::EXCHANGES_P) return rank * COLUMNS + group * Traits::STORED_COLUMNS;
-    return group * COLUMNS + (Cluster::REDUCES_FOUR ? rank % 2 * Traits::STORED_COLUMNS : 0);
-  }
-
   // Whether this warpgroup multiplies the peer's P, with the peer's keys.
   MLA_DEVICE bool of_peer() const { return Cluster::EXCHANGES_P && group_ == 1; }
 
@@ -162,12 +156,8 @@ class PvMma {
     wgmma_commit();
   }
 
-  // The column block that o_[half] begins with. With ClusterExchangeP, what this warpgroup keeps comes first, and with
-  // ClusterReduceFour last.
-  MLA_DEVICE int column_block(int half) const {
-    if (Cluster::REDUCES_FOUR) return 2 * (half ^ 1 ^ static_cast<int>(cluster_rank()) % 2);
-    return 2 * (Cluster::EXCHANGES_P ? half ^ group_ : half);
-  }
+  // The column block that o_[half] begins with.
+  MLA_DEVICE int column_block(int half) const { return 2 * (half ^ Cluster::first_half(group_)); }
 
   MLA_DEVICE uint32_t kv_full() const {
     if constexpr (Cluster::EXCHANGES_P)

@@ -37,6 +37,13 @@ struct ClusterExchangeP : ClusterPair {
   template <class Traits>
   using Storage = Mailbox;
 
+  // What a PV warpgroup keeps comes first: of this CTA's half of all columns, the half of its own number.
+  MLA_DEVICE static int first_half(int group) { return group; }
+  template <class Traits>
+  MLA_DEVICE static int first_stored_column(int group) {
+    return static_cast<int>(cluster_rank()) * Traits::WARPGROUP_COLUMNS + group * Traits::STORED_COLUMNS;
+  }
+
   template <class Traits>
   MLA_DEVICE static uint32_t p_written(const Mbarriers<Traits>& barriers, int stage) {
     return at(barriers, __builtin_offsetof(Mailbox, p_written), stage);

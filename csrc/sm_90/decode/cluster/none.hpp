@@ -42,6 +42,13 @@ struct ClusterMode {
   // Before any role begins: every mbarrier of this CTA, and of a peer, is initialised.
   MLA_DEVICE static void sync() { block_sync(); }
 
+  // Which half of its columns a PV warpgroup's accumulator begins with, and the first column that the warpgroup stores.
+  MLA_DEVICE static int first_half(int) { return 0; }
+  template <class Traits>
+  MLA_DEVICE static int first_stored_column(int group) {
+    return group * Traits::WARPGROUP_COLUMNS;
+  }
+
   // The number of a CTA among the two that share keys.
   MLA_DEVICE static uint32_t sharing_rank() { return cluster_rank(); }
 

@@ -21,12 +21,19 @@ struct ClusterReduceFour : ClusterReduceO {
 
   struct Mailbox {
     ClusterReduceO::Mailbox pair;
-    uint64_t neighbour_stats_full;      // max and sum of the neighbour's two splits have arrived
-    uint64_t neighbour_copy_done;       // the neighbour has received all that this CTA sends
+    uint64_t neighbour_stats_full;     // max and sum of the neighbour's two splits have arrived
+    uint64_t neighbour_copy_done;      // the neighbour has received all that this CTA sends
     uint64_t sum_full[SUM_CHUNKS][4];  // a chunk of one warp's rows has arrived
   };
   template <class Traits>
   using Storage = Mailbox;
+
+  // A CTA keeps the second half of what it holds of its warpgroup's columns, as it sends the first.
+  MLA_DEVICE static int first_half(int) { return static_cast<int>(cluster_rank()) % 2 ^ 1; }
+  template <class Traits>
+  MLA_DEVICE static int first_stored_column(int group) {
+    return group * Traits::WARPGROUP_COLUMNS + static_cast<int>(cluster_rank()) % 2 * Traits::STORED_COLUMNS;
+  }
 
   template <class Traits>
   MLA_DEVICE static uint32_t neighbour_stats_full(const Mbarriers<Traits>& barriers) {
