@@ -255,6 +255,8 @@ def main() -> None:
         shown = ",".join(map(str, default))
         parser.add_argument(f"--{name}", type=sizes, default=default, help=f"{shown} if not given; '' leaves them out")
     arguments = parser.parse_args()
+    if not dist.is_torchelastic_launched():
+        raise SystemExit("bench_distributed: start it with torchrun --nproc-per-node 2 benchmarks/bench_distributed.py")
     device = initialise()
     world = dist.get_world_size()
     if device.type != "cuda":

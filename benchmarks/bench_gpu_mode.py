@@ -117,9 +117,10 @@ def times(lengths: Sequence[int], device: torch.device) -> Iterator[tuple[int, f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kv", default=",".join(map(str, ROOFLINE_US)), help="the task's sizes (default: all)")
-    lengths = sorted(map(int, parser.parse_args().kv.split(",")))
-    if unknown := set(lengths) - set(ROOFLINE_US):
+    given = parser.parse_args().kv.split(",")
+    if unknown := set(given) - set(map(str, ROOFLINE_US)):
         raise SystemExit(f"--kv {min(unknown)}: the task's sizes are {', '.join(map(str, ROOFLINE_US))}")
+    lengths = sorted(map(int, given))
     mhz = archs.get(ARCH).clock_mhz
     print(f"{'prefill':>7} {'roofline us':>11} {'clocks':>8} | {'attention':>9} {'weights':>8} {'bound':>8} clocks")
     found = {kv: bound(kv) for kv in lengths}

@@ -27,6 +27,7 @@ from flashmla_sparse import PEER_HEADS
 from torch.nn import functional
 
 import mla_suite
+from mla_suite.bench.saving import Table
 from mla_suite.bench.timer import Replay, cold_turns
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
@@ -280,13 +281,19 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=30, help="of graph replays for a line (default 30)")
     parser.add_argument("--csv", type=Path, help="write the rows to this file as they come")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("bench_served: needs a GPU; `python -m mla_suite emulate --help` counts on AMD without one")
+    about = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "command": f"python benchmarks/bench_served.py --pairs {arguments.pairs}",
+    }
+    table = Table(arguments.csv, about)
     for part in arguments.part or PARTS:
         for row in PARTS[part]():
             own, other, ratio = measure(row, arguments.pairs)
             print(f"{row.name}: {own:.2f} us, {other:.2f} us, {ratio:.3f}", flush=True)
-            if arguments.csv is not None:
-                with arguments.csv.open("a") as file:
-                    file.write(f'"{row.name}",{own:.2f},{other:.2f},{ratio:.3f}\n')
+            table.add({"row": row.name, "us": own, "other us": other, "ratio": ratio})
             torch.cuda.empty_cache()
 
 

@@ -42,6 +42,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value, help=f"default {value}")
     parser.add_argument("--cache", choices=CACHES, action="append", help="only this type; repeatable")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("bench_widths: needs a GPU; `python -m mla_suite emulate --help` counts on AMD without one")
     for name in arguments.cache or CACHES:
         types = CACHES[name]
         padded = replay(arguments, *WIDTHS[0], types)

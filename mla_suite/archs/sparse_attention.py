@@ -103,7 +103,7 @@ def sparse_supports(
     config_for: Callable[[SparseDecodeProblem, ArchSpec], Any],
     records: Mapping[tuple[str, int], str] = RECORDS,
 ) -> Supported | Unsupported:
-    """The instance that `config_for` gives for the problem, if it was built, and the combine behind it.
+    """The instance that `config_for` gives for the problem, if all that a call may launch was built.
 
     fp8 queries over bare rows come to it as bf16 ones, which hold them exactly.
     """
@@ -115,7 +115,7 @@ def sparse_supports(
         return why
     config = config_for(problem, arch)
     answer = Supported(config, f"{config.record} records, tiles of {config.rows} rows for {problem.heads} heads")
-    return missing(arch, config.instance, *combine.invariant_instances(arch, problem.head_dim_v)) or answer
+    return missing(arch, *config.built_from, *combine.invariant_instances(arch, problem.head_dim_v)) or answer
 
 
 def sparse_shape(args: SparseDecodeArgs, out: torch.Tensor) -> Shape:

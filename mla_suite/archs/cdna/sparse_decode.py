@@ -88,6 +88,11 @@ class CdnaSparseConfig:
     def instance(self) -> str:
         return f"sparse_decode_kvformat-{self.record}_rows-{self.rows}"
 
+    @property
+    def built_from(self) -> tuple[str, ...]:
+        """Names of the instances that may run in its place."""
+        return (self.instance,)
+
     def tiles(self, heads: int) -> int:
         """Workgroups that share the keys of one query token."""
         return -(-heads // self.rows)

@@ -233,6 +233,13 @@ class Sm90SparseConfig:
             return f"swap_ab_sparse_decode_kvformat-{self.record}_qrows-{self.q_rows}"
         return f"sparse_decode_kvformat-{self.record}_clustermode-{self.cluster_mode}"
 
+    @cached_property
+    def built_from(self) -> tuple[str, ...]:
+        """Names of the instances that may run in its place."""
+        swapped = SWAP_AB if self.record in TOKEN_BYTES else ()
+        others = [replace(self, cluster_mode="none", q_rows=rows, few_heads=False) for rows in swapped]
+        return tuple([config.instance for config in (self, *self.reducing, *others)])
+
     def tiles(self, heads: int) -> int:
         """Blocks that share the keys of one query token."""
         return -(-heads // self.q_rows)
