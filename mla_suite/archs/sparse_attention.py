@@ -115,7 +115,8 @@ def sparse_supports(
         return why
     config = config_for(problem, arch)
     answer = Supported(config, f"{config.record} records, tiles of {config.rows} rows for {problem.heads} heads")
-    return missing(arch, *config.built_from, *combine.invariant_instances(arch, problem.head_dim_v)) or answer
+    merges = combine.invariant_instances(arch, problem.head_dim_v)
+    return missing(arch, *config.built_from(problem.heads), *merges) or answer
 
 
 def sparse_shape(args: SparseDecodeArgs, out: torch.Tensor) -> Shape:

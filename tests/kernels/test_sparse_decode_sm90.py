@@ -145,6 +145,26 @@ def test_which_kernel(monkeypatch, pools, record, heads):
 
 
 @pytest.mark.parametrize(
+    ("pools", "heads", "wanted"),
+    [
+        ("v4", 16, "few_heads_sparse_decode_kvformat-dsv4"),
+        ("v4", 16, "sparse_decode_kvformat-dsv4_clustermode-reduce_four"),
+        ("v4", 64, "sparse_decode_kvformat-dsv4_clustermode-reduce_o"),
+        ("v4", 128, "sparse_decode_kvformat-dsv4_clustermode-share_and_reduce"),
+        ("v32", 32, "swap_ab_sparse_decode_kvformat-v32_qrows-32"),
+        ("fp8 rows", 64, "combine_dv-512_rows-4_vec-4_waves-4_slices-1"),
+    ],
+)
+def test_a_build_without_a_kernel_that_a_call_may_launch_is_refused(monkeypatch, pools, heads, wanted):
+    args, kwargs = problem((POOLS | FP8_POOLS)[pools], 2, heads)
+    declared = {item.id for item in instances("sm_90")}
+    monkeypatch.setattr(launcher, "usable_kernels", lambda arch: declared - {wanted})
+    answer = NATIVE.supports(SPARSE_DECODE.problem(*args, **kwargs), H200)
+    assert isinstance(answer, Unsupported)
+    assert f"kernel {wanted} is not built for sm_90" in answer.reason
+
+
+@pytest.mark.parametrize(
     ("options", "sentence"),
     [
         ({"dtype": torch.float16}, "q is torch.float16; it takes bfloat16"),

@@ -88,9 +88,8 @@ class CdnaSparseConfig:
     def instance(self) -> str:
         return f"sparse_decode_kvformat-{self.record}_rows-{self.rows}"
 
-    @property
-    def built_from(self) -> tuple[str, ...]:
-        """Names of the instances that may run in its place."""
+    def built_from(self, heads: int) -> tuple[str, ...]:
+        """Names of the instances that calls of so many heads may launch."""
         return (self.instance,)
 
     def tiles(self, heads: int) -> int:

@@ -233,12 +233,17 @@ class Sm90SparseConfig:
             return f"swap_ab_sparse_decode_kvformat-{self.record}_qrows-{self.q_rows}"
         return f"sparse_decode_kvformat-{self.record}_clustermode-{self.cluster_mode}"
 
-    @cached_property
-    def built_from(self) -> tuple[str, ...]:
-        """Names of the instances that may run in its place."""
-        swapped = SWAP_AB if self.record in TOKEN_BYTES else ()
-        others = [replace(self, cluster_mode="none", q_rows=rows, few_heads=False) for rows in swapped]
-        return tuple([config.instance for config in (self, *self.reducing, *others)])
+    def built_from(self, heads: int) -> tuple[str, ...]:
+        """Names of the instances that calls of so many heads may launch."""
+        swapped = self.keys_first(heads)
+        return tuple([config.instance for config in (self, *self.reducing, *([swapped] if swapped else []))])
+
+    def keys_first(self, heads: int) -> Sm90SparseConfig | None:
+        """The instance with keys as the first operand for so many heads, if there is one."""
+        q_rows = next((rows for rows in SWAP_AB if heads <= rows), None)
+        if q_rows is None or self.record not in TOKEN_BYTES:
+            return None
+        return replace(self, q_rows=q_rows, few_heads=False)
 
     def tiles(self, heads: int) -> int:
         """Blocks that share the keys of one query token."""
@@ -329,15 +334,15 @@ def _for_splits(config: Sm90SparseConfig, args: SparseDecodeArgs, shape: Shape, 
     In batch-invariant mode it depends on heads and split_size alone, so a sequence has the same bits in any batch, and
     with the memory of any card.
     """
-    q_rows = next((rows for rows in SWAP_AB if shape.heads <= rows), None)
-    if q_rows is None or config.record not in TOKEN_BYTES:
+    swapped = config.keys_first(shape.heads)
+    if swapped is None:
         return config
     if args.split_size and not args.num_splits:
-        keys, least = args.split_size, INVARIANT_KEYS[q_rows]
+        keys, least = args.split_size, INVARIANT_KEYS[swapped.q_rows]
     else:
         keys = shape.batch * shape.keys // max(splits.tiles(shape), 1)
-        least = LEAST_KEYS[q_rows][config.arch.memory_bytes_per_s < FAST_MEMORY]
-    return replace(config, q_rows=q_rows, few_heads=False) if keys >= least else config
+        least = LEAST_KEYS[swapped.q_rows][config.arch.memory_bytes_per_s < FAST_MEMORY]
+    return swapped if keys >= least else config
 
 
 @lru_cache(maxsize=256)
