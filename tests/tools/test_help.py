@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = [
@@ -29,3 +30,20 @@ def test_help_explains_every_option(
     assert stopped.value.code in (0, None), printed.err
     assert f"usage: {program.name}" in printed.out
     assert re.findall(r"^  (--\S+(?: \S+)*)\n(?! {20})", printed.out, re.MULTILINE) == [], "options without a word"
+
+
+@pytest.mark.parametrize(
+    ("program", "sentence"),
+    [
+        ("bench_served", "bench_served: needs a GPU"),
+        ("bench_widths", "bench_widths: needs a GPU"),
+        ("bench_layer", "the layer's benchmark needs a GPU"),
+        ("bench_combine", "combine's benchmark needs a GPU"),
+        ("bench_distributed", "bench_distributed: start it with torchrun"),
+    ],
+)
+def test_a_benchmark_says_what_it_needs(program: str, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", [program])
+    with pytest.raises(SystemExit, match=sentence):
+        runpy.run_path(str(ROOT / "benchmarks" / f"{program}.py"), run_name="__main__")
