@@ -1,29 +1,16 @@
-"""decode on sm_90: its instances, which of them runs, and its launches."""
+"""decode on sm_90: its instances, and which of them runs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
 from mla_suite.archs import ArchSpec, decode_table
 from mla_suite.archs import combine as combine_kernels
-from mla_suite.archs.attention import (
-    DECODE_INPUTS,
-    NARROW,
-    WIDTHS,
-    call_of,
-    combined,
-    decode_mask_copies,
-    decode_numbers,
-    decode_out_is_apart,
-    decode_pointers,
-    decode_shape,
-)
-from mla_suite.archs.combine import OUTPUTS
-from mla_suite.archs.sm_90 import combine, decode_splits, tensor_maps
-from mla_suite.archs.sm_90.costs import NODE_SPLITS
+from mla_suite.archs.attention import NARROW, WIDTHS
+from mla_suite.archs.sm_90 import combine, decode_launches
 from mla_suite.archs.sm_90.kv_loads import KV_LOADS, KvLoad
 from mla_suite.archs.sm_90.tile import (
     BLOCK_M,
@@ -34,14 +21,11 @@ from mla_suite.archs.sm_90.tile import (
     REGISTER_STEPS,
     block_bytes,
     fp8_scores_bytes,
-    groups_of,
     swap_ab_bytes,
 )
-from mla_suite.build.params import divisor
 from mla_suite.core.dispatch import Supported, Unsupported, cached
 from mla_suite.launch import missing, tensor_map
-from mla_suite.launch.spec import CallSpec, Copy, LaunchSpec, Temporary
-from mla_suite.ops.combine.reference import LseLayout
+from mla_suite.launch.spec import CallSpec
 from mla_suite.ops.decode import DecodeArgs, Problem
 
 MAX_M = 2**25 - 1  # query rows of a sequence: 32 bits count its partial results in 16 bytes
@@ -247,7 +231,7 @@ class Sm90Config:
 
     def spec(self, outputs: tuple[torch.Tensor, ...], args: DecodeArgs) -> CallSpec:
         """The launch of decode, and of the combine behind it."""
-        return _spec(self, outputs, args)
+        return decode_launches.spec(self, outputs, args)
 
 
 @cached
@@ -318,96 +302,3 @@ def _unsupported(problem: Problem) -> str | None:
     if rows < 1 or rows > MAX_M or rows * problem.heads >= 2**32:
         return f"{rows} query rows of {problem.heads} heads; it takes 1 to {MAX_M}, rows x heads below {2**32}"
     return None
-
-
-def _spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArgs) -> CallSpec:
-    out, lse = outputs
-    if args.seq_lens.shape[0] == 0 or out.numel() == 0:
-        return CallSpec()
-    notes = []
-    if decode_splits.needs_no_plan(config, args, out):
-        args = replace(args, plan=None)
-        notes.append("the plan is not read: equal splits take less time for these sequences")
-    shape = decode_shape(args, out)
-    config, splits, streaming = decode_splits.split(config, args, shape)
-    config = decode_splits.scaled_for(config, shape, splits)
-    slots, tiles = splits.slots(shape), config.tiles(shape.rows)
-    groups = groups_of(config.arch, splits.tiles(shape), tiles)
-    queries, results, copies, temporaries = shape.q, shape.out, decode_mask_copies(args), list[Temporary]()
-    reached = queries.in_whole_vectors and tensor_maps.pitch(queries.shape, queries.strides) is not None
-    if args.softmax_scale < 0 or not reached:
-        queries = queries.copied()
-        copies.append(Copy(DECODE_INPUTS["q"], args.softmax_scale < 0))
-    if decode_out_is_apart(shape) or not tensor_maps.within_span(shape.q_len, shape.heads, shape.out.strides):
-        results = results.copied()
-        temporaries.append(Temporary(OUTPUTS["out"]))
-    if config.load.rotates and args.rope_cos_sin.data_ptr() % tensor_map.ALIGNMENT:  # type: ignore[union-attr]  # rotated by it
-        copies.append(Copy(DECODE_INPUTS["rope_cos_sin"]))
-    maps = dict.fromkeys(("kv_map", "q_map"))
-    swapped = config.kv_load == "swap_ab"  # bulk copies bring keys, and boxes are prefetched
-    if config.load.by_box or swapped:
-        # Nothing is read of a cache without pages, which has no address, but a map needs one.
-        cache = DECODE_INPUTS["kv_cache" if args.kv_cache.shape[0] else "q"]
-        stored = torch.uint8 if config.fp8_scores or swapped else queries.dtype
-        kv_map = tensor_maps.kv_map(cache, args.kv_cache.shape, args.kv_cache.stride(), stored, config.box_blocks)
-        maps["kv_map"] = kv_map
-    if queries.dtype.itemsize > 1:
-        q_map = tensor_maps.q_map(DECODE_INPUTS["q"], queries.shape, queries.strides, queries.dtype, shape.q_len)
-        maps["q_map"] = q_map
-    q_row_stride = tensor_maps.pitch(queries.shape, queries.strides)
-    if q_row_stride is None:
-        raise RuntimeError(f"decode: rows of queries with strides {queries.strides} are not evenly apart, even copied")
-    table = args.block_table
-    wanted_lse = LseLayout.of(lse), args.plus_inf_lse
-    numbers = dict(
-        q_row_stride=q_row_stride,
-        **combine_kernels.lse_numbers(*wanted_lse),
-        heads_reciprocal=(2**32 - 1) // shape.heads + 1 if shape.heads > 1 else 0,
-        page_ids_stride=0 if table is None else table.stride(0),
-        page_ids_width=0 if table is None else table.shape[1],
-        plan_words=shape.plan_words,
-        **divisor("splits", splits.number),
-        grid_stride=groups,
-        streaming=int(streaming is not None),
-        fold_size=0,
-        fold_slot=0,
-        **decode_numbers(args, shape, results, splits),
-    )
-    if shape.plan_words:
-        numbers["split_size"] = splits.size  # says whether CTAs drift apart (decode/producer_tma.hpp)
-    partials, states = slots, config.folds and shape.plan_words > 0
-    if config.folds:  # behind the partials each CTA has rows to fold in
-        partials += -(-groups * tiles * BLOCK_M // shape.rows)
-        numbers |= dict(fold_size=decode_splits.round_up_to_block_n(args.split_size), fold_slot=slots)
-    pointers = decode_pointers(args, partials > 0)
-    in_table, in_list = pointers.pop("block_table"), pointers.pop("kv_indices")
-    pointers["page_ids"] = in_list if in_table is None else in_table
-    launch = LaunchSpec(
-        *(config.instance, (tiles, groups, 1), config.threads, config.lds, True),
-        *("decode_tma", numbers, pointers, maps),
-    )
-    merge = None
-    if slots:
-        merges = config.cluster_mode == "reduce_last"
-        chosen = streaming or combine.config_for(
-            shape.combine_problem(args.head_dim_v, slots),
-            config.arch,
-            fixed=splits.size > 0,
-            planned=shape.plan_words > 0,
-            merges=merges,
-            folds=config.may_fold and (states or not config.folds),
-        )
-        # A plan says itself how many partials a sequence has; which of them decode merges depends on `groups`.
-        merge = combined(chosen, args, shape, results, wanted_lse, groups if merges else splits.partials, merges)
-        if streaming is not None:
-            merge = combine.bounded(merge)
-        if states:
-            merge = combine.of_states(merge, shape.rows)
-    beside = " while decode runs" if streaming is not None else ""
-    mode = config.cluster_mode
-    pairs = "" if mode == "none" else f"; clusters of two CTAs: the call has cluster_mode {mode}"
-    notes.append(f"{splits.note(shape, 'sequence')}{beside}{pairs}")
-    if config.folds:
-        tile = f"a work tile is up to {NODE_SPLITS} splits of at most {args.split_size} keys"
-        notes.append(f"{tile}, whose results its CTA adds")
-    return call_of(launch, merge, shape, partials, args.head_dim_v, copies, temporaries, notes, 1 + states)
