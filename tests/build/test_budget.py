@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from sample_tree import make
+from sample_tree import edit, make
 
 from mla_suite.build import BuildError, budget, build, builder, report
 from mla_suite.build.instances import instances
@@ -63,4 +63,14 @@ def test_a_parameter_struct_of_another_size(csrc, tmp_path, monkeypatch):
     honest = builder.report.read_assembly
     monkeypatch.setattr(builder.report, "read_assembly", lambda *given: replace(honest(*given), params=36))
     with pytest.raises(BuildError, match=r"gfx942 scale_threads-64: takes 36 bytes, but mla::ScaleParams has 40"):
+        build(["gfx942"], csrc=csrc, out=tmp_path / "objects")
+
+
+def test_unknown_rules_of_a_budget_and_those_that_cannot_be_measured(csrc, tmp_path):
+    path = csrc / "gfx942" / "arch.toml"
+    edit(path, "lds = 1024", "ldss = 128")
+    with pytest.raises(BuildError, match=r"unknown budget keys \['ldss'\]; possible are spills, scratch, lds"):
+        build(["gfx942"], csrc=csrc, out=tmp_path / "objects")
+    edit(path, "ldss = 128", "matrix_per_token = 1")
+    with pytest.raises(BuildError, match="matrix_per_token is budgeted at 1, but there is no main loop or no tokens"):
         build(["gfx942"], csrc=csrc, out=tmp_path / "objects")

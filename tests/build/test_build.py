@@ -343,16 +343,6 @@ def test_declarations_that_cannot_be_built(csrc, tmp_path, before, after, senten
         build(["gfx942"], csrc=csrc, out=tmp_path / "objects")
 
 
-def test_unknown_rules_of_a_budget_and_those_that_cannot_be_measured(csrc, tmp_path):
-    path = csrc / "gfx942" / "arch.toml"
-    edit(path, "lds = 1024", "ldss = 128")
-    with pytest.raises(BuildError, match=r"unknown budget keys \['ldss'\]; possible are spills, scratch, lds"):
-        build(["gfx942"], csrc=csrc, out=tmp_path / "objects")
-    edit(path, "ldss = 128", "matrix_per_token = 1")
-    with pytest.raises(BuildError, match="matrix_per_token is budgeted at 1, but there is no main loop or no tokens"):
-        build(["gfx942"], csrc=csrc, out=tmp_path / "objects")
-
-
 def test_cubins(sources, tmp_path):
     """Of one size, as nvcc takes a second for each."""
     nvidia = compilers.find_nvidia()
