@@ -57,13 +57,13 @@ def check(every: int = 1, *, on_difference: str = "warn") -> Iterator[None]:
     or a new temporary one. `MLA_SUITE_CHECK=n` turns it on for a process (read once at import). A call that the
     reference serves has nothing to be compared with, and one that a CUDA graph captures cannot be: both pass unchecked.
     """
-    if not isinstance(every, int) or every < 0:
+    if not checks.is_whole(every) or every < 0:
         raise ValueError(
             f"check: every is {every!r}; it takes a whole number n, to check every n-th call, or 0 for none"
         )
     if on_difference not in ON_DIFFERENCE:
         raise ValueError(f"check: on_difference is {on_difference!r}; it takes {' or '.join(ON_DIFFERENCE)}")
-    with checks.switched(_checking, Check(every, on_difference) if every else None):
+    with checks.switched(_checking, Check(int(every), on_difference) if every else None):
         yield
 
 

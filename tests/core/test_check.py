@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import random_problems
 import torch
@@ -299,6 +300,12 @@ def test_a_wrong_value_of_the_variable_has_a_warning(caplog):
 def test_wrong_arguments_are_one_sentence(given):
     with pytest.raises(ValueError, match=r"^check: \w+ is .*; it takes "), mla_suite.check(**given):
         pass
+
+
+def test_n_may_be_a_number_of_numpy():
+    with mla_suite.check(np.int64(3)):
+        checking = check_mode.checking()
+        assert [checking.due("decode") for _ in range(5)] == [True, False, False, True, False]
 
 
 def test_debug_and_check_mode_leave_each_other_as_they_are():
