@@ -266,6 +266,18 @@ def test_demo_names_what_can_be_emulated(arch: str, sentence: str, capsys: pytes
     assert "gfx942" in printed
 
 
+def test_a_wrong_arch_in_the_environment_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launcher, "EMULATED_BY_ENVIRONMENT", "gfx000")
+    launcher._environment.cache_clear()
+    try:
+        assert main(["explain", "plan"]) == 2
+    finally:
+        launcher._environment.cache_clear()
+    assert capsys.readouterr().err.startswith("explain: MLA_SUITE_EMULATE=gfx000: unknown arch 'gfx000'")
+
+
 def test_demo_needs_a_reference_beside_the_emulator(capsys: pytest.CaptureFixture[str]) -> None:
     with mla_suite.emulate("gfx942"):  # as MLA_SUITE_EMULATE does
         assert main(["demo", "--emulate", "gfx950"]) == 1

@@ -1,7 +1,7 @@
 """`python -m mla_suite <command>`, one file per command.
 
 A command module has `add_arguments(parser)` and `run(args) -> int`, and its docstring is its `--help`. What it raises
-as a ValueError is a sentence about its arguments: it is printed, and the exit status is 2; after Ctrl-C it is 130.
+as a UsageError is a sentence about its arguments: it is printed, and the exit status is 2; after Ctrl-C it is 130.
 `positive` and `sizes` are types of arguments that several commands take; each refuses in a sentence.
 `bar` and `compiling` are the progress bars of those that take long, on stderr; where that is no terminal, lines.
 A command is imported when it is asked for: `build` works without torch, and none waits for what others need.

@@ -17,6 +17,7 @@ from mla_suite.archs import ArchSpec
 from mla_suite.build import instances, manifest
 from mla_suite.build.locations import ObjectError
 from mla_suite.core import checks, dispatch
+from mla_suite.errors import UsageError
 from mla_suite.launch.cuda import CudaDriver
 from mla_suite.launch.driver import Driver, DriverError, Kernel, LaunchError
 from mla_suite.launch.hip import HipDriver
@@ -61,7 +62,7 @@ def _environment() -> ArchSpec | None:
     try:
         return _emulable(EMULATED_BY_ENVIRONMENT) if EMULATED_BY_ENVIRONMENT else None
     except ValueError as error:
-        raise ValueError(f"MLA_SUITE_EMULATE={EMULATED_BY_ENVIRONMENT}: {error}") from None
+        raise UsageError(f"MLA_SUITE_EMULATE={EMULATED_BY_ENVIRONMENT}: {error}") from None
 
 
 def current_arch(tensor: torch.Tensor) -> ArchSpec | None:
