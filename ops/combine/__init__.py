@@ -127,7 +127,7 @@ def validate(args: CombineArgs) -> None:
     if args.split_indptr is not None:
         bounds = args.split_indptr.tolist()
         if bounds[0] < 0 or bounds != sorted(bounds) or bounds[-1] > args.partial_out.shape[0]:
-            possible = f"it must rise from 0 to at most the {args.partial_out.shape[0]} splits of partial_out"
+            possible = f"it must rise, from 0 or more to at most the {args.partial_out.shape[0]} splits of partial_out"
             checks.fail("combine", "split_indptr", f"is {bounds}", possible)
 
 
