@@ -40,7 +40,8 @@ HEADER = f"{'us':>8} {'+-%':>5} {'sustd':>8} {'host':>7} {'GB/s':>7} {'TFLOP/s':
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--set", action="append", metavar="NAME", help="shapes to measure; may be repeated")
+    sets_of = "shapes to measure, repeatable (default: flashmla on a GPU, else quick)"
+    parser.add_argument("--set", action="append", metavar="NAME", help=sets_of)
     parser.add_argument("--list", action="store_true", help="list the sets and stop")
     parser.add_argument("--op", help="only this operator's shapes")
     parser.add_argument("--shapes", nargs="+", metavar="PART", help="only shapes whose names contain one of these")

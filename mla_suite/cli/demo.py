@@ -40,9 +40,8 @@ from mla_suite.launch import DriverError, LaunchError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=positive, default=64, help="tokens to decode per sequence (default 64)")
     parser.add_argument("--layers", type=positive, default=2, help="decoder layers (default 2)")
-    parser.add_argument(
-        "--kv-format", default="bf16", help="KV cache format: bf16 (default), fp16, fp32 or fp8; on a CPU also v32"
-    )
+    formats = "KV cache format: bf16 (default), fp16, fp32 or fp8; on a CPU also fp8_fnuz, v32 and v32_pow2"
+    parser.add_argument("--kv-format", default="bf16", help=formats)
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and prompts (default 0)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="where to run (default: a GPU if torch finds one)")
     parser.add_argument("--emulate", metavar="ARCH", help="run whole layers on an emulated gfx942 or gfx950 instead")

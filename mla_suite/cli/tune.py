@@ -54,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_search_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of any search: of which shapes, and where its rows go."""
-    parser.add_argument("--set", action="append", metavar="NAME", help="a set of `bench --list`; may be repeated")
+    sets_of = "a set of `bench --list`, repeatable (default: aiter-3468 of combine, flashmla of decode)"
+    parser.add_argument("--set", action="append", metavar="NAME", help=sets_of)
     parser.add_argument("--shapes", nargs="+", metavar="PART", help="only shapes whose names contain one of these")
     parser.add_argument("--write", action="store_true", help="store the rows that are worth it")
     parser.add_argument("--user", action="store_true", help="store in the user's directory")
