@@ -194,6 +194,15 @@ def test_declarations_are_those_of_the_file() -> None:
         assert line.strip() == "..." or line in lines, f"{line!r} is not there, or not in this order"
 
 
+def test_the_line_of_a_hang_waits() -> None:
+    """The example of a debug build's message names a line of the function that it says, which waits."""
+    guide = (ROOT / "docs" / "kernel_engineer.md").read_text()
+    ((file, line, function),) = re.findall(r"^    (csrc/\S+):(\d+): (\w+): block:", guide, re.M)
+    before = (ROOT / file).read_text().splitlines()[: int(line)]
+    assert "wait(" in before[-1]
+    assert f" {function}(" in before[-2]
+
+
 def test_a_wrong_block_is_noticed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
