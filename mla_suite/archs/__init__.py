@@ -41,7 +41,7 @@ class ArchKernels(Protocol):
     """The native kernels of one arch: a method for each operator that has one.
 
     An operator without a method has no native kernel there. A method takes the operator's `Problem` and answers with
-    `Supported`, whose configuration has a method `prepare(outputs, args)`, or with `Unsupported` and a reason in one
+    `Supported`, whose configuration has a method `spec(outputs, args)`, or with `Unsupported` and a reason in one
     sentence. It reads no tensor.
     """
 

@@ -46,8 +46,9 @@ def cp_decode(
     causal       query token i of n sees the keys at global positions below seq_lens - n + i + 1; otherwise all keys
     attn_sink    [heads] fp32 logits, added to the denominator of the merged result
     local_seq_lens  [batch] int32, `shard.local_lens(seq_lens)` where a model has it for all layers; None computes it
-    options      the rest of decode's keyword arguments: softmax_scale, kv_format, kv_descale, head_dim_v, num_splits,
-                 split_size, precision, plan (made from the local lengths); max_seqlen_kv is of the whole sequence
+    options      more arguments of decode, by name: softmax_scale, kv_format, q_descale, kv_descale, head_dim_v,
+                 num_splits, split_size, precision, plan (made from the local lengths), max_seqlen_kv (of the whole
+                 sequence)
 
     -> out [batch, q_len, own heads, head_dim_v] in q's dtype, lse [batch, q_len, own heads] fp32, natural log.
     """
@@ -96,7 +97,8 @@ def cp_sparse_decode(
     positions    [batch, q_len, topk] int32, selected keys as global positions in the sequence; -1 selects nothing, nor
                  does a position past the table
     block_table  [batch, width] int32, this rank's pages
-    options      the rest of sparse_decode's keyword arguments: softmax_scale, head_dim_v, split_size
+    options      more arguments of sparse_decode, by name: softmax_scale, head_dim_v, q_descale, kv_descale, plan,
+                 num_splits, split_size
 
     The other arguments and the result are those of `cp_decode`.
     """

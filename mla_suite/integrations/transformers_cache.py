@@ -99,9 +99,10 @@ class LatentCache(Cache):
     Layers without latent attention, as the linear ones of Kimi Linear, keep the state that transformers gives them.
     Layers with an indexer have its keys here too, a row for each cached token.
 
-    With `max_len`, pages for `batch` sequences of that many tokens are taken at once and nothing moves afterwards, so
-    a compiled decode step runs at any length. Without it the cache grows as it fills, in eager mode only. Eager calls
-    raise past max_len; compiled steps on a GPU cannot check, so the caller must stop in time.
+    With `max_len`, rounded up to whole pages of `page_size` tokens, memory for `batch` sequences of that length is
+    taken at once and nothing moves afterwards, so a compiled decode step runs at any length. Without it the cache grows
+    as it fills, in eager mode only. Eager calls raise past max_len; compiled steps on a GPU cannot check, so the caller
+    must stop in time.
     """
 
     def __init__(self, model: nn.Module, batch: int, max_len: int | None = None, *, page_size: int = 64) -> None:

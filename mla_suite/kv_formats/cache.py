@@ -147,9 +147,9 @@ def pack(
 ) -> torch.Tensor:
     """A new cache that holds `rows` `[num_pages, page_size, head_dim]` (any float dtype), quantised by its rule.
 
-    Bytes between blocks are zero. Raises TypeError for rows of no float dtype, and ValueError for an unknown name, for
-    rows of another width than the format's, for a descale that the format has no use for, and on the CPU for one that
-    is not finite or not above 0.
+    Blocks lie as far apart as those of `empty`, and bytes between them are zero. Raises TypeError for rows of no float
+    dtype, and ValueError for an unknown name, for rows of another width than the format's, for a descale that the
+    format has no use for, and on the CPU for one that is not finite or not above 0.
     """
     kv_format = get_kv_format(kv_format)
     checks.is_tensor("pack", "rows", rows)

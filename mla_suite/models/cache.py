@@ -43,8 +43,8 @@ def slots(block_table: torch.Tensor, positions: torch.Tensor, page_size: int) ->
     """int64 slots [batch, n] of the tokens at `positions` [batch, n] of each sequence.
 
     Traceable, so a compiled decode step finds its slots without the host. A position outside of the table gets a slot
-    that no cache has, which `append_kv` refuses; an index error here would end the process, since it would be thrown by
-    one of the threads that Inductor's code runs on.
+    that no cache has, which `append_kv` refuses on the CPU and in debug mode and skips elsewhere; an index error here
+    would end the process, since it would be thrown by one of the threads that Inductor's code runs on.
     """
     columns = positions // page_size
     inside = (columns >= 0) & (columns < block_table.shape[1])

@@ -130,8 +130,8 @@ class MLA(nn.Module):
         x [batch, q_len, hidden_size]; kv_cache as the kv_format says, written in place; `step` has batch x q_len slots
         and positions, its seq_lens include the new tokens; cos_sin fp32 [max_len, rope] from `rope.cos_sin_table`.
         Query i of q_len sees keys up to seq_lens - q_len + i. Returns [batch, q_len, hidden_size]. Traceable with
-        fullgraph; lengths are read on the device only. `plan`, `max_seqlen_kv` and `split_size` go to
-        `mla_suite.decode`.
+        fullgraph; lengths are read on the device only. kv_descale [] or [1] fp32 goes with an fp8 cache. `plan`,
+        `max_seqlen_kv` and `split_size` go to `mla_suite.decode`.
 
         topk_indices int32 [batch, q_len, topk], from a sparse indexer (V3.2): slots, page x page_size + offset, that
         each query attends to instead of all keys before it; -1 selects nothing.

@@ -75,8 +75,8 @@ def append_kv(
     Every byte of a written token is written, padding of the record as zero; no other byte changes. Values are rotated
     in fp32 and rounded once; for V4.1's records they are rounded to the type of k_pe before their scales are chosen,
     as vLLM's and SGLang's CUDA writers do. If several tokens have the same slot, the last of them stays. What is
-    written carries no gradient. Slots past the cache, positions past cos_sin and a kv_descale that is not finite or
-    not above 0 are refused on the CPU and in debug mode.
+    written carries no gradient. Slots past the cache, which a GPU skips, positions past cos_sin and a kv_descale that
+    is not finite or not above 0 are refused on the CPU and in debug mode.
     """
     tensors = kv_c, k_pe, kv_cache, slot_mapping, kv_descale, cos_sin, positions
     eager.call(APPEND_KV, tensors, (kv_format, interleaved))

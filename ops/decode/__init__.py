@@ -146,9 +146,10 @@ def decode(
                   0 or more; None is 1. Others are refused on the CPU and in debug mode, like other wrong values; else
                   results are NaN or meaningless
     attn_sink     [heads] fp32 logits: adds exp(sink) to the denominator of `out`, never to `lse`
-    rope_cos_sin  [max_len, 64] fp32 = cos | sin: the cache holds un-rotated k_pe (the last 64 values of a row,
-                  paired i with i + 32), and row j is rotated to position j as it is read, in fp32, then rounded to
-                  a cache's type of 16 bits, so results are those of a cache of rotated keys; q is rotated already
+    rope_cos_sin  [max_len, rope] fp32 = cos | sin: the cache holds un-rotated k_pe (the last rope values of a row, 64
+                  as a rule, paired i with i + rope / 2), and row j is rotated to position j as it is read, in fp32,
+                  then rounded to a cache's type of 16 bits, so results are those of a cache of rotated keys; q is
+                  rotated already
     plan          from `mla_suite.plan`, made for these lengths or others: it decides speed and where sequences are
                   split, and changes results by rounding alone
     cp_tot_seq_lens  [batch] int32, with cp_world_size: keys of each sequence on all ranks together. Needed where a

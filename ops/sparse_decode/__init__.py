@@ -108,7 +108,8 @@ def sparse_decode(
     alone.
 
     An index that is negative or past its pool selects nothing; an index given twice is two keys. What is not selected
-    is never read into a result. A query token with no key gives out 0 and lse -inf, whatever the sink.
+    is never read into a result. A query token with no key gives out 0 and lse -inf, whatever the sink. ValueError where
+    partial results would take more than 8 GiB on a GPU.
     """
     try:
         if isinstance(kv_formats, str):
