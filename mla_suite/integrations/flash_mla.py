@@ -88,6 +88,7 @@ def flash_mla_with_kvcache(
     tile_scheduler_metadata, num_splits   what get_mla_metadata returned, or another library's FlashMLASchedMeta; sparse
                      calls need none and take None, too
     softmax_scale    1 / sqrt(head_dim) if None
+    causal           dense calls: query token i of n sees keys up to cache_seqlens - n + i; otherwise all keys
     is_fp8_kvcache   None: as k_cache's dtype says
     indices          [batch, q_len, topk] int32, page id x page + offset; -1 or out of range selects nothing
     attn_sink        [heads] fp32, adds exp(sink) to the denominator of `out`

@@ -39,7 +39,7 @@ def flash_mla_sparse_fwd(
     """Sparse prefill: every query token attends to its own selection of unpaged keys.
 
     q [s_q, heads, head_dim] and kv [s_kv, 1, head_dim] of one dtype; indices [s_q, 1, topk] int32, -1 or >= s_kv
-    selects nothing; topk_length [s_q] int32; attn_sink [heads] fp32
+    selects nothing; sm_scale multiplies q . kv; topk_length [s_q] int32; attn_sink [heads] fp32
 
     -> out [s_q, heads, d_v], max_logits [s_q, heads] fp32, lse [s_q, heads] fp32: both natural, of scaled scores,
     without the sink. A query token without keys gives out 0, max_logits -inf, lse +inf. With return_log2_lse=True both

@@ -196,7 +196,8 @@ class MLA(nn.Module):
         hidden_size] with `valid` (bool [batch, tokens]) marking real tokens where the batch is padded on the left.
         `prefix` says that some sequence already has cached tokens; they are attended to absorbed, through
         `mla_suite.decode`, and merged by lse. Without `step` (no cache) `positions` [batch, tokens] or [tokens] are
-        needed. New tokens see each other unquantised whatever the kv_format. Returns x's shape.
+        needed. New tokens see each other unquantised whatever the kv_format. cos_sin and kv_descale are as in `decode`.
+        Returns x's shape.
         """
         prefill.check(x, kv_cache, step, positions, q_lens, valid, prefix)
         if kv_cache is not None:
@@ -226,7 +227,7 @@ class MLA(nn.Module):
         return self.o_proj(out.flatten(-2))
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], *, tp_rank: int = 0, tp_size: int = 1) -> None:
-        """Copy a full layer's weights (names as in a DeepSeek checkpoint, no prefix), sliced to this rank; fuse.
+        """Copy a full layer's weights (names as in a DeepSeek checkpoint, no prefix), as rank tp_rank of tp_size; fuse.
 
         The o_proj bias, if any, goes to rank 0 alone, so that the ranks' sum has it once.
         """
