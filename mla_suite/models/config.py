@@ -56,7 +56,7 @@ class MLAConfig:
     the two halves (NeoX). `cache_rotated` False keeps k_pe un-rotated in the cache, to be rotated as it is read.
     `index_topk` is the number of keys that a sparse indexer keeps (V3.2): `MLA.decode` takes its choice as
     topk_indices; the indexer is not part of the layer, and up to kv_len = index_topk attending to all keys is the same.
-    Raises ValueError for sizes no kernel or reference takes.
+    Raises ValueError for sizes below 1, and for cached tokens of other widths than WIDTHS.
 
     >>> MLAConfig.deepseek_r1().for_rank(8).num_heads
     16
