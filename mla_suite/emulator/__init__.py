@@ -44,6 +44,9 @@ def configured(
 ) -> Iterator[list[Report]]:
     """Within the block, and in this thread, launches of the emulator run so. Yields a list.
 
+    threads  host threads over workgroups
+    order    of the workgroups: 'forward', 'reverse', 'shuffle:<seed>' or a permutation of their numbers
+
     With `collect` each launch appends its Report to the list and findings do not raise; without, the list stays empty.
     With `time` each Report has a modelled time.
     """
