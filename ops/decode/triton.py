@@ -250,7 +250,8 @@ def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
         return Unsupported(f"kv_format {problem.kv_format}; it reads {', '.join(KV_FORMATS)}")
     rope = problem.head_dim - problem.head_dim_v
     if problem.head_dim_v & (problem.head_dim_v - 1) or rope & (rope - 1) or problem.head_dim_v < 16 or 0 < rope < 32:
-        return Unsupported(f"head_dim_v {problem.head_dim_v} and {rope} further values; both must be powers of two")
+        possible = "both must be powers of two, at least 16 and 32"
+        return Unsupported(f"head_dim_v {problem.head_dim_v} and {rope} further values; {possible}")
     if problem.rope not in (0, rope):
         return Unsupported(f"rope_cos_sin rotates {problem.rope} values; it rotates all {rope} that are no part of V")
     if problem.q_dtype == torch.float8_e4m3fnuz:

@@ -5,7 +5,7 @@ import torch
 
 from mla_suite import archs as arch
 from mla_suite.core import register
-from mla_suite.core.dispatch import Supported
+from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.ops.decode import triton as decode
 from mla_suite.ops.decode.samples import decode_sample
 
@@ -47,6 +47,14 @@ def test_small_tiles_where_compute_units_would_be_idle(lens, heads, q_len, optio
 )
 def test_splits(blocks, bound, splits):
     assert decode._splits(blocks, bound, 132) == splits
+
+
+@pytest.mark.parametrize(("latent", "rope"), [(8, 32), (64, 16), (48, 32), (64, 48)])
+def test_widths_that_it_does_not_read_are_said(latent, rope):
+    args, kwargs = decode_sample([64], heads=16, latent=latent, rope=rope).make(torch.device("cpu"))
+    answer = decode.supports(register.get("decode").problem(*args, **kwargs), H200)
+    given = f"head_dim_v {latent} and {rope} further values; both must be powers of two, at least 16 and 32"
+    assert answer == Unsupported(given)
 
 
 def test_every_cut_has_keys():
