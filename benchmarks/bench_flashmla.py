@@ -7,9 +7,10 @@
 Columns: `op` is the operator without a plan; `plan` has a plan made beforehand, as serving engines do; `drop_in` is
 `mla_suite.integrations.flash_mla` called with the very arguments of the peer; `peer` is FlashMLA with its metadata made
 beforehand. `--split-sizes 512,1024` adds `split_512` and `split_1024`, batch-invariant mode, with a plan where
-lengths differ. A time is the median replay of a CUDA graph of calls over inputs of at least 160 MB (cold L2), after
-0.15 s of rest, divided by the calls. Every output is compared with fp32 before it is timed, and a column that is wrong
-ends the program. flashmla_e4m3.py says which columns rows over e4m3 caches have.
+lengths differ. A round replays a CUDA graph of calls over inputs of at least 160 MB (cold L2) and takes the median,
+divided by the calls. A row's columns are measured in turns, a round of each after a short rest, there and back, since a
+card that warms up slows down; a time is the median of a column's rounds. Every output is compared with fp32 before it
+is timed, and a column that is wrong ends the program. flashmla_e4m3.py says which columns rows over e4m3 caches have.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import geometric_mean, median
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ from mla_suite.integrations import flash_mla as drop_in
 
 KINDS = ("dense", "sparse", "prefill", "e4m3")
 PAGE, MIN_CALLS = 64, 6
+ROUNDS = 4  # of a column; an even number, so that all columns are as early as late
 MAX_ERROR = 6e-3  # relative, of bf16 results against fp32
 SCALE = 576**-0.5
 
@@ -143,18 +145,23 @@ def measure(name: str, case: Case, sustained_s: float) -> dict[str, Any]:
     some, wanted = case.exact(case.turns[0])
     found: dict[str, Any] = {"name": name, "bytes": case.bytes, "flops": case.flops}
     cycles = -(-MIN_CALLS // len(case.turns))
+    replays: dict[str, Replay] = {}
     for column, call in case.columns.items():
         got = call(case.turns[0])[some].float().view_as(wanted)
         error = float((got - wanted).norm() / wanted.norm())
         allowed = case.errors.get(column, MAX_ERROR)
         if not error <= allowed:
             raise SystemExit(f"bench_flashmla: {name}: {column} is off by {error:.2g}, more than {allowed}")
-        replay = Replay(call, case.turns * cycles)
-        found[column] = round(min(replay.round(REST_S) for _ in range(2)), 3)
         found[f"{column}_error"] = error
+        replays[column] = Replay(call, case.turns * cycles)
+    rounds: dict[str, list[float]] = {column: [] for column in replays}
+    for index in range(ROUNDS):
+        for column in list(replays) if index % 2 == 0 else reversed(replays):
+            rounds[column].append(replays[column].round(REST_S / 2))
+    for column, replay in replays.items():
+        found[column] = round(median(rounds[column]), 3)
         if sustained_s:
             found[f"{column}_sustained"] = round(replay.sustained(sustained_s), 3)
-        del replay
     return found
 
 
