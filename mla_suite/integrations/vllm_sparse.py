@@ -13,6 +13,7 @@ DeepSeek V4 selects its kernels in its model's code: on ROCm through `rocm_spars
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar
@@ -21,7 +22,7 @@ import torch
 
 import mla_suite
 from mla_suite.integrations import FP8, needs, refuse
-from mla_suite.integrations.vllm import MLASuiteAnswers, MLASuiteLayer
+from mla_suite.integrations.vllm import MLASuiteAnswers, MLASuiteLayer, joined
 from mla_suite.kv_formats import get_kv_format
 
 with needs("vLLM 0.32 or newer", __name__, "sparse_decode from a backend of your own"):
@@ -31,7 +32,9 @@ with needs("vLLM 0.32 or newer", __name__, "sparse_decode from a backend of your
         SparseMLACommonMetadata,
         SparseMLACommonMetadataBuilder,
     )
+    from vllm.platforms import current_platform
     from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
+    from vllm.v1.attention.backends.mla.sparse_utils import triton_convert_req_index_to_global_index
 
     from mla_suite.integrations import vllm_interface
 
@@ -39,6 +42,7 @@ RECORDS = "fp8_ds_mla"  # vLLM's name of records, which are our kv_formats v32 a
 NOPE = get_kv_format("v32_nope")
 INVARIANT_SPLIT = 1024  # of a token's selected keys, where vLLM asks for batch-invariant results
 LATENT, ROPE = 512, (64, 0)
+TILE, LEAST_TILE = 128, 16  # columns of a selection that a program of vLLM's Triton kernel turns into slots
 
 
 class MLASuiteSparseBackend(MLASuiteAnswers, AttentionBackend):
@@ -131,7 +135,7 @@ class MLASuiteSparseImpl(MLASuiteLayer, SparseMLACommonImpl):
         -> out [tokens, heads, 512], lse [tokens, heads]
         """
         if isinstance(q, tuple):
-            q = torch.cat(q, dim=-1) if q[1].shape[-1] else q[0]
+            q = joined(*q)
         tokens = q.shape[0]
         assert self.topk_indices_buffer is not None
         slots = selected_slots(
@@ -180,7 +184,22 @@ def selected_slots(
     block_table int32 [sequences, width]
     ranks, rank, interleave: with decode context parallelism `interleave` positions in a row lie on one of `ranks`
                 ranks by turns; a position of another rank, and one past the table, selects nothing here.
+
+    On a GPU it is one Triton kernel of vLLM's, which its own sparse backends launch as well. The dozen kernels of the
+    lines in torch below take some 10 us more a layer on an H200.
     """
+    tile = math.gcd(indices.shape[1], TILE)
+    if current_platform.is_cuda_alike() and tile >= LEAST_TILE:
+        slots: torch.Tensor = triton_convert_req_index_to_global_index(
+            *(req_ids, block_table, indices),
+            BLOCK_SIZE=page_size,
+            NUM_TOPK_TOKENS=indices.shape[1],
+            BLOCK_N=tile,
+            dcp_size=ranks,
+            dcp_rank=rank,
+            cp_kv_cache_interleave_size=interleave,
+        )
+        return slots
     own, local = indices >= 0, indices
     if ranks > 1:
         own = own & (indices // interleave % ranks == rank)
