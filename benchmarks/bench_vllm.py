@@ -1,9 +1,10 @@
 """vLLM with this package's attention backend beside vLLM's own: steps of its engine, or its server under load.
 
     python benchmarks/bench_vllm.py engine --runs 3 --csv FILE
+    python benchmarks/bench_vllm.py sparse --model v32 --csv FILE
     python benchmarks/bench_vllm.py server --csv FILE
 
-`python benchmarks/bench_vllm.py engine --help` and `server --help` say what each measures.
+`python benchmarks/bench_vllm.py engine --help` and so on say what each measures.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import argparse
 
 import vllm_engine
 import vllm_server
+import vllm_sparse_engine
 
-COMMANDS = {"engine": vllm_engine, "server": vllm_server}
+COMMANDS = {"engine": vllm_engine, "sparse": vllm_sparse_engine, "server": vllm_server}
 
 
 def main() -> int:

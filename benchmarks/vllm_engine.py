@@ -1,6 +1,6 @@
 """Decode steps of a real vLLM engine on a GPU, by attention backend: what attention takes in a captured step.
 
-    python benchmarks/bench_vllm.py engine [--backends CUSTOM,FLASHMLA,TRITON_MLA] [--csv FILE]
+    python benchmarks/bench_vllm.py engine [--backends CUSTOM,FLASH_ATTN_MLA,FLASHMLA] [--csv FILE]
 
 CUSTOM is this package's backend. Each backend has a process of its own with the same model: DeepSeek V3's attention
 (128 heads, latents of 512 + 64, latent queries of 1536, hidden size 7168), dense MLPs, random weights, `--layers` of
@@ -12,7 +12,7 @@ attention us  of a layer: from the start of attention to the end of its reductio
 plan us       of a step: by how much longer that takes in the layer that makes the plan (or FlashMLA's metadata), and
               kernels that do it alone
 per layer us  attention + plan / 61: what each of DeepSeek V3's 61 layers would pay
-ratio         per layer us, of FLASHMLA's
+ratio         per layer us, of FLASH_ATTN_MLA's, which vLLM 0.33 chooses by itself on an H100 or H200
 step us       the step's CUDA graph replayed, median of three rounds
 tokens/s      batch / the median time between two steps of the engine, median of three rounds; includes vLLM's host work
 
@@ -38,7 +38,20 @@ from statistics import median
 from typing import Any
 
 import torch
-from vllm_model import ON_GPU, OURS, PEER, VOCAB, Contexts, Row, check, equal_tokens, medians, start_engine, versions
+from vllm_model import (
+    ON_GPU,
+    OURS,
+    PEER,
+    VOCAB,
+    Contexts,
+    Row,
+    check,
+    equal_tokens,
+    medians,
+    save_config,
+    start_engine,
+    versions,
+)
 
 from mla_suite.bench.saving import Table
 from mla_suite.bench.timer import queued_us
@@ -48,8 +61,10 @@ MODEL_LAYERS = 61  # of DeepSeek V3, which share a step's plan
 WARM_STEPS, ROUNDS, PROFILED_STEPS, REPLAYS = 4, 3, 5, 8
 ROUND_S, MIN_STEPS, MAX_STEPS = 0.1, 6, 40  # a round of steps lasts about as long
 MAX_TOKENS = 2 * WARM_STEPS + PROFILED_STEPS + ROUNDS * MAX_STEPS + 8  # by which a context grows at most
-ATTENTION = re.compile(r"^decode_|combine|flash_fwd_splitkv_mla_kernel|_fwd(_grouped)?_kernel_stage[12]")
-PLAN = re.compile(r"^plan_|mla_metadata")
+ATTENTION = re.compile(
+    r"^decode_|combine(?!_sampled)|flash_fwd_splitkv_mla_kernel|FlashAttnFwd(Sm90|Combine)|_fwd(_grouped)?_kernel_stage[12]"
+)
+PLAN = re.compile(r"^plan_|mla_metadata|prepare_varlen_num_blocks")
 MARK = "bench_vllm: "  # before the lines that a backend's process prints for its parent
 
 
@@ -62,7 +77,9 @@ def per_layer_us(row: Row) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backends", default=f"{PEER},{OURS},TRITON_MLA", help="vLLM's names, comma-separated")
+    parser.add_argument(
+        "--backends", default=f"{PEER},{OURS},FLASHMLA,TRITON_MLA", help="vLLM's names, comma-separated"
+    )
     parser.add_argument("--batches", type=sizes, default=(1, 8, 32, 128), help="sequences of a step")
     parser.add_argument("--contexts", type=sizes, default=(1024, 4096, 16384), help="cached tokens per sequence")
     parser.add_argument("--layers", type=int, default=16, help="layers of the model (default: 16)")
@@ -180,8 +197,11 @@ def measure(llm: Any, backend: str, batch: int, context: int, layers: int) -> Ro
 def work(options: argparse.Namespace) -> int:
     """One backend's process: prints its rows as lines of JSON behind MARK."""
     backend, started = options.alone, time.time()
+    longest = max(options.contexts) + 1024
+    Contexts.install()
     with tempfile.TemporaryDirectory() as folder:
-        llm = start_engine(backend, options, Path(folder))
+        save_config(Path(folder), options.layers, options.heads, longest)
+        llm = start_engine(backend, options, Path(folder), max_model_len=longest, **Contexts.SETTINGS)
     page = llm.llm_engine.vllm_config.cache_config.block_size
     say("started", {"seconds": round(time.time() - started), "page": page})
     if not options.skip_check:

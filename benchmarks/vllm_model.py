@@ -7,14 +7,15 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from flashmla_e4m3 import attended
 
 from mla_suite.bench.environment import version
+from mla_suite.integrations import plugins
 
-OURS, PEER = "CUSTOM", "FLASHMLA"
+OURS, PEER = "CUSTOM", "FLASH_ATTN_MLA"
 ON_GPU = torch.cuda.is_available()
 Row = dict[str, Any]
 VOCAB, CHECKED_PROMPTS, CHECKED_TOKENS = 8192, 8, 16
@@ -60,6 +61,13 @@ class Contexts:
     """Whether new prompts get a cache of random rows instead of a prefill; an engine's scheduler asks it."""
 
     filled = False
+    SETTINGS: ClassVar[dict[str, Any]] = {  # of an engine that can be asked for that
+        "kv_transfer_config": {
+            "kv_connector": "DecodeBenchConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"fill_mean": 0.0, "fill_std": 1.0},
+        }
+    }
 
     @classmethod
     def install(cls) -> None:
@@ -90,22 +98,16 @@ def use_random_weights() -> None:
 
 
 def start_engine(backend: str, options: argparse.Namespace, folder: Path, **settings: Any) -> Any:
-    """A vLLM engine in this process; `settings` go to vllm.LLM and win over those made here."""
-    if backend == OURS:
-        from mla_suite.integrations import plugins
-
+    """A vLLM engine of the model in `folder`, in this process; `settings` for vllm.LLM win over those made here."""
+    if backend in (OURS, plugins.SPARSE_NAME, plugins.V4_NAME):
         plugins.vllm()
     from vllm import LLM
 
-    Contexts.install()
     use_random_weights()
-    longest = max(options.contexts) + 1024
-    save_config(folder, options.layers, options.heads, longest)
     made = {
         "skip_tokenizer_init": True,
         "load_format": "dummy",
         "dtype": "bfloat16",
-        "max_model_len": longest,
         "max_num_seqs": max(*options.batches, CHECKED_PROMPTS),
         "max_num_batched_tokens": 8192,
         "enable_prefix_caching": False,
@@ -113,11 +115,6 @@ def start_engine(backend: str, options: argparse.Namespace, folder: Path, **sett
         "kv_cache_dtype": options.kv_cache_dtype,
         "seed": 0,
         "disable_log_stats": True,
-        "kv_transfer_config": {
-            "kv_connector": "DecodeBenchConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"fill_mean": 0.0, "fill_std": 1.0},
-        },
         "compilation_config": {
             "mode": 0,
             "cudagraph_mode": "FULL_DECODE_ONLY",
@@ -157,35 +154,44 @@ def compare_with_definition(layer: Any, errors: list[float]) -> Callable[..., An
 
 def check(llm: Any, vocabulary: int = VOCAB, length: int = 1024) -> dict[str, Any]:
     """Greedy tokens of prompts that arrive one by one, the best two log-probabilities, and attention's worst error."""
-    from vllm import SamplingParams
-
     errors: list[float] = []
     layers = llm.collective_rpc(attention_layers)[0]
     layers = [layers[0], layers[-1]]
     for layer in layers:
         layer.impl.forward_mqa = compare_with_definition(layer, errors)
+    Contexts.filled = False
+    answers = generate(llm, [length - 37 * step for step in range(CHECKED_PROMPTS)], vocabulary)
+    for layer in layers:
+        del layer.impl.forward_mqa
+    require_small(errors)
+    return {"compared": len(errors), "error": max(errors), **answers}
+
+
+def require_small(errors: Sequence[float]) -> None:
+    """AssertionError unless there are errors and all are of the size of rounding."""
+    if not errors or not max(errors) <= MAX_ERROR:
+        worst = max(errors, default=float("nan"))
+        raise AssertionError(f"attention differs from its definition by {worst:.1e} in {len(errors)} comparisons")
+
+
+def generate(llm: Any, lengths: Sequence[int], vocabulary: int = VOCAB) -> dict[str, Any]:
+    """Greedy tokens of random prompts that arrive in one step after another, and the gaps of the best two."""
+    from vllm import SamplingParams
+
     generator = torch.Generator().manual_seed(0)
     params = SamplingParams(temperature=0, max_tokens=CHECKED_TOKENS, ignore_eos=True, detokenize=False, logprobs=2)
     engine, done = llm.llm_engine, {}
-    Contexts.filled = False
-    for step in range(CHECKED_PROMPTS + 4 * CHECKED_TOKENS):
-        if step < CHECKED_PROMPTS:
-            ids = torch.randint(2, vocabulary, (length - 37 * step,), generator=generator).tolist()
+    for step in range(len(lengths) + 4 * CHECKED_TOKENS):
+        if step < len(lengths):
+            ids = torch.randint(2, vocabulary, (lengths[step],), generator=generator).tolist()
             engine.add_request(f"check{step}", {"prompt_token_ids": ids}, params)
         for finished in engine.step():
             if finished.finished:
                 done[finished.request_id.split("-")[0]] = finished.outputs[0]
-        if len(done) == CHECKED_PROMPTS:
+        if len(done) == len(lengths):
             break
-    for layer in layers:
-        del layer.impl.forward_mqa
-    answers = [done[f"check{index}"] for index in range(CHECKED_PROMPTS)]
-    if not errors or max(errors) > MAX_ERROR:
-        worst = max(errors, default=float("nan"))
-        raise AssertionError(f"attention differs from its definition by {worst:.1e} in {len(errors)} comparisons")
+    answers = [done[f"check{index}"] for index in range(len(lengths))]
     return {
-        "compared": len(errors),
-        "error": max(errors),
         "tokens": [list(answer.token_ids) for answer in answers],
         "gaps": [[_gap(place) for place in answer.logprobs] for answer in answers],
     }
