@@ -1,6 +1,6 @@
 """vLLM's OpenAI-compatible server under load, by attention backend: output tokens/s and time per output token.
 
-    python benchmarks/bench_vllm.py server [--backends CUSTOM,FLASHMLA,TRITON_MLA:1] [--csv FILE]
+    python benchmarks/bench_vllm.py server [--backends CUSTOM,FLASH_ATTN_MLA,TRITON_MLA:1] [--csv FILE]
 
 CUSTOM is this package's backend. Every backend has a server of its own with the same model (DeepSeek V3's attention,
 dense MLPs, random weights; vllm_model.py), decode steps in CUDA graphs. The servers start together and share the GPU;
@@ -10,7 +10,7 @@ concurrency x input tokens x output tokens, all requests sent at once.
 
 Columns, medians over the rounds:
 tokens/s   output tokens of all requests / seconds from the first request to the last answer, prefill included
-ratio      tokens/s, of FLASHMLA's
+ratio      tokens/s, of FLASH_ATTN_MLA's, which vLLM 0.33 takes by itself on an H100 or H200
 TPOT ms    time per output token of a request after its first token: median and 99th percentile over requests
 TTFT ms    time to the first token, median over requests
 

@@ -30,7 +30,7 @@ RUNS = ("h200", "h100", "h100_e4m3")
 FLASHMLA, FLASHMLA_H100, FLASHMLA_E4M3 = (f"benchmarks/results/flashmla/{run}.json" for run in RUNS)
 REDUCE = "benchmarks/results/reduce/h200.csv"
 ENGINE, SERVER = "benchmarks/results/vllm/h200.csv", "benchmarks/results/vllm/h200_server.csv"
-BY_BUILDER, DECODE = "benchmarks/results/vllm/h200_plan_by_builder.csv", "benchmarks/results/decode_sm90/h200.json"
+ENGINE_V32, DECODE = "benchmarks/results/vllm/h200_v32.csv", "benchmarks/results/decode_sm90/h200.json"
 TRANSFORMERS = "benchmarks/results/transformers/h200.csv"
 DECODE_LOG, COMBINE_LOG = "csrc/sm_90/decode/PERF.md", "csrc/sm_90/combine/PERF.md"
 README, SERVERS = "README.md", "docs/vllm_sglang.md"
@@ -162,48 +162,43 @@ def engine() -> Iterator[Sourced]:
     ]
     found = medians(runs, (*sizes, "backend"), names)
     per_layer = {key: vllm_engine.per_layer_us(row) for key, row in found.items()}
-    lines, shares, gains = [], [], []
+    backends = "FLASH_ATTN_MLA", "FLASHMLA", "CUSTOM"
+    lines, shares, steps = [], [], []
     for batch, context in sorted({key[:2] for key in found}):
-        ours, peer = (found[batch, context, name] for name in ("CUSTOM", "FLASHMLA"))
-        layers = [per_layer[batch, context, name] for name in ("FLASHMLA", "TRITON_MLA", "CUSTOM")]
-        shares.append(layers[2] / layers[0])
-        gains.append(ours["tokens_per_s"] / peer["tokens_per_s"])
+        layers = [per_layer[batch, context, name] for name in backends]
+        rows = [found[batch, context, name] for name in backends]
+        shares.append([layers[2] / us for us in layers[:2]])
+        steps.append([rows[2]["step_us"] / row["step_us"] for row in rows[:2]])
         cells = (
             *(f"{us:.1f}" for us in layers),
-            f"{shares[-1]:.2f}",
-            *(f"{each['step_us'] / 1e3:.2f}" for each in (peer, ours)),
-            *(f"{each['tokens_per_s']:.0f}" for each in (peer, ours)),
+            *(f"{share:.2f}" for share in shares[-1]),
+            *(f"{row['step_us'] / 1e3:.2f}" for row in rows),
+            *(f"{row['tokens_per_s']:.0f}" for row in rows),
         )
         lines.append(f"| {batch} x {context} | {' | '.join(cells)} |")
-    own = [row for row in runs if row["backend"] == "CUSTOM"]
-    slow, fast = sorted(row["tokens_per_s"] for row in own if (row["batch"], row["context"]) == (128, 1024))
-    theirs, plans = found[128, 1024, "FLASHMLA"]["tokens_per_s"], [row["plan_us"] for row in own]
+    of_attention, of_step = ([span(list(column)) for column in zip(*each, strict=True)] for each in (shares, steps))
     yield Sourced(
         README,
         ENGINE,
         [
-            f"takes **{span(shares)}** of the time",
-            f"gives {span(gains)} times the tokens per second, the least of them the median of two runs, "
-            f"{slow / theirs:.2f} and {fast / theirs:.2f}",
+            f"takes **{of_attention[0]}** of FlashAttention's time and **{of_attention[1]}** of FlashMLA's",
+            f"a whole step {of_step[0]} and {of_step[1]}",
         ],
     )
+    rows = [found[128, 1024, name] for name in backends]
+    layers_us = [per_layer[128, 1024, name] for name in backends]
+    beside = (rows[2]["step_us"] - rows[0]["step_us"]) / 16 + layers_us[0] - layers_us[2]
     yield Sourced(
         SERVERS,
         ENGINE,
         [
             *lines,
-            f"gave {slow:,.0f} tokens/s, {slow / theirs:.2f} of FlashMLA's; the other {fast:,.0f}",
-            f"The step takes the GPU {found[128, 1024, 'CUSTOM']['step_us'] / 1e3:.1f} ms",
-            f"where {span([us for us in plans if us > 0], 0)} us in it remain",
-            f"in one row {min(plans):.1f} us",
+            f"a step takes {of_step[0]} of what it does with FlashAttention, and {of_step[1]} of FlashMLA's",
+            f"At 128 x 1024 that is {beside:.0f} us a layer",
+            f"gave {rows[2]['tokens_per_s']:,.0f} tokens/s at 128 x 1024, with "
+            f"FlashAttention {rows[0]['tokens_per_s']:,.0f}",
         ],
     )
-    built = saved(BY_BUILDER)
-    first = [row for row in built if row["batch"] == "1"]
-    shorter = [1 - float(row["step_us"]) / found[1, int(row["context"]), "CUSTOM"]["step_us"] for row in first]
-    assert {f"{100 * share:.0f}" for share in shorter} == {"2"}
-    text = [f"{span([float(row['plan_us']) for row in built], 0)} us of kernels", "at batch 1 were 2 % shorter"]
-    yield Sourced(SERVERS, BY_BUILDER, text)
     alone = {row["name"]: row for row in saved(DECODE)["rows"]}
     one, many = alone["B1 H128 kv1024 q1"], alone["B128 H128 kv4096 q1"]
     flashmla, ours_us = (
@@ -218,6 +213,20 @@ def engine() -> Iterator[Sourced]:
             f"at 128 x 4096. Ours takes {ours_us[0]:.1f} for {one['us']:.1f} and {ours_us[1]:.0f} for {many['us']:.0f}",
         ],
     )
+
+
+def engine_with_an_indexer() -> Iterator[Sourced]:
+    rows = {(row["backend"], row["batch"]): row for row in saved(ENGINE_V32)}
+    lines = []
+    for batch in ("1", "32"):
+        each = [rows[name, batch] for name in ("FLASH_ATTN_MLA_SPARSE", "MLA_SUITE_SPARSE")]
+        step = [float(row["step_us"]) for row in each]
+        rates = (f"{float(row['tokens_per_s']):.0f}" for row in each)
+        cells = (*(f"{us:.0f}" for us in step), f"{step[1] / step[0]:.2f}", *rates)
+        lines.append(f"| {batch} x 4096 | {' | '.join(cells)} |")
+    shares = [line.split("|")[4].strip() for line in lines]
+    yield Sourced(SERVERS, ENGINE_V32, lines)
+    yield Sourced(README, ENGINE_V32, [f"V3.2's steps take {shares[0]} and {shares[1]} times as long"])
 
 
 def server() -> Iterator[Sourced]:
@@ -327,6 +336,7 @@ SOURCES: tuple[Callable[[], Iterator[Sourced]], ...] = (
     headline,
     reduction,
     engine,
+    engine_with_an_indexer,
     server,
     hugging_face,
     e4m3_caches,
