@@ -7,6 +7,7 @@ windows  a window of 512 of 32,768 keys beside 512 keys
 records  V4's window of 128 and 512 entries: 528 and 288 + 528 bytes beside 584, and FlashMLA if it is installed
 hca      the same window and 8,192 entries, 64 heads
 fp8      2,048 keys of bare fp8 rows beside V3.2's records
+bf16     the same of bf16 rows, which vLLM keeps for V3.2 unless it is told otherwise
 convert  convert_kv of 65,536 tokens beside a copy of as many bytes
 append   append_kv of V4.1's records beside a copy of as many bytes
 
@@ -199,11 +200,21 @@ def hca() -> Iterator[Row]:
         yield from beside_flash_mla(f"584 bytes, window + 8,192, B{batch} H64", calls[0], turns, sink)
 
 
-def fp8() -> Iterator[Row]:
-    for batch, heads in ((128, 64), (128, 16), (128, 128), (32, 64), (1, 64)):
+def beside_v32(name: str, kv_format: str, shapes: tuple[tuple[int, int], ...]) -> Iterator[Row]:
+    """Shapes are batches and heads."""
+    for batch, heads in shapes:
         turns = selections(batch, heads, 576, (2048,))
-        calls = [selected((name,), None) for name in ("fp8", "v32")]
-        yield Row(f"bare fp8 rows, 2,048 keys, B{batch} H{heads}, beside v32", *calls, turns, turns)
+        calls = [selected((each,), None) for each in (kv_format, "v32")]
+        yield Row(f"{name}, 2,048 keys, B{batch} H{heads}, beside v32", *calls, turns, turns)
+
+
+def fp8() -> Iterator[Row]:
+    return beside_v32("bare fp8 rows", "fp8", ((128, 64), (128, 16), (128, 128), (32, 64), (1, 64)))
+
+
+def bf16() -> Iterator[Row]:
+    shapes = tuple((batch, heads) for heads in (16, 64, 128) for batch in (1, 8, 32, 128))
+    return beside_v32("bf16 rows", "bf16", shapes)
 
 
 def beside_copy(name: str, call: Any, turns: list[Any], size: int) -> Row:
@@ -264,7 +275,7 @@ def append() -> Iterator[Row]:
                 yield beside_copy(f"append of {tokens} {kv_format}{' rotated' * rotated}", call, turns, size)
 
 
-PARTS = {part.__name__: part for part in (trees, windows, records, hca, fp8, convert, append)}
+PARTS = {part.__name__: part for part in (trees, windows, records, hca, fp8, bf16, convert, append)}
 
 
 def measure(row: Row, pairs: int) -> tuple[float, float, float]:
