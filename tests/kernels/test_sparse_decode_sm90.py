@@ -147,9 +147,7 @@ def test_which_kernel(monkeypatch, pools, record, heads):
 @pytest.mark.parametrize(
     ("pools", "heads", "wanted"),
     [
-        ("v4", 16, "few_heads_sparse_decode_kvformat-dsv4"),
         ("v4", 16, "sparse_decode_kvformat-dsv4_clustermode-reduce_four"),
-        ("v4", 64, "sparse_decode_kvformat-dsv4_clustermode-reduce_o"),
         ("v4", 128, "sparse_decode_kvformat-dsv4_clustermode-share_and_reduce"),
         ("v32", 32, "swap_ab_sparse_decode_kvformat-v32_qrows-32"),
         ("fp8 rows", 64, "combine_dv-512_rows-4_vec-4_waves-4_slices-1"),
