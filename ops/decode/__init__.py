@@ -230,7 +230,7 @@ def check(args: DecodeArgs) -> tuple[Output, ...]:
     if args.rope_cos_sin is not None:
         checks.tensor("decode", "rope_cos_sin", args.rope_cos_sin, rank=2, dtypes=checks.FLOAT32, like=args.q)
         rope = args.rope_cos_sin.shape[1]
-        if rope % 2 != 0 or rope > head_dim or (fmt.sized(fmt.latent, fmt.rope).rope != rope and not fmt.dense):
+        if rope % 2 != 0 or rope > head_dim or (rope != fmt.rope and not fmt.dense):
             given = f"has shape {tuple(args.rope_cos_sin.shape)}"
             checks.fail("decode", "rope_cos_sin", given, f"it takes [max_len, {fmt.rope}]: cosines, then sines")
         if args.rope_cos_sin.shape[0] > 1 and args.rope_cos_sin.stride(0) != rope:
