@@ -230,7 +230,7 @@ _LONGEST, _SPLIT_SIZE = _OPTIONS.index("max_seqlen_kv"), _OPTIONS.index("split_s
 def longest_counted(max_seqlen_kv: int, split_size: int) -> int:
     """max_seqlen_kv as a bound that calls of many steps share: rounded up by at most a 64th, or to whole splits of
     split_size, which are then as many. What is out of range stays as it is, to be refused."""
-    if max_seqlen_kv > metadata.OPEN:
+    if not 0 <= max_seqlen_kv <= metadata.OPEN:
         return max_seqlen_kv
     longest = ceil_div(max_seqlen_kv, split_size) * split_size if split_size > 0 else rounded_up(max_seqlen_kv)
     return min(longest, metadata.OPEN)

@@ -11,6 +11,7 @@ from mla_suite.core import register
 from mla_suite.errors import CallError
 from mla_suite.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from mla_suite.kv_formats import empty, get_kv_format, pack, unpack, validate
+from mla_suite.ops.decode.samples import decode_sample
 
 combine = functools.partial(mla_suite.combine, num_splits=3, out_dtype=torch.float32)
 append = functools.partial(mla_suite.append_kv, kv_format="fp32")
@@ -50,10 +51,21 @@ def test_an_argument_of_another_kind_is_refused_in_a_sentence(wrong, sentence):
 @pytest.mark.parametrize("value", [torch.ones(2), np.ones(2)], ids=["tensor", "array"])
 def test_several_values_for_one_are_refused_behind_a_call_like_it(option, value):
     args, kwargs = register.get("decode").samples()[0].make(torch.device("cpu"))
+    kwargs = {**kwargs, "max_seqlen_kv": 4096}
     for _ in range(2):  # the second is recognised by the metadata of the first
         mla_suite.decode(*args, **kwargs)
     with pytest.raises(TypeError, match=f"decode: {option} is a (Tensor|ndarray); it takes"):
         mla_suite.decode(*args, **{**kwargs, option: value})
+
+
+@pytest.mark.parametrize(("known", "wrong"), [(0, -1), (2**31 - 1, 2**31)])
+def test_a_bound_out_of_range_is_refused_behind_a_call_that_rounds_alike(known, wrong):
+    args, kwargs = decode_sample([70, 3], heads=4, split_size=64).make(torch.device("cpu"))
+    call = functools.partial(mla_suite.decode, *args, **kwargs)
+    for _ in range(2):
+        call(max_seqlen_kv=known)
+    with pytest.raises(ValueError, match=f"decode: max_seqlen_kv is {wrong}; it takes the longest length"):
+        call(max_seqlen_kv=wrong)
 
 
 @pytest.mark.parametrize("option", ["max_seqlen_kv", "num_sm_parts", "num_splits", "split_size", "window_left"])
@@ -108,6 +120,12 @@ def test_no_tensor_or_no_number_is_refused_in_a_sentence(refused, sentence):
 
 
 ROWS = torch.ones(1, 1, 576)
+NO_SLOTS = torch.zeros(0, dtype=torch.int32)
+
+
+def convert(source, destination):
+    formats = {"source_format": "fp32", "destination_format": "fp32"}
+    return mla_suite.explain("convert_kv", source, destination, NO_SLOTS, NO_SLOTS, **formats)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +155,8 @@ ROWS = torch.ones(1, 1, 576)
             lambda: mla_suite.explain("combine", [1.0], ROWS),
             "combine: partial_out is a list of float; it takes a tensor",
         ),
+        (lambda: convert(None, ROWS), "convert_kv: source is None; it takes a tensor"),
+        (lambda: convert(ROWS, None), "convert_kv: destination is None; it takes a tensor"),
         (lambda: mla_suite.emulate(None).__enter__(), "emulate: arch is None; it takes a name: gfx942 or gfx950"),
     ],
 )
