@@ -69,6 +69,19 @@ def test_opcheck_out(op, sample):
     torch.library.opcheck(packet(op).out, args, kwargs | outputs_for(op, args, kwargs))
 
 
+@each(SAMPLES)
+def test_a_tensor_on_another_device_is_refused(op, sample):
+    """Each of them in turn, but for the first, whose device is the call's: a kernel would follow its address."""
+    args, kwargs = sample.make(CPU)
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    for at in places[1:]:
+        moved = [leaf.to("meta") if position == at else leaf for position, leaf in enumerate(leaves)]
+        moved_args, moved_kwargs = pytree.tree_unflatten(moved, spec)
+        with pytest.raises(ValueError, match="is on meta; the other tensors are on cpu: move it there"):
+            packet(op)(*moved_args, **moved_kwargs)
+
+
 @each([pair for pair in SAMPLES if pair[0].outputs])
 def test_out_equals_functional(op, sample):
     args, kwargs = sample.make(CPU)
