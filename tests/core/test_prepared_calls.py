@@ -119,6 +119,7 @@ def test_calls_that_take_turns_are_each_recognised(known):
     for _ in range(3):
         for call, tensor in several:
             assert known.find((tensor,), ()) is call
+    assert len(known.guards) == len(several)
     known.find((several[0][1],), ())
     known.keep((last[1],), (), last[0])
     found = [known.find((tensor,), ()) for _, tensor in calls]
@@ -131,6 +132,15 @@ def test_a_written_tensor_lies_apart_from_the_others():
     for _ in range(2):
         assert known.find((ROOM[8:16], ROOM[16:24]), ()) is PREPARED
         assert known.find((ROOM[8:16], ROOM[12:20]), ()) is None
+
+
+def test_options_of_the_call_before_are_not_rounded_again():
+    asked = []
+    known = KnownCalls("rounds", rounded=lambda tensors, options: asked.append(options) or (options[0] // 8,))
+    known.keep((A,), (16,), PREPARED)
+    found = [known.find((A,), (n,)) for n in (17, 17, 18, 24, 18)]
+    assert found == [PREPARED, PREPARED, PREPARED, None, PREPARED]
+    assert asked == [(16,), (17,), (18,), (24,)]
 
 
 def sized():

@@ -283,6 +283,16 @@ BAD = {
         lambda: arguments(cos_sin=torch.zeros(8, 32), positions=torch.arange(3)),
         r"cos_sin has shape \(8, 32\); it takes \[max_len, rope\]",
     ),
+    "rope odd": (
+        lambda: arguments(
+            "bf16",
+            kv_c=torch.zeros(3, 513).bfloat16(),
+            k_pe=torch.zeros(3, 63).bfloat16(),
+            cos_sin=TABLE[:, :63].contiguous(),
+            positions=torch.arange(3),
+        ),
+        "k_pe has 63 values; only an even number can be rotated in pairs",
+    ),
     "position too large": (
         lambda: arguments(cos_sin=TABLE, positions=torch.tensor([0, 8, 1])),
         r"positions holds position 8; cos_sin has rows 0\.\.7",

@@ -108,6 +108,7 @@ def ints(*values):
         ({"num_splits": 0}, "split_indptr and num_splits are both missing; pass exactly one"),
         ({"split_indptr": ints(0, 4)}, "split_indptr and num_splits are both given; pass exactly one"),
         ({"num_splits": 0, "split_indptr": ints(0, 4).long()}, "split_indptr is int64; it takes int32"),
+        ({"num_splits": 0, "split_indptr": ints()}, r"split_indptr is empty; it takes \[batch \+ 1\]"),
         ({"num_splits": 0, "split_indptr": ints(0, 3, 2)}, r"split_indptr is \[0, 3, 2\]; it must rise"),
         ({"num_splits": 0, "split_indptr": ints(-1, 4)}, r"split_indptr is \[-1, 4\]; it must rise, from 0 or more"),
         ({"num_splits": 0, "split_indptr": ints(0, 5)}, r"split_indptr is \[0, 5\]; it must rise, .* at most the 4"),

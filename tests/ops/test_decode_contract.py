@@ -169,6 +169,10 @@ BAD = [
         {Q: torch.zeros(2, 4, 24).bfloat16(), CU_SEQLENS: ints(0, 2, 2)},
         "max_seqlen_q is 1; a sequence has 2 query tokens",
     ),
+    (
+        {Q: torch.zeros(2, 4, 24).bfloat16(), CU_SEQLENS: ints(0, 1, 2), "max_seqlen_q": 0},
+        "max_seqlen_q is 0; pass the most query tokens of a sequence",
+    ),
     ({Q_DESCALE: torch.ones(4)}, r"q_descale has shape \(4,\); it takes one value"),
     ({Q_DESCALE: torch.tensor(-0.5)}, "q_descale is -0.5; it takes a finite number, 0 or more"),
     ({Q_DESCALE: torch.tensor([torch.inf])}, "q_descale is inf; it takes a finite number"),
@@ -183,6 +187,15 @@ BAD = [
     ({ROPE: torch.zeros(60, 8)}, "rope_cos_sin has 60 positions; the longest sequence has 70 keys"),
     ({ROPE: torch.zeros(99, 16)[:, :8]}, "rope_cos_sin has strides .*; its rows must lie side by side"),
     ({CACHE: torch.zeros(9, 0, 24).bfloat16()}, r"kv_cache has shape \(9, 0, 24\); a page holds 1 token or more"),
+    (
+        {
+            Q: torch.zeros(2, 1, 4, 512).bfloat16(),
+            CACHE: kv_formats.empty("dsv4", 9, 16),
+            ROPE: torch.zeros(99, 32),
+            "kv_format": "dsv4",
+        },
+        r"rope_cos_sin has shape \(99, 32\); it takes \[max_len, 64\]",
+    ),
     ({PLAN: ints(1, 2)}, r"plan has 2 words; one for 2 sequences has at least \d+"),
     ({PLAN: torch.zeros(200).int()}, r"plan does not begin with .* pass a tensor made by mla_suite.plan"),
     ({"softmax_scale": torch.nan}, "softmax_scale is nan; it takes a finite number"),

@@ -95,11 +95,11 @@ def test_siblings_do_not_see_each_other():
     ("change", "words"),
     [
         ({"window_left": -2}, r"window_left is -2; it takes 0\.\.\d+ keys left of a query token, or -1 for all"),
-        ({"window_left": 5, "cp_world_size": 2, "causal": False}, "window_left is 5 with cp_world_size 2"),
+        ({"window_left": 0, "cp_world_size": 2, "causal": False}, "window_left is 0 with cp_world_size 2"),
         ({"tree": random_tree([2], False, 0)}, r"tree_mask has shape \(1, 2\)"),
         ({"tree": random_tree([2, 2], False, 0).int()}, "tree_mask is int32"),
         ({"tree": random_tree([2, 2], False, 0), "causal": False}, "tree_mask is given with causal=False"),
-        ({"tree": random_tree([2, 2], False, 0), "window_left": 5}, "tree_mask is given with window_left 5"),
+        ({"tree": random_tree([2, 2], False, 0), "window_left": 0}, "tree_mask is given with window_left 0"),
     ],
 )
 def test_refusals(change, words):

@@ -36,12 +36,15 @@ def test_numbers_of_numpy_of_few_bits_do_not_overflow() -> None:
     seq_lens = torch.tensor([300, 7, 0], dtype=torch.int32)
     found = mla_suite.plan(seq_lens, num_heads=heads, max_seqlen_q=queries)
     assert torch.equal(found, mla_suite.plan(seq_lens, num_heads=128, max_seqlen_q=2))
-    assert mla_suite.batch_invariant_split_size(heads, queries) == mla_suite.batch_invariant_split_size(128, 2)
+    assert mla_suite.batch_invariant_split_size(heads, queries) == 1024
+    assert [mla_suite.batch_invariant_split_size(rows) for rows in (1, 128, 129)] == [512, 512, 1024]
 
 
 def test_no_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="num_heads x max_seqlen_q is 0; both must be 1 or more"):
         mla_suite.plan(torch.ones(1, dtype=torch.int32), num_heads=0)
+    with pytest.raises(ValueError, match="num_heads and max_seqlen_q are 16 and 0; both must be 1 or more"):
+        mla_suite.batch_invariant_split_size(16, 0)
 
 
 def test_the_public_function_asks_the_device() -> None:

@@ -78,6 +78,7 @@ BAD = [
     ),
     (FP8 | dict(q_descale=torch.tensor(-1.0)), "q_descale is -1; it takes a finite number, 0 or more"),
     (FP8 | dict(kv_descale=torch.tensor(torch.inf)), "kv_descale is inf; it takes a finite number, 0 or more"),
+    (dict(head_dim_v=0), r"head_dim_v is 0; V is a part of a row: 1\.\.512"),
     (dict(head_dim_v=513), r"head_dim_v is 513; V is a part of a row: 1\.\.512"),
     (dict(softmax_scale=torch.inf), "softmax_scale is inf; it takes a finite number"),
     (dict(num_splits=-1), "num_splits is -1; it takes 1"),
