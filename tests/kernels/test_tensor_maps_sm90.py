@@ -8,10 +8,17 @@ import pytest
 import torch
 from decode_launches import CPU, launched
 
+from mla_suite import archs
 from mla_suite.archs.sm_90 import tensor_maps
 from mla_suite.build import params
-from mla_suite.launch import DriverError, tensor_map
+from mla_suite.core import allocation
+from mla_suite.launch import DriverError, declared_kernels, tensor_map
+from mla_suite.launch.spec import Input
+from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
+from mla_suite.ops.sparse_decode import SPARSE_DECODE
+from mla_suite.ops.sparse_decode.samples import PoolShape
+from mla_suite.ops.sparse_decode.samples import sample as sparse_sample
 
 
 def test_the_maps_lie_on_64_bytes():
@@ -100,6 +107,38 @@ def test_queries_in_boxes(monkeypatch, q_len, rows):
         assert address == buffers["q"].tensor.data_ptr()
         assert (address != q.data_ptr()) == copied
         assert torch.equal(buffers["q"].tensor, q)
+
+
+def within(q, more):
+    """Queries of the same sizes in a tensor with `more` of each."""
+    return torch.zeros([a + b for a, b in zip(q.shape, more, strict=True)], dtype=q.dtype)[
+        tuple(slice(size) for size in q.shape)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("laid_out", "copied"),
+    [
+        (lambda q: q, False),
+        (lambda q: within(q, (0, 0, 0, 8)), False),
+        (lambda q: within(q, (0, 0, 2, 0)), True),
+        (lambda q: within(q, (0, 0, 0, 4)), True),
+        (lambda q: torch.zeros(q.numel() + 4, dtype=q.dtype)[4:].view(q.shape), True),
+    ],
+    ids=["as they are", "in longer rows", "between other heads", "in rows of an odd stride", "off alignment"],
+)
+@pytest.mark.parametrize(
+    ("op", "sample"),
+    [(DECODE, decode_sample((70, 90))), (SPARSE_DECODE, sparse_sample(2, 1, 16, [PoolShape("v32", 2, 64, 24)]))],
+    ids=["dense", "sparse"],
+)
+def test_queries_that_the_copy_engine_does_not_reach_are_copied(op, sample, laid_out, copied):
+    (q, *rest), kwargs = sample.make(CPU)
+    args = op.Args(laid_out(q), *rest, **kwargs)
+    with declared_kernels():
+        config = op.backends[0].supports(op.describe(args), archs.get("sm_90")).config
+        call = config.spec(allocation.empty(op.check(args), CPU), args)
+    assert [copy.of for copy in call.copies] == [Input(0)] * copied
 
 
 def test_a_cache_of_one_page_or_none(monkeypatch):
