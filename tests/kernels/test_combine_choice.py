@@ -29,6 +29,27 @@ def problem(rows, batch, splits, *, uniform=False, out_dtype=torch.bfloat16, hea
     return Problem(batch, rows, head_dim_v, splits if uniform else 0, out_dtype, False, splits * batch)
 
 
+@pytest.mark.parametrize("name", archs.names())
+@pytest.mark.parametrize(
+    ("partial", "out", "first", "vectors"),
+    [
+        (512, 512, 0, True),
+        (516, 520, 0, True),
+        (514, 512, 0, False),
+        (512, 516, 0, False),  # 8 bytes of bf16 more
+        (512, 512, 4, True),
+        (512, 512, 2, False),
+    ],
+)
+def test_rows_that_16_byte_accesses_do_not_reach_go_value_by_value(name, partial, out, first, vectors):
+    """Rows of so many values, of which the partials begin at element `first` of their memory."""
+    arch = archs.get(name)
+    given = torch.zeros(first + 6 * 4 * partial)[first:].view(6, 4, partial)[..., :512], torch.zeros(6, 4)
+    outputs = torch.zeros(2, 4, out).bfloat16()[..., :512], torch.zeros(2, 4)
+    call = config.rule(arch, 512, 8, 3).spec(outputs, COMBINE.Args(*given, num_splits=3))
+    assert (call.launches[0].kernel != config.unaligned(arch, 512).instance) == vectors
+
+
 # Legal points
 
 
