@@ -84,6 +84,7 @@ def test_what_a_search_tries_on_sm_90_compiles(tmp_path):
         (dict(vec=16), "vec is one of 1, 2, 4, 8"),
         (dict(head_dim_v=192), "head_dim_v is one of 512, 256, 128"),
         (dict(waves=64), "takes 1..16 waves"),
+        (dict(slices=0), "slices must divide head_dim_v into whole vectors"),
         (dict(slices=3), "slices must divide head_dim_v into whole vectors"),
         (dict(slices=64, vec=8), "1 lanes would share a row"),
         (dict(rows=8, waves=4), "4 waves hold 4 rows"),
