@@ -75,6 +75,8 @@ def test_lists_are_compared_with_their_places_and_lengths():
     ):
         assert known.find(other, (1,)) is None
         assert known.key(other, (1,)) != known.key(given, (1,))
+    known.keep((C, [A, B], [A.clone()]), (1,), PREPARED)
+    assert known.find((C, [A], [B, A.clone()]), (1,)) is None, "the same tensors, divided elsewhere"
 
 
 def test_a_cpu_that_stands_for_another_arch(known):

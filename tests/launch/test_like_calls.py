@@ -151,3 +151,14 @@ def test_a_call_launches_what_it_launches_alone(launches, draw_call, seeded):
     for number, (call, expected) in enumerate(zip(calls, warm, strict=True)):
         dispatch.clear_caches()
         assert launches(call) == expected, number
+
+
+def test_a_tensor_map_is_made_once_for_an_address(h200, monkeypatch):
+    made = []
+    monkeypatch.setattr(tensor_map, "swizzled", lambda at, *rest: made.append(at) or (0,) * tensor_map.WORDS)
+    one, other = (at(memory, 0, (1, 1, 64, 576), torch.bfloat16) for memory in (MEMORY[0], MEMORY[2]))
+    cache = at(MEMORY[1], 0, (8, 64, 576), torch.bfloat16)
+    for q in (one, one, other, one, other):
+        OPS.decode(q, cache, IDS[:1], IDS[:8].view(1, 8), softmax_scale=0.1)
+    assert sorted(made) == sorted(tensor.data_ptr() for tensor in (one, other, cache))
+    assert len(h200) >= 5
