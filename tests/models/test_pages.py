@@ -196,12 +196,14 @@ ACTIONS = st.lists(
 def test_any_history_reads_back_what_was_written(actions, page_size):
     cache = small_cache(num_pages=9, page_size=page_size)
     written: dict[int, list[float]] = {}
+    reserved: dict[int, int] = {}  # tokens
     clock = 0.0
     for action, number in actions:
         handle = sorted(written)[number % len(written)] if written else None
         try:
             if action == "allocate":
-                written[cache.allocate(number % 7)] = []
+                own = cache.allocate(number % 7)
+                written[own], reserved[own] = [], number % 7
             elif handle is None:
                 continue
             elif action == "append":
@@ -215,9 +217,11 @@ def test_any_history_reads_back_what_was_written(actions, page_size):
                     written[sequence] += values[:count]
                     values = values[count:]
             elif action == "fork":
-                written[cache.fork(handle)] = list(written[handle])
+                own = cache.fork(handle)
+                written[own], reserved[own] = list(written[handle]), 0
             elif action == "reserve":
                 cache.reserve(handle, number)
+                reserved[handle] = max(reserved[handle], number)
             elif action == "free":
                 cache.free(handle)
                 del written[handle]
@@ -228,6 +232,7 @@ def test_any_history_reads_back_what_was_written(actions, page_size):
             pass  # exhausted: the checks below show that nothing moved
         for sequence, values in written.items():
             assert read(cache, sequence) == values
+            assert len(cache.pages(sequence)) <= -(-max(len(values), reserved[sequence]) // page_size)
         held = {page for sequence in written for page in cache.pages(sequence)}
         assert cache.free_pages == 9 - len(held)
         for page in held:
