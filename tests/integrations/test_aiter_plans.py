@@ -167,10 +167,13 @@ def test_refused_plans_and_reductions():
     made = step.metadata()
     for changes, message in (
         (dict(topk=2048, page_size=16), "topk is 2048 and page_size 16"),
+        (dict(topk=65536), r"topk is 65536; it takes 0\.\.65535"),
         (dict(is_cp_round_robin=True), "round-robin"),
     ):
         with pytest.raises(ValueError, match=message):
             step.fill(made, **changes)
+    with pytest.raises(ValueError, match="there are 3 query tokens for 2 sequences; with topk each has equally many"):
+        step.fill(made | dict(reduce_final_map=torch.zeros(3, 2, dtype=torch.int32)), topk=4)
     with pytest.raises(ValueError, match=r"kv_last_page_lens is 16; it is the third argument, a tensor \[batch\]"):
         aiter.get_mla_metadata_v1(step.qo_indptr, step.kv_indptr, 16, 1, True, *made.values(), 1)
     with pytest.raises(TypeError, match="get_mla_metadata_info_v1: batch_size is None; it takes an int"):
