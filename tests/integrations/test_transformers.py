@@ -128,6 +128,23 @@ def test_a_call_that_is_refused_leaves_the_cache_as_it_was():
 
 
 @torch.no_grad()
+def test_a_cache_with_hidden_tokens_takes_a_step_without_a_mask_if_the_caller_made_it():
+    """Another cache may be that of a caller who forgot the mask."""
+    model = make("deepseek_v3")
+    ids, mask = left_padded()
+    step = dict(input_ids=ids[:, :1], position_ids=mask.sum(1, keepdim=True))
+    with patch(model):
+        caches = [LatentCache(model, 2, 32), LatentCache(model, 2, 32), transformers.DynamicCache()]
+        for cache in caches:
+            model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+        longer = torch.cat((mask, mask.new_ones(2, 1)), dim=1)
+        expected = model(**step, attention_mask=longer, past_key_values=caches[0]).logits
+        assert torch.equal(model(**step, past_key_values=caches[1]).logits, expected)
+        with pytest.raises(ValueError, match="attention_mask is None for a cache in which it has hidden tokens"):
+            model(**step, past_key_values=caches[2])
+
+
+@torch.no_grad()
 def test_a_callers_dynamic_cache_keeps_its_latent_cache():
     model = make("deepseek_v3")
     ids, _ = left_padded()
