@@ -180,8 +180,6 @@ class LatentPatch:
         use_cache = kwargs.get("use_cache")
         if given is None and not (self._base.config.use_cache if use_cache is None else use_cache):
             return None
-        if given is None and torch.compiler.is_compiling():
-            raise TypeError("patch: a compiled step needs a LatentCache(model, batch, max_len) as its cache")
         return DynamicCache() if given is None else given
 
 

@@ -182,6 +182,17 @@ def test_the_whole_decode_step_compiles_once_for_all_lengths(folder, backend):
     assert cache.seq_lens.tolist() == (lens.flatten() + STEPS).tolist()
 
 
+@pytest.mark.parametrize("made", [lambda: None, transformers.DynamicCache])
+@torch.no_grad()
+def test_a_compiled_step_over_another_cache_says_which_it_needs(made):
+    model = make("deepseek_v3", num_hidden_layers=1)
+    ids, _ = left_padded()
+    patch(model)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="a compiled step needs a LatentCache"):  # as Dynamo words it
+        compiled(input_ids=ids, past_key_values=made(), use_cache=True)
+
+
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize(("folder", "changes"), KINDS)
 @torch.no_grad()
