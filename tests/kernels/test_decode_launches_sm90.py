@@ -147,13 +147,14 @@ def test_cuts_by_size_are_whole_stages(monkeypatch, split_size, given):
         assert fields["num_splits"] * given >= args[3].shape[1] * page
 
 
-def test_scales_are_positive_and_the_kernel_takes_that_of_the_queries(monkeypatch):
-    args, kwargs = decode_sample((70,), num_splits=1).make(CPU)
+@pytest.mark.parametrize("stored", [{}, FP8], ids=["bf16", "fp8"])
+def test_scales_are_positive_and_the_kernel_takes_that_of_the_queries(monkeypatch, stored):
+    args, kwargs = decode_sample((70,), num_splits=1, **stored).make(CPU)
     args = [*args[:7], torch.tensor([0.25]), *args[8:]]
     kwargs["softmax_scale"] = -0.5
     (*_, fields, _, buffers), args, _ = launched(monkeypatch, None, given=(args, kwargs))
     assert (fields["softmax_scale"], fields["q_descale"]) == (0.5, args[7].data_ptr())
-    assert torch.equal(buffers["q"].tensor, -args[0])
+    assert torch.equal(buffers["q"].tensor.float(), -args[0].float())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
