@@ -35,7 +35,8 @@ def launched(monkeypatch, sample, given=None, asked=None, merges=None):
     NATIVE.run(config, outputs, *args, **kwargs)
     first, *behind = calls
     if merges is not None:
-        merges += [{"kernel": call.kernel, **params.load("combine").unpack(call.params)} for call in behind]
+        fields = [params.load("combine").unpack(call.params) for call in behind]
+        merges += [call._asdict() | own for call, own in zip(behind, fields, strict=True)]
     buffers = {name: SimpleNamespace(tensor=tensor) for name, tensor in first.buffers.items()}
     fields = params.load("decode_tma").unpack(first.params)
     return (first.kernel, first.grid, first.threads, first.smem, fields, first.overlap, buffers), args, outputs

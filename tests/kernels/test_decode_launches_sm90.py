@@ -127,7 +127,11 @@ def test_ragged_queries_and_pages(monkeypatch):
 def test_a_plan(monkeypatch):
     args, kwargs = decode_sample((700, 90, 5), heads=128, planned=True).make(CPU)
     kwargs["max_seqlen_kv"] = 50_000  # short sequences would need no plan
-    (_, grid, *_, fields, _, buffers), args, _ = launched(monkeypatch, None, given=(args, kwargs))
+    merges = []
+    (_, grid, *_, fields, _, buffers), args, _ = launched(monkeypatch, None, given=(args, kwargs), merges=merges)
+    bounds = args[11][16:20]  # of the plan combine reads the splits of three sequences
+    assert merges[0]["split_indptr"] == bounds.data_ptr()
+    assert torch.equal(merges[0]["buffers"]["split_indptr"], bounds)
     assert (fields["plan"], fields["plan_words"]) == (args[11].data_ptr(), args[11].shape[0])
     assert fields["num_splits"] == 1
     assert grid == (2, fields["grid_stride"], 1)
