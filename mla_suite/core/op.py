@@ -218,8 +218,6 @@ class Op:
     @cached_property
     def out_options(self) -> dict[str, Any]:
         """The keyword arguments of the `.out` overload and their defaults, without the outputs."""
-        if not self.outputs:
-            return self.options
         arguments = self._arguments(self.out_schema)
         return {a.name: a.default_value for a in arguments if a.kwarg_only and a.name not in self.outputs}
 
@@ -270,7 +268,7 @@ def _as_float(value: Any) -> Any:
 
 def _as_int(value: Any) -> Any:
     """A number of NumPy or in a tensor [] as Python's; anything else as it is, for torch to refuse."""
-    if type(value) is int or isinstance(value, (float, str, bool)) or not hasattr(value, "__index__"):
+    if type(value) is int or not hasattr(value, "__index__"):
         return value
     return value.item() if hasattr(value, "__array__") and not value.shape else value
 
