@@ -88,6 +88,10 @@ EMPTY = {
     "no tokens to convert": ("convert_kv", lambda old, new, of, to, *_: (old, new, of[:0], to[:0])),
     "no page to convert": ("convert_kv", lambda old, new, of, to, *_: (old[:0], new, of, to)),
     "no sequences to decode": ("decode", lambda q, cache, lens, table, *_: (q[:0], cache, lens[:0], table[:0])),
+    "query tokens of no sequence": (
+        "decode",
+        lambda q, cache, lens, table, *_: (q[0], cache, lens[:0], table[:0], None, None, 0 * lens[:1]),
+    ),
     "no query tokens to decode": ("decode", lambda q, cache, lens, table, *_: (q[:, :0], cache, lens, table)),
     "no tokens to select for": ("sparse_decode", lambda q, cache, index, *_: (q[:0], cache, [index[0][:0]])),
 }
