@@ -107,8 +107,9 @@ def test_value_may_include_the_rope_part():
     assert_close(*mla_suite.decode(*args, **kwargs), exact_decode(*args, **kwargs))
 
 
+@pytest.mark.parametrize("rotate", [False, True], ids=["", "rotate"])
 @pytest.mark.parametrize("name", ["v32", "dsv4"])
-def test_records_of_sparse_models_are_read_too(name):
+def test_records_of_sparse_models_are_read_too(name, rotate):
     kind = kv_formats.get_kv_format(name)
     generator = torch.Generator().manual_seed(0)
     cache = caches.pack(kind, torch.randn(4, 64, kind.head_dim, generator=generator))
@@ -116,6 +117,9 @@ def test_records_of_sparse_models_are_read_too(name):
     table = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32)
     arguments = (q, cache, torch.tensor([100, 65], dtype=torch.int32), table)
     kwargs = {"softmax_scale": 0.05, "kv_format": name}
+    if rotate:
+        turn = torch.rand(100, 32, generator=generator) * 6.28
+        kwargs["rope_cos_sin"] = torch.cat((turn.cos(), turn.sin()), dim=1)
     assert_close(*mla_suite.decode(*arguments, **kwargs), exact_decode(*arguments, **kwargs))
 
 
