@@ -166,32 +166,51 @@ def spans(kernels: Sequence[Kernel], layers: int) -> tuple[float, float, float, 
 
 def measure(llm: Any, backend: str, batch: int, context: int, layers: int) -> Row:
     """Start `batch` sequences of `context` cached tokens, and time, profile and replay their steps."""
-    from vllm import SamplingParams
-
     row: Row = dict(zip(KEYS, (backend, batch, context), strict=True)) | dict.fromkeys(TIMED, float("nan"))
     engine = llm.llm_engine
     Contexts.filled = True
-    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
-    ids = [f"{batch}x{context}x{index}" for index in range(batch)]
-    for index, name in enumerate(ids):
-        prompt = [2 + (index * 31 + place * 7) % (VOCAB - 2) for place in range(context)]
-        engine.add_request(name, {"prompt_token_ids": prompt}, params)
+    prompts = [[2 + (index * 31 + place * 7) % (VOCAB - 2) for place in range(context)] for index in range(batch)]
+    ids = add_requests(engine, prompts)
     step_times(engine, WARM_STEPS)
     usual = median(step_times(engine, WARM_STEPS))
     if ON_GPU:
-        torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            step_times(engine, PROFILED_STEPS)
-            torch.cuda.synchronize()
-        kernels = device_kernels(profile.events())
-        row |= dict(zip((*TIMED[:3], "kernels"), spans(kernels, layers), strict=True))
+        row |= dict(zip((*TIMED[:3], "kernels"), spans(profiled(engine), layers), strict=True))
         row["step_us"] = llm.collective_rpc(replay_us, args=(batch,))[0]
-    count = max(MIN_STEPS, min(MAX_STEPS, int(ROUND_S / usual)))
-    row["tokens_per_s"] = median([batch / median(step_times(engine, count)) for _ in range(ROUNDS)])
-    engine.abort_request(ids)
+    row["tokens_per_s"] = tokens_per_s(engine, batch, usual)
+    end_requests(engine, ids)
+    return row
+
+
+def add_requests(engine: Any, prompts: Sequence[Sequence[int]]) -> list[str]:
+    """Add a request for each prompt, which ends when it is ended; -> their names."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
+    names = [f"{len(prompts)}x{len(prompt)}x{index}" for index, prompt in enumerate(prompts)]
+    for name, prompt in zip(names, prompts, strict=True):
+        engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
+    return names
+
+
+def end_requests(engine: Any, names: list[str]) -> None:
+    engine.abort_request(names)
     while engine.has_unfinished_requests():
         engine.step()
-    return row
+
+
+def profiled(engine: Any) -> list[Kernel]:
+    """The device's kernels of PROFILED_STEPS steps."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step_times(engine, PROFILED_STEPS)
+        torch.cuda.synchronize()
+    return device_kernels(profile.events())
+
+
+def tokens_per_s(engine: Any, batch: int, usual: float) -> float:
+    """`batch` / the median time between two steps, the median of rounds; a step usually takes `usual` seconds."""
+    count = max(MIN_STEPS, min(MAX_STEPS, int(ROUND_S / usual)))
+    return median([batch / median(step_times(engine, count)) for _ in range(ROUNDS)])
 
 
 def work(options: argparse.Namespace) -> int:

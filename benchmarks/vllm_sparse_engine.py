@@ -52,7 +52,6 @@ LENGTHS = {  # of the prompts of the check: beyond and within a selection
     # TileLang compiles for some 15 s at each new number of splits of a step's tokens, so all but one are short.
     "v4": (2900, 40, 20, 5, 50, 30, 9, 12),
 }
-MAX_TOKENS = 2 * vllm_engine.WARM_STEPS + vllm_engine.PROFILED_STEPS + vllm_engine.ROUNDS * vllm_engine.MAX_STEPS + 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,36 +129,23 @@ def attention_us(kernels: Sequence[vllm_engine.Kernel]) -> float:
 
 def measure(llm: Any, backend: str, batch: int, context: int, layers: int) -> Row:
     """Compute `batch` prompts, then time, profile and replay their decode steps."""
-    from vllm import SamplingParams
-
     engine = llm.llm_engine
-    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
-    ids = [f"{batch}x{context}x{index}" for index in range(batch)]
     generator = torch.Generator().manual_seed(batch)
-    for name in ids:
-        prompt = torch.randint(2, VOCAB, (context,), generator=generator).tolist()
-        engine.add_request(name, {"prompt_token_ids": prompt}, params)
+    prompts = [torch.randint(2, VOCAB, (context,), generator=generator).tolist() for _ in range(batch)]
+    ids = vllm_engine.add_requests(engine, prompts)
     answered: set[str] = set()
     while len(answered) < batch:
         answered |= {found.request_id for found in engine.step() if found.outputs[0].token_ids}
     vllm_engine.step_times(engine, vllm_engine.WARM_STEPS)
     usual = median(vllm_engine.step_times(engine, vllm_engine.WARM_STEPS))
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        vllm_engine.step_times(engine, vllm_engine.PROFILED_STEPS)
-        torch.cuda.synchronize()
-    kernels = vllm_engine.device_kernels(profile.events())
+    kernels = vllm_engine.profiled(engine)
     own = {name.split("<")[0].split("(")[0][-70:] for name, _, _ in kernels if ATTENTION.search(name)}
     row: Row = {"backend": backend, "batch": batch, "context": context}
     row["attention_us"] = attention_us(kernels) / (vllm_engine.PROFILED_STEPS * layers)
     row["step_us"] = llm.collective_rpc(vllm_engine.replay_us, args=(batch,))[0]
     row["kernels"] = ", ".join(sorted(own))
-    count = max(vllm_engine.MIN_STEPS, min(vllm_engine.MAX_STEPS, int(vllm_engine.ROUND_S / usual)))
-    rounds = [batch / median(vllm_engine.step_times(engine, count)) for _ in range(vllm_engine.ROUNDS)]
-    row["tokens_per_s"] = median(rounds)
-    engine.abort_request(ids)
-    while engine.has_unfinished_requests():
-        engine.step()
+    row["tokens_per_s"] = vllm_engine.tokens_per_s(engine, batch, usual)
+    vllm_engine.end_requests(engine, ids)
     return row
 
 
