@@ -10,10 +10,11 @@ from gpu_problems import moved
 from sparse_calls import CUDA, check, native, skip_without_kernels
 from sparse_problems import FP8_POOLS, POOLS, V41_POOLS, in_mode, problem
 
-from mla_suite.archs.sm_90 import sparse_decode
+from mla_suite.archs.sm_90 import sparse_splits
 from mla_suite.core import dispatch
 from mla_suite.launch import current_arch
 
+AS_STORED = ("bf16", "four pools")  # rows of bf16, of 576 and of 512 values
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
 
 
@@ -47,16 +48,22 @@ def test_pairs_of_blocks_give_the_bits_of_blocks_alone(pools, splits):
             assert torch.equal(lse[:, first : first + 64], alone_lse)
 
 
-@pytest.mark.parametrize("pools", ["v4", "both scales", "v4.1 of every kind", "v32 without rope"])
 @pytest.mark.parametrize("splits", [2, 4, 6])
 @pytest.mark.parametrize("mode", ["one split", "lengths and sink"])
 @pytest.mark.parametrize(
-    ("heads", "cluster_mode"),
-    [(40, "reduce_o"), (100, "reduce_o"), (100, "share_and_reduce"), (40, "reduce_four"), (100, "reduce_four")],
+    ("pools", "heads", "cluster_mode"),
+    [
+        (pools, heads, mode)
+        for pools in ("v4", "both scales", "v4.1 of every kind", "v32 without rope", *AS_STORED)
+        for heads, mode in (
+            *((40, "reduce_o"), (100, "reduce_o"), (40, "reduce_four"), (100, "reduce_four")),
+            *([] if pools in AS_STORED else [(100, "share_and_reduce")]),
+        )
+    ],
 )
 def test_clusters_add_splits(monkeypatch, heads, cluster_mode, mode, splits, pools):
     """Right, and the same bits every time, of tokens with many keys, few or none, whether it would pay or not."""
-    monkeypatch.setattr(sparse_decode, "fastest", lambda config, *sizes: replace(config, cluster_mode=cluster_mode))
+    monkeypatch.setattr(sparse_splits, "fastest", lambda config, *sizes: replace(config, cluster_mode=cluster_mode))
     dispatch.clear_caches()
     longer = [(name, pages, page, topk * 3) for name, pages, page, topk in (POOLS | V41_POOLS)[pools]]
     if cluster_mode == "reduce_four":

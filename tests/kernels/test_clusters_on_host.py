@@ -56,7 +56,7 @@ SPARSE_PROBLEMS = {
         "300 2 6 12 ragged 16 9 290",
     ],
 }
-IN_DEFAULT = ("v32, share_kv", "dsv4, share_and_reduce", "dsv4, reduce_four")
+IN_DEFAULT = ("v32, share_kv", "dsv4, share_and_reduce", "dsv4, reduce_four", "bf16x576, reduce_four")
 
 
 def sparse(record, mode):
@@ -67,7 +67,10 @@ def sparse(record, mode):
     "name",
     [
         pytest.param(name, marks=[] if name in IN_DEFAULT else [pytest.mark.full])
-        for name in (f"{record}, {mode}" for record in ("v32", "dsv4", "v32nope", "v41any") for mode in SPARSE_PROBLEMS)
+        for name in (
+            *(f"{record}, {mode}" for record in ("v32", "dsv4", "v32nope", "v41any") for mode in SPARSE_PROBLEMS),
+            *(f"{record}, {mode}" for record in ("bf16x576", "bf16x512") for mode in ("reduce_o", "reduce_four")),
+        )
     ],
 )
 def test_results_of_selected_keys_are_those_of_fp64(tmp_path, name):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from operator import attrgetter
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from static_asserts import assert_compiles
 import mla_suite
 from mla_suite import archs
 from mla_suite.archs.sm_90 import sparse_decode as sm_90
+from mla_suite.archs.sm_90 import sparse_splits
 from mla_suite.archs.sm_90.sparse_decode import (
     CLUSTERED,
     FEW_HEADS,
@@ -43,7 +45,10 @@ H200 = archs.get("sm_90")
 TALL = [Sm90SparseConfig(H200, record, mode) for mode, records in CLUSTERED.items() for record in records]
 SWAPPED = [Sm90SparseConfig(H200, record, q_rows=rows) for record in TOKEN_BYTES for rows in SWAP_AB]
 FEW = [Sm90SparseConfig(H200, record, q_rows=FEW_ROWS, few_heads=True) for record in FEW_HEADS]
-CONFIGS = TALL + SWAPPED + FEW
+LARGEST = [
+    replace(config, max_logits=True) for config in TALL if config.returns_max_logits and config.cluster_mode == "none"
+]
+CONFIGS = TALL + LARGEST + SWAPPED + FEW
 
 
 def test_every_record_is_declared():
@@ -54,8 +59,10 @@ def test_every_record_is_declared():
 
 
 def test_no_other_point_is_legal():
-    legal = {(config.record, config.cluster_mode, config.q_rows, config.few_heads) for config in CONFIGS}
-    for point in set(itertools.product(*map(set, zip(("fp8", "exchange_p", 48, True), *legal, strict=True)))) - legal:
+    fields = attrgetter("record", "cluster_mode", "q_rows", "few_heads", "max_logits")
+    legal = set(map(fields, CONFIGS))
+    others = "fp8", "exchange_p", 48, True, True
+    for point in set(itertools.product(*map(set, zip(others, *legal, strict=True)))) - legal:
         with pytest.raises(ValueError, match="sparse_decode: no kernel of "):
             Sm90SparseConfig(H200, *point)
 
@@ -179,7 +186,7 @@ def test_what_it_cannot_take_is_refused_in_a_sentence(monkeypatch, options, sent
 def best_splits(arch, record, tokens, heads, keys):
     """What the cost model chooses now, whatever it did before."""
     config = Sm90SparseConfig(arch, record, "share_kv" if heads == 128 else "none")
-    return sm_90.best_splits.__wrapped__(config, tokens, heads, keys)
+    return sparse_splits.best_splits.__wrapped__(config, tokens, heads, keys)
 
 
 H100 = H200.on_device(132, memory_bytes_per_s=3_100_000_000_000)
@@ -243,15 +250,25 @@ def test_split_counts_are_the_best_that_were_measured(monkeypatch, card, record,
         ("v32", 30, 128, 2048, 2, "reduce_o"),
         ("dsv4", 34, 128, 1152, 1, "share_kv"),
         ("fp8x576", 24, 128, 2048, 2, "share_kv"),
+        ("bf16x576", 1, 64, 2048, 32, "none"),
+        ("bf16x576", 20, 64, 2048, 4, "reduce_four"),
+        ("bf16x576", 32, 64, 2048, 4, "reduce_o"),
+        ("bf16x576", 64, 64, 2048, 2, "reduce_o"),
+        ("bf16x576", 8, 64, 512, 4, "reduce_four"),
+        ("bf16x576", 12, 128, 2048, 4, "reduce_four"),
+        ("bf16x576", 8, 128, 2048, 6, "none"),
+        ("bf16x576", 24, 128, 2048, 2, "none"),
+        ("bf16x576", 32, 128, 512, 2, "reduce_o"),
+        ("bf16x576", 64, 128, 2048, 1, "none"),
     ],
 )
 def test_clusters_reduce_where_that_was_faster(record, tokens, heads, keys, splits, mode):
-    """On an H200 (S36 and S39 in csrc/sm_90/sparse_decode/PERF.md)."""
-    config = Sm90SparseConfig(H200, record, "share_kv" if heads == 128 else "none")
+    """On an H200 (S36, S39 and S40 in csrc/sm_90/sparse_decode/PERF.md)."""
+    config = Sm90SparseConfig(H200, record, "share_kv" if heads == 128 and record in SLOTS else "none")
     if heads <= FEW_ROWS:
         config = Sm90SparseConfig(H200, record, q_rows=FEW_ROWS, few_heads=True)
-    assert sm_90.best_splits(config, tokens, heads, keys) == splits
-    assert sm_90.fastest(config, tokens, heads, keys, splits).cluster_mode == mode
+    assert sparse_splits.best_splits(config, tokens, heads, keys) == splits
+    assert sparse_splits.fastest(config, tokens, heads, keys, splits).cluster_mode == mode
 
 
 @pytest.mark.parametrize(
@@ -261,7 +278,7 @@ def test_clusters_reduce_where_that_was_faster(record, tokens, heads, keys, spli
 def test_split_counts_of_few_heads_are_whole_stages(record, tokens, keys, splits):
     """The best, or within 2 % of it, among five counts on an H100: a split shorter than 64 keys saves no time."""
     few = Sm90SparseConfig(H100, record, q_rows=FEW_ROWS, few_heads=True)
-    assert sm_90.best_splits(few, tokens, 16, keys) == splits
+    assert sparse_splits.best_splits(few, tokens, 16, keys) == splits
 
 
 def test_split_counts():
@@ -269,10 +286,10 @@ def test_split_counts():
     for config in CONFIGS:
         if config.reduced_splits > 1:
             continue  # takes the place of one without clusters, when splits are known
-        assert sm_90.best_splits(config, 128, 128, 2048) == 1
-        assert sm_90.best_splits(config, 1, 128, 2048) > 10
-        assert sm_90.best_splits(config, 1, 16, 40) <= 2
-        assert sm_90.best_splits(config, 4, 16, 0) == 1
+        assert sparse_splits.best_splits(config, 128, 128, 2048) == 1
+        assert sparse_splits.best_splits(config, 1, 128, 2048) > 10
+        assert sparse_splits.best_splits(config, 1, 16, 40) <= 2
+        assert sparse_splits.best_splits(config, 4, 16, 0) == 1
 
 
 @pytest.mark.parametrize(
@@ -398,3 +415,4 @@ def test_a_launch_stores_max_logits_where_they_are_wanted(monkeypatch, wanted):
     NATIVE.run(config, outputs if wanted else outputs[:2], *args, **kwargs)
     read = params.load("sparse_decode_tma").unpack(seen[0][5])
     assert read["max_logits"] == (outputs[2].data_ptr() if wanted else 0)
+    assert seen[0][0].endswith("_maxlogits-1") == wanted

@@ -177,7 +177,6 @@ class QkSoftmax : QkRows<Traits> {
     const int lane = warpgroup_thread() % 32;
     const int warp = warpgroup_thread() / 32;
     if constexpr (!ONE_COPY) mask(s, first);
-    MaxLogits::add(params_, shared_, s);
     const bool p_ready = mbarrier_test(barriers_.p_empty(p_.stage), p_.parity ^ 1);
     const uint32_t stage = p_stage();
     const uint32_t row = stage + (warp * 16 + lane / 4) * 4;
@@ -186,6 +185,7 @@ class QkSoftmax : QkRows<Traits> {
     uint32_t p[SCORES / 2];
     float sum[2];
     exponentiate<Element>(s, scale_of(0), scale_of(1), row_max_, p, sum);
+    MaxLogits::add(shared_, s);
     const bool outgrown = sum[0] > RESCALE_THRESHOLD || sum[1] > RESCALE_THRESHOLD;
     if (__builtin_expect(__any_sync(~0u, outgrown), 0)) {
       command |= RESCALE;
@@ -277,7 +277,7 @@ class QkSoftmax : QkRows<Traits> {
       st_shared(p_stage() + Storage::P_INVERSE + warpgroup_thread() * 4, 0.0f);
       st_shared(p_stage() + Storage::P_LSE + warpgroup_thread() * 4, -INFINITE);
     }
-    MaxLogits::publish_none(params_, p_stage());
+    MaxLogits::publish_none(p_stage());
     named_barrier_sync<128>(QK_BARRIER);  // a PV warp waits for all four warps, but reads rows that another one wrote
     write_command(command);
     publish_p();
@@ -306,7 +306,7 @@ class QkSoftmax : QkRows<Traits> {
   MLA_DEVICE void one_tile() {
     row_max_[0] = row_max_[1] = LOWEST;
     row_sum_[0] = row_sum_[1] = 0.0f;
-    MaxLogits::begin_tile(params_, shared_);
+    MaxLogits::begin_tile(shared_);
     if (tile_.keys() == 0) {
       if (has_queries()) {
         skip_q_stage();

@@ -77,10 +77,12 @@ struct DecodePolicy {
   // Registers per thread (setmaxnreg). A block is launched with 128 for each thread; the sum over the four warpgroups
   // may not exceed 512, or the increase waits forever. One thread that issues TMA, or threads that copy from addresses
   // that others looked up, need fewer than 128 threads that find addresses, and those fewer than 128 that also
-  // dequantise. Threads that rotate what TMA or others bring are in between.
+  // dequantise. Threads that rotate what TMA or others bring are in between. Threads that gather get along with 32, which
+  // leaves QK registers for most of the queries, but in clusters that merge; of narrow rows QK has registers to spare.
+  static constexpr bool MERGES_GATHERED = LOAD == KvLoad::gather && Cluster::MERGES_SPLITS;
   static constexpr int PRODUCER_REGISTERS = ROTATES                        ? 40
                                             : LOAD == KvLoad::tma      ? 32
-                                            : LOAD == KvLoad::gather ? 32
+                                            : LOAD == KvLoad::gather ? (MERGES_GATHERED || STAGES > Cluster::STAGES ? 40 : 32)
                                             : LOAD == KvLoad::cp_async ? 48
                                             : LOAD == KvLoad::dequant ? 56
                                                                            : 64;
@@ -89,7 +91,7 @@ struct DecodePolicy {
   // Steps of Q K^T whose Q operand lies in registers. They keep shared-memory reads below the time of the products.
   static constexpr int Q_REGISTER_STEPS = ROTATES                        ? 26
                                           : LOAD == KvLoad::tma      ? 28
-                                          : LOAD == KvLoad::gather ? 28
+                                          : LOAD == KvLoad::gather ? (MERGES_GATHERED ? 26 : 28)
                                           : LOAD == KvLoad::cp_async ? 24
                                           : LOAD == KvLoad::dequant ? 22
                                                                          : 20;
@@ -191,6 +193,7 @@ struct DecodeTraits {
   static_assert(Q_SHARED_STEPS % 2 == 0, "a box of queries is two steps deep");
   // Whether keys are selected one by one, and some of a stage may be absent.
   static constexpr bool SELECTED = LOAD == KvLoad::dequant || LOAD == KvLoad::gather;
+  static constexpr bool RETURNS_MAX_LOGITS = false;  // the largest score of every row (max_logits.hpp)
   // The step of the next Q K^T after which a P is published. It is earlier for selected keys: a stage that is released
   // earlier has more time to be filled.
   static constexpr int P_COMMIT_STEP = LOAD == KvLoad::dequant   ? 16

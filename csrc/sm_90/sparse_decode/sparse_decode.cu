@@ -1,14 +1,19 @@
 // Sparse decode on sm_90: the entry. KV_FORMAT is a type of kv_format.hpp, CLUSTER_MODE what the two CTAs of a cluster
-// share (decode/cluster/none.hpp). README.md describes the producers; the other roles are those of decode.
+// share (decode/cluster/none.hpp), and MAX_LOGITS whether the largest scores are returned. README.md describes the
+// producers; the other roles are those of decode.
 #include "sm_90/decode/cluster/modes.hpp"
 #include "sm_90/decode/kernel.hpp"
 #include "sm_90/sparse_decode/producer_dequant.hpp"
 #include "sm_90/sparse_decode/producer_gather.hpp"
 
+#ifndef MAX_LOGITS
+#define MAX_LOGITS 0
+#endif
+
 namespace mla::sm_90 {
 
 using Policy = SparseDecodePolicy<KV_FORMAT, cluster_mode::CLUSTER_MODE>;
-using Traits = SparseDecodeTraits<SparseDecodeProblem<KV_FORMAT>, Policy>;
+using Traits = SparseDecodeTraits<SparseDecodeProblem<KV_FORMAT, MAX_LOGITS != 0>, Policy>;
 
 template <bool NEEDS_DEQUANT>
 struct KernelOf {

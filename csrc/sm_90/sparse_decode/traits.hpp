@@ -9,7 +9,7 @@
 namespace mla::sm_90 {
 
 // Every query token is a sequence; its rows are its heads.
-template <class KvFormat_>
+template <class KvFormat_, bool RETURNS_MAX_LOGITS_ = false>
 struct SparseDecodeProblem {
   using Element = bf16;
   using OutElement = bf16;
@@ -19,6 +19,7 @@ struct SparseDecodeProblem {
   static constexpr int HEAD_DIM_V = KvFormat::HEAD_DIM_V;
   static constexpr bool CONVERTS_Q = false;
   static constexpr bool ROTATES = false;
+  static constexpr bool RETURNS_MAX_LOGITS = RETURNS_MAX_LOGITS_;
 
   MLA_DEVICE static int rows(const Params& params) { return params.heads; }
   MLA_DEVICE static int sequence_of_split(const Params& params, int split) { return split / params.num_splits; }
@@ -51,6 +52,8 @@ struct SparseDecodeTraits : DecodeTraits<Problem, Policy> {
   using Params = typename Problem::Params;
   static constexpr int CLUSTER_SIZE = Base::Cluster::SHARES_KV ? 2 : 1;
   static_assert(CLUSTER_SIZE == 1 || KvFormat::NEEDS_DEQUANT, "two CTAs share the work of dequantising");
+  static constexpr bool RETURNS_MAX_LOGITS = Problem::RETURNS_MAX_LOGITS;
+  static_assert(!RETURNS_MAX_LOGITS || !Base::Cluster::MERGES_SPLITS, "clusters that merge results do not merge these");
   static constexpr int PRODUCER_WARPS = Base::PRODUCER_WARPS;
   static constexpr int STAGE_KEYS = BLOCK_N;
   static constexpr bool Q_APART = false;  // queries come through the ring of keys
@@ -78,8 +81,8 @@ struct SparseDecodeTraits : DecodeTraits<Problem, Policy> {
   static constexpr int SCRATCH_SCALES = __builtin_offsetof(Scratch, to_scales);
   static constexpr int SCRATCH_BYTES = SCRATCH_SCALES + (KvFormat::SCALES_APART ? 128 : 0);
   static constexpr int RAW = SCRATCH + PRODUCER_WARPS * SCRATCH_BYTES;     // uint8[warps][RAW_BYTES]
-  static constexpr int MAX_LOGITS = RAW + PRODUCER_WARPS * RAW_BYTES;      // float[128][2]: of QK, for gathered rows
-  static constexpr int SHARED_BYTES = MAX_LOGITS + (KvFormat::NEEDS_DEQUANT ? 0 : 1024);
+  static constexpr int ROW_MAXIMA = RAW + PRODUCER_WARPS * RAW_BYTES;      // float[128][2]: of QK, if they are returned
+  static constexpr int SHARED_BYTES = ROW_MAXIMA + (RETURNS_MAX_LOGITS ? 1024 : 0);
   static_assert(SHARED_BYTES <= SHARED_MEMORY_LIMIT, "a block has 227 KiB");
 
   // The bits of a stage's keys.

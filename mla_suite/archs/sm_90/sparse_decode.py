@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from math import inf
 
 import torch
 
 from mla_suite.archs import ArchSpec, sparse_attention
 from mla_suite.archs import combine as combine_kernels
-from mla_suite.archs.attention import SPARSE_INPUTS, Shape, Splits, call_of, combined
+from mla_suite.archs.attention import SPARSE_INPUTS, call_of, combined
 from mla_suite.archs.combine import OUTPUTS
-from mla_suite.archs.sm_90 import combine, tensor_maps
-from mla_suite.archs.sm_90.costs import early_share, max_splits, splits_worth_trying
+from mla_suite.archs.sm_90 import combine, sparse_splits, tensor_maps
 from mla_suite.archs.sm_90.tile import (
     BLOCK_M,
-    BLOCK_N,
     OUT_BYTES,
     REDUCE_BYTES,
     REDUCE_FOUR_BYTES,
@@ -36,7 +33,6 @@ from mla_suite.archs.sparse_attention import (
     sparse_pointers,
     sparse_queries,
     sparse_shape,
-    sparse_splits,
     sparse_supports,
 )
 from mla_suite.core.dispatch import Supported, Unsupported
@@ -70,10 +66,11 @@ SLOTS = {"dsv4": (4, 2368), "v32": (4, 2624), "v32nope": (4, 2112), "v41": (4, 2
 """Record that is dequantised before it is multiplied -> slots of four tokens that a warp has, and bytes of one."""
 SCALES_APART = ("dsv4", "v41", "v41any")
 STAGES = {record: 4 if record in SLOTS else 5 for record in WIDTHS} | {"bf16x160": 14}
-REDUCED = ("dsv4", "v32", "v32nope", "v41", "v41any")
+REDUCED = ("dsv4", "v32", "v32nope", "v41", "v41any", "bf16x512", "bf16x576")
 REDUCED_SPLITS = {"reduce_o": 2, "share_and_reduce": 2, "reduce_four": 4}
 """Cluster mode -> the splits whose results the blocks of a cluster add."""
 CLUSTERED = {"none": tuple(WIDTHS), "share_kv": tuple(SLOTS)} | dict.fromkeys(REDUCED_SPLITS, REDUCED)
+CLUSTERED["share_and_reduce"] = tuple([record for record in REDUCED if record in SLOTS])
 """What the blocks of a cluster share -> the records that there are kernels of."""
 GPCS = 8  # parts of a chip whose SMs may be in one cluster, of every chip of this arch at most
 REDUCING = {"none": ("reduce_o", "reduce_four"), "share_kv": ("share_and_reduce", "reduce_o", "reduce_four")}
@@ -82,16 +79,6 @@ LOADER_WARPS = 4
 MAX_LOGITS_BYTES = 1024  # of shared memory, where gathered rows may return them
 SWAP_AB = {16: (3, 14), 32: (2, 12)}
 """Most heads of a kernel with keys as the first operand -> its warpgroups that multiply, and stages of 16 records."""
-NEVER = 2**31  # keys, more than there are
-LEAST_KEYS = {16: (640, NEVER), 32: (2048, 4096)}
-"""Most heads of such a kernel -> keys of a split from which it takes less time than the kernel for few heads, or that
-of 64 query rows, on an H200 and on an H100 (csrc/sm_90/sparse_decode/PERF.md). A shorter split leaves its warpgroups
-few steps and merges their results all the same; the slower the memory, the less there is to gain. On an H100 the kernel
-for few heads is faster at any length."""
-INVARIANT_KEYS = {16: 1024, 32: 2048}
-"""The same in batch-invariant mode, where every card makes the same choice: beside 64 rows an H100 loses 3 % at 1,024
-keys of 16 heads, and an H200 would lose 14 % without."""
-FAST_MEMORY = 4_000_000_000_000  # bytes a second; an H200 reads 4.6e12 and an H100 3.1e12
 TOKEN_BYTES = {"v32": 656}
 """Record that such a kernel reads -> bytes of one."""
 
@@ -99,23 +86,6 @@ FEW_HEADS = {"dsv4": 3, "v32": 2, "v41": 4, "v41any": 4}
 """Record that the kernel for few heads reads -> slots of four tokens that a warp has which dequantises."""
 FEW_ROWS = 16  # the most heads of that kernel
 FEW_WARPS = 8  # its warps that dequantise
-FEW_KEYS = 64  # of its stages
-
-# Time of a launch, in microseconds; only differences between split counts matter. Of 42 shapes on an H100, each at 8 to
-# 16 counts, the choices take 0.5 % longer than the best on average, 3.7 % at most (csrc/sm_90/sparse_decode/PERF.md).
-STAGE_US = {"none": 1.0, "share_kv": 0.9, "reduce_o": 1.0, "share_and_reduce": 0.9, "reduce_four": 1.0}
-"""What the CTAs of a cluster share -> 32 keys on one SM."""
-FEW_STAGE_US = 1.8  # 64 keys on one SM, of the kernel for few heads
-TALL_US = 0.4  # more of a kernel of 64 query rows where there is that one
-NARROW_STAGE_US = 0.46  # 32 keys of 128 + 32 values, on the same H100
-TILE_US = (
-    7.5  # each further work tile of a CTA: its first keys are looked up, copied and dequantised before any product
-)
-PARTIAL_SHARE = 0.58  # of the memory's rate, at which partials are written and read
-LATE_US = 1.0  # more where some CTAs of combine find no SM before all splits are done
-REDUCED_LATE_US = 1.4  # the same behind clusters that reduce O
-REDUCE_US = {2: 1.8, 4: 3.4}  # splits that a cluster adds -> more for its partials
-REDUCE_WHOLE_US = {2: 0.0, 4: 0.5}  # the same for each row tile, where its results are those of a token
 
 
 @dataclass(frozen=True)
@@ -130,6 +100,7 @@ class Sm90SparseConfig:
     q_rows   query rows (heads of one token) that a block holds at most; fewer than 64 are a key of SWAP_AB, where keys
              are the first operand (csrc/sm_90/sparse_decode/swap_ab)
     few_heads  keys are the first operand and dequantised once (csrc/sm_90/sparse_decode/few_heads); at most 16 rows
+    max_logits  returns the largest scores too, of rows that are not dequantised; alone
     """
 
     arch: ArchSpec = field(repr=False)
@@ -137,6 +108,7 @@ class Sm90SparseConfig:
     cluster_mode: str = "none"
     q_rows: int = BLOCK_M
     few_heads: bool = False
+    max_logits: bool = False
 
     def __post_init__(self) -> None:
         if self.arch.name != "sm_90":
@@ -153,6 +125,8 @@ class Sm90SparseConfig:
             self._raise(f"a kernel for few heads has {FEW_ROWS} rows of {', '.join(FEW_HEADS)} records, alone")
         if self.swaps and (self.record not in TOKEN_BYTES or clustered):
             self._raise(f"blocks of {self.q_rows} query rows take {', '.join(TOKEN_BYTES)} records, alone")
+        if self.max_logits and (self.record in SLOTS or clustered or self.q_rows != BLOCK_M):
+            self._raise("max_logits are returned of rows that are not dequantised, by blocks alone")
         if self.lds > self.arch.lds_bytes:
             self._raise(f"it needs {self.lds} bytes of shared memory of {self.arch.lds_bytes}")
 
@@ -174,7 +148,7 @@ class Sm90SparseConfig:
         """The instances for the same calls whose clusters reduce O."""
         if self.few_heads:
             return Sm90SparseConfig(self.arch, self.record).reducing
-        if self.record not in REDUCED or self.q_rows != BLOCK_M:
+        if self.record not in REDUCED or self.q_rows != BLOCK_M or self.max_logits:
             return ()
         return tuple([replace(self, cluster_mode=mode) for mode in REDUCING.get(self.cluster_mode, ())])
 
@@ -207,8 +181,9 @@ class Sm90SparseConfig:
         loading = 2 if self.cluster_mode.startswith("share") else 1  # blocks that bring keys
         present = 16 * loading * stages  # bits of the keys that are there
         selected = present + LOADER_WARPS * (notes + slots * slot_bytes)
-        selected += MAX_LOGITS_BYTES if self.returns_max_logits else 0
-        block = block_bytes(width, stages, REGISTER_STEPS["selected" if self.record in SLOTS else "gathered"])
+        selected += MAX_LOGITS_BYTES if self.max_logits else 0
+        come = "selected" if self.record in SLOTS else "gathered" if self.reduced_splits == 1 else "merged"
+        block = block_bytes(width, stages, REGISTER_STEPS[come])
         block += {1: 0, 2: REDUCE_BYTES, 4: REDUCE_BYTES + REDUCE_FOUR_BYTES}[self.reduced_splits]
         if self.record in VALUES:
             block = -(-block // 128) * 128 + OUT_BYTES
@@ -216,8 +191,8 @@ class Sm90SparseConfig:
 
     @property
     def returns_max_logits(self) -> bool:
-        """Whether `spec` takes a third output [tokens, heads], fp32 and -inf, and raises it to the largest scaled
-        scores."""
+        """Whether `spec` takes a third output [tokens, heads], fp32 and -inf, which the instance with `max_logits`
+        raises to the largest scaled scores."""
         return self.record not in SLOTS
 
     @property
@@ -231,12 +206,18 @@ class Sm90SparseConfig:
             return f"few_heads_sparse_decode_kvformat-{self.record}"
         if self.swaps:
             return f"swap_ab_sparse_decode_kvformat-{self.record}_qrows-{self.q_rows}"
-        return f"sparse_decode_kvformat-{self.record}_clustermode-{self.cluster_mode}"
+        more = "_maxlogits-1" if self.max_logits else ""
+        return f"sparse_decode_kvformat-{self.record}_clustermode-{self.cluster_mode}{more}"
 
     def built_from(self, heads: int) -> tuple[str, ...]:
         """Names of the instances that calls of so many heads may launch."""
         swapped = self.keys_first(heads)
-        return tuple([config.instance for config in (self, *self.reducing, *([swapped] if swapped else []))])
+        others = [swapped] if swapped else [replace(self, max_logits=True)] if self.returns_max_logits else []
+        return tuple([config.instance for config in (self, *self.reducing, *others)])
+
+    def few_heads_serve(self, heads: int) -> bool:
+        """Whether there is a kernel for so few heads."""
+        return heads <= FEW_ROWS and self.record in FEW_HEADS
 
     def keys_first(self, heads: int) -> Sm90SparseConfig | None:
         """The instance with keys as the first operand for so many heads, if there is one."""
@@ -269,82 +250,6 @@ def config_for(problem: Problem, arch: ArchSpec) -> Sm90SparseConfig:
     return Sm90SparseConfig(arch, record, "share_kv" if in_pairs else "none")
 
 
-@lru_cache(maxsize=4096)
-def best_splits(config: Sm90SparseConfig, tokens: int, heads: int, keys: int) -> int:
-    """Splits per query token of about `keys` keys: the count that should take the least time."""
-    stages = max(1, -(-keys // BLOCK_N))
-    configs = config, *config.reducing
-
-    def microseconds(splits: int) -> float:
-        return min([_microseconds(each, tokens, heads, keys, splits) for each in configs])
-
-    most = max_splits(config.arch, tokens * config.tiles(heads), stages)
-    fours = range(4, most + 1, 4) if config.reducing else ()
-    return min(sorted({*splits_worth_trying(most, stages).tolist(), *fours}), key=microseconds)
-
-
-def _microseconds(config: Sm90SparseConfig, tokens: int, heads: int, keys: int, splits: int) -> float:
-    """What a call should take, less what all split counts have in common; infinite where clusters cannot add splits."""
-    tiles = config.tiles(heads)
-    stages = max(1, -(-keys // BLOCK_N))
-    values = VALUES.get(config.record, 512)
-    stage_keys, stage_us = BLOCK_N, NARROW_STAGE_US if config.record in VALUES else STAGE_US[config.cluster_mode]
-    if config.few_heads:
-        stage_keys, stage_us = FEW_KEYS, FEW_STAGE_US
-    reduced = config.reduced_splits
-    if reduced > 1 and (splits % reduced or tokens * splits * tiles > config.clustered_blocks):
-        return inf
-    groups = groups_of(config.arch, tokens * splits, tiles)
-    waves = -(-tokens * splits // groups)
-    split_keys = -(-stages // splits) * BLOCK_N
-    spent = waves * -(-split_keys // stage_keys) * stage_us + (waves - 1) * TILE_US
-    if heads <= FEW_ROWS and config.record in FEW_HEADS and not config.few_heads:
-        spent += TALL_US
-    partials = splits // reduced
-    if partials == 1:
-        return spent + REDUCE_WHOLE_US.get(reduced, 0.0) * tiles
-    written = tokens * heads * partials * values * 4 / (PARTIAL_SHARE * config.arch.memory_bytes_per_s / 1e6)
-    late = early_share(config.arch, tokens * heads, partials, config.arch.compute_units - groups * tiles) < 1
-    if reduced > 1:
-        return spent + REDUCE_US[reduced] + written + late * REDUCED_LATE_US
-    return spent + written + late * LATE_US
-
-
-def _split(config: Sm90SparseConfig, args: SparseDecodeArgs, shape: Shape) -> tuple[Sm90SparseConfig, Splits]:
-    """How a call's keys are split, and the instance that fits. In batch-invariant mode and with a plan no clusters
-    reduce O: splits are combined alike whatever the batch, and the parts of a plan are not in pairs."""
-    sizes = shape.batch, shape.heads, shape.keys
-    splits = sparse_splits(args, shape, lambda: best_splits(config, *sizes))
-    chosen = _for_splits(config, args, shape, splits)
-    if chosen is config and not splits.size and not shape.plan_words:
-        chosen = fastest(config, *sizes, splits.number)
-    if chosen.reduced_splits > 1:
-        splits = splits._replace(partials=splits.number // chosen.reduced_splits)
-    return chosen, splits
-
-
-def fastest(config: Sm90SparseConfig, tokens: int, heads: int, keys: int, splits: int) -> Sm90SparseConfig:
-    """This instance, or one whose clusters reduce O where that should take less time."""
-    return min((config, *config.reducing), key=lambda each: _microseconds(each, tokens, heads, keys, splits))
-
-
-def _for_splits(config: Sm90SparseConfig, args: SparseDecodeArgs, shape: Shape, splits: Splits) -> Sm90SparseConfig:
-    """The instance for a call: with keys as the first operand for few heads if splits are long, else `config`.
-
-    In batch-invariant mode it depends on heads and split_size alone, so a sequence has the same bits in any batch, and
-    with the memory of any card.
-    """
-    swapped = config.keys_first(shape.heads)
-    if swapped is None:
-        return config
-    if args.split_size and not args.num_splits:
-        keys, least = args.split_size, INVARIANT_KEYS[swapped.q_rows]
-    else:
-        keys = shape.batch * shape.keys // max(splits.tiles(shape), 1)
-        least = LEAST_KEYS[swapped.q_rows][config.arch.memory_bytes_per_s < FAST_MEMORY]
-    return swapped if keys >= least else config
-
-
 @lru_cache(maxsize=256)
 def _interleaved_pools(kv_formats: tuple[str, ...]) -> int:
     """A bit for each pool of V4.1's records that has each token's scales behind it."""
@@ -368,7 +273,9 @@ def _spec(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: Spa
     if not shape.out.in_whole_vectors or not tensor_maps.within_span(1, shape.heads, shape.out.strides):
         shape = shape._replace(out=shape.out.copied())
         temporaries.append(Temporary(OUTPUTS["out"]))
-    config, splits = _split(config, args, shape)
+    if len(outputs) > 2:
+        config = replace(config, max_logits=True)
+    config, splits = sparse_splits.split_call(config, args, shape)
     slots, tiles, wanted = splits.slots(shape), config.tiles(shape.heads), (LseLayout.of(lse), args.plus_inf_lse)
     groups = groups_of(config.arch, splits.tiles(shape), tiles)
     numbers = sparse_numbers(args, shape, splits) | {"grid_stride": groups} | combine_kernels.lse_numbers(*wanted)

@@ -9,8 +9,8 @@ BLOCK_N = 32  # keys of a stage: one copy, one Q K^T, one P V
 OUT_BYTES = 8 * 4096  # the epilogue's buffers, which narrow rows have no stage for
 P_BYTES = BLOCK_M * BLOCK_N * 2 + 3 * 4 * BLOCK_M + 128  # a buffer of P, with the statistics of its rows
 REDUCE_BYTES = 5 * 4 * BLOCK_M + 8 * (4 + 4 * 4)  # of a cluster that reduces O: statistics of both splits, and barriers
-REDUCE_FOUR_BYTES = 8 * (2 + 2 * 4)  # more barriers of one that reduces O of four splits
-REGISTER_STEPS = {"tma": 28, "cp_async": 24, "selected": 22, "gathered": 28, "fp8": 20, "rotated": 26}
+REDUCE_FOUR_BYTES = 8 * (3 + 2 * 4)  # more barriers of one that reduces O of four splits
+REGISTER_STEPS = {"tma": 28, "cp_async": 24, "selected": 22, "gathered": 28, "merged": 26, "fp8": 20, "rotated": 26}
 """How keys come -> 16-value steps of Q K^T whose queries lie in registers."""
 RAW_STAGES = 4  # stages of e4m3 keys that scores and values are taken from
 

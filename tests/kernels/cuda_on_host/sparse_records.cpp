@@ -2,10 +2,10 @@
 // the instance's; with Q_ROWS it is one of swap_ab, with FEW_HEADS of few_heads. Arguments: heads, tokens, splits (of every token),
 // groups (SM parts that walk them), what, and for each pool its page size, pages and the most keys that a token selects. Of
 // V4.1's pools the page size says which: 16i has each token's scales behind it, 16f and 16fi 4-bit values. Bare rows of
-// e4m3 take descales, which are null where what is plain; rows of bf16 give the largest score of each query row as well.
+// e4m3 take descales, which are null where what is plain; with
+// MAX_LOGITS rows of bf16 give the largest score of each query row as well.
 //   what  plain; one (key each, queries of 0: results are the row itself); sharp (large scores); sink; absent (half of the
-//         indices select nothing); ragged (indptr); lengths; planned (two SM parts of a plan for each group); no_max
-//         (max_logits is null)
+//         indices select nothing); ragged (indptr); lengths; planned (two SM parts of a plan for each group)
 // Prints the largest relative error of a row of results and the largest of an lse and of a largest score; fails above
 // their bounds.
 #include <string>
@@ -30,6 +30,9 @@
 #define CLUSTER_MODE none
 #endif
 #endif
+#ifndef MAX_LOGITS
+#define MAX_LOGITS 0
+#endif
 
 namespace {
 
@@ -45,7 +48,8 @@ using Kernel =
     SwapAbKernel<Traits, SparseTileScheduler, SparseSwapAbProducer, SparseSwapAbMainloop, SwapAbEpilogue>;
 constexpr int BLOCK_ROWS = Q_ROWS;
 #else
-using Traits = SparseDecodeTraits<SparseDecodeProblem<KV_FORMAT>, SparseDecodePolicy<KV_FORMAT, cluster_mode::CLUSTER_MODE>>;
+using Traits = SparseDecodeTraits<SparseDecodeProblem<KV_FORMAT, MAX_LOGITS != 0>,
+                                  SparseDecodePolicy<KV_FORMAT, cluster_mode::CLUSTER_MODE>>;
 template <class T, class Scheduler>
 using Producer =
     std::conditional_t<T::KvFormat::NEEDS_DEQUANT, ProducerDequant<T, Scheduler>, ProducerGather<T, Scheduler>>;
@@ -273,7 +277,7 @@ struct Case {
     reciprocal(1, params.lse_tokens_reciprocal, params.lse_tokens_shift);
     params.empty_lse = EMPTY_LSE;
     max_logits.assign(rows, -INFINITY);
-    if (AS_STORED && what != "no_max") params.max_logits = max_logits.data();
+    if (MAX_LOGITS) params.max_logits = max_logits.data();
     if (BARE && what != "plain") {
       q_descale = 3.0f;
       kv_descale = 0.25f;  // of results of one key, too, which then have no other bits

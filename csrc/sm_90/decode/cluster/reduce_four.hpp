@@ -23,6 +23,7 @@ struct ClusterReduceFour : ClusterReduceO {
     ClusterReduceO::Mailbox pair;
     uint64_t neighbour_stats_full;     // max and sum of the neighbour's two splits have arrived
     uint64_t neighbour_copy_done;      // the neighbour has received all that this CTA sends
+    uint64_t neighbour_ring_drained;   // and no longer reads its KV ring, where that holds what is sent
     uint64_t sum_full[SUM_CHUNKS][4];  // a chunk of one warp's rows has arrived
   };
   template <class Traits>
@@ -44,6 +45,10 @@ struct ClusterReduceFour : ClusterReduceO {
     return barriers.in_cluster(__builtin_offsetof(Mailbox, neighbour_copy_done));
   }
   template <class Traits>
+  MLA_DEVICE static uint32_t neighbour_ring_drained(const Mbarriers<Traits>& barriers) {
+    return barriers.in_cluster(__builtin_offsetof(Mailbox, neighbour_ring_drained));
+  }
+  template <class Traits>
   MLA_DEVICE static uint32_t sum_full(const Mbarriers<Traits>& barriers, int warp, int chunk) {
     return barriers.in_cluster(__builtin_offsetof(Mailbox, sum_full)) + 8 * (chunk * 4 + warp);
   }
@@ -53,7 +58,8 @@ struct ClusterReduceFour : ClusterReduceO {
     ClusterReduceO::init_mbarriers(barriers);
     mbarrier_init(neighbour_stats_full(barriers), 1);
     mbarrier_expect_tx(neighbour_stats_full(barriers), 2 * BLOCK_M * 4);
-    mbarrier_init(neighbour_copy_done(barriers), 4);  // the neighbour's PV warps that merge
+    mbarrier_init(neighbour_copy_done(barriers), 4);     // the neighbour's PV warps that merge
+    mbarrier_init(neighbour_ring_drained(barriers), 8);  // all of them
     for (int warp = 0; warp < 4; ++warp)
       for (int chunk = 0; chunk < SUM_CHUNKS; ++chunk) {
         mbarrier_init(sum_full(barriers, warp, chunk), 1);
@@ -99,9 +105,12 @@ class ReduceFour : ReduceO<Traits> {
   using Base::barriers_, Base::params_, Base::shared_, Base::side_;
   static constexpr int SUM_CHUNKS = ClusterReduceFour::SUM_CHUNKS;
   static constexpr int SUM_TILES = SUM_CHUNKS * Base::CHUNK_TILES;
-  static constexpr int SUMS = Traits::RAW;  // where the neighbour's arrive
-  static constexpr int BUFFERS = Base::RECEIVED + SUM_CHUNKS * 4 * Base::CHUNK_BYTES;  // over the rest of what was received
-  static_assert(SUM_CHUNKS * 4 * Base::CHUNK_BYTES <= Traits::PRODUCER_WARPS * Traits::RAW_BYTES);
+  static constexpr int SUM_BYTES = SUM_CHUNKS * 4 * Base::CHUNK_BYTES;
+  // Where the neighbour's arrive: in place of keys as they are stored or, where there are none, of the ring's last.
+  static constexpr bool SUMS_IN_RING = Traits::RAW_BYTES == 0;
+  static constexpr int SUMS = SUMS_IN_RING ? Base::BEHIND : Traits::RAW;
+  static constexpr int BUFFERS = Base::RECEIVED + SUM_BYTES;  // over the rest of what was received
+  static_assert(SUMS_IN_RING ? SUMS + SUM_BYTES <= Base::RING_BYTES : SUM_BYTES <= Traits::PRODUCER_WARPS * Traits::RAW_BYTES);
   static_assert(SUMS % 16 == 0 && Epilogue<Traits>::BUFFER_BYTES <= SUM_CHUNKS * Base::CHUNK_BYTES);
 
  public:
@@ -110,6 +119,9 @@ class ReduceFour : ReduceO<Traits> {
   // On return the CTA may end.
   MLA_DEVICE void merge(PairO& o, const OutputTarget& target, const Epilogue<Traits>& epilogue) const {
     this->report_ring_drained();
+    if constexpr (SUMS_IN_RING)
+      peer_mbarrier_arrive(map_to_peer<1>(ClusterReduceFour::neighbour_ring_drained(barriers_)),
+                           warpgroup_thread() % 32 == 0);
     if (side_ != static_cast<int>(cluster_rank()) / 2) return this->send_all(o, target);
     named_barrier_arrive<PV_BARRIER, 256>();
     float peer[2];
@@ -134,8 +146,8 @@ class ReduceFour : ReduceO<Traits> {
   }
 
  private:
-  // Merges what the neighbour keeps, and sends it to where the neighbour's keys were as they are stored. Its statistics,
-  // for which `scale` has waited, say that it has all their scores.
+  // Merges what the neighbour keeps, and sends it to where the neighbour's keys were. Of those as they are stored its
+  // statistics, for which `scale` has waited, say that it has all their scores.
   MLA_DEVICE void send_sums(const PairO& o, const float (&peer)[2]) const {
 #pragma unroll
     for (int chunk = 0; chunk < SUM_CHUNKS; ++chunk) {
@@ -147,6 +159,8 @@ class ReduceFour : ReduceO<Traits> {
         st_shared_v4(shared_ + Base::RECEIVED + Base::tile_offset(tile), {four[0], four[1], four[2], four[3]});
       }
       fence_proxy_async();
+      if constexpr (SUMS_IN_RING)
+        if (chunk == 0) mbarrier_wait(ClusterReduceFour::neighbour_ring_drained(barriers_), 0);
       __syncwarp();
       const uint32_t from = shared_ + Base::chunk_offset(chunk);
       if (warpgroup_thread() % 32 == 0)
