@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mla_suite.archs.attention import Shape, Splits
 from mla_suite.archs.sm_90.costs import early_share, max_splits, splits_worth_trying
-from mla_suite.archs.sm_90.tile import BLOCK_N, groups_of
+from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N, groups_of
 from mla_suite.archs.sparse_attention import VALUES, sparse_splits
 from mla_suite.ops.sparse_decode import SparseDecodeArgs
 
@@ -38,25 +38,32 @@ class Costs(NamedTuple):
     stage    what the CTAs of a cluster share -> 32 keys on one SM
     late     more where some CTAs of combine find no SM before all splits are done
     reduced  splits that a cluster adds -> more for its partials
-    whole    the same for each row tile, where its results are those of a token
+    whole    the same where its results are those of a token: for a row tile, and for 64 heads
+    merged   what such a call has less, as it launches no combine
     """
 
     stage: Mapping[str, float]
     late: float
     reduced: Mapping[int, float]
-    whole: Mapping[int, float]
+    whole: Mapping[int, tuple[float, float]]
+    merged: float
 
 
 # Of 42 shapes of records on an H100, each at 8 to 16 counts, the choices take 0.5 % longer than the best on average and
-# 3.7 % at most; of 44 shapes of bf16 rows on an H200 0.4 % and 4.3 % (csrc/sm_90/sparse_decode/PERF.md).
+# 3.7 % at most; of 88 shapes of bf16 rows on an H200 0.6 % and 8.8 % (csrc/sm_90/sparse_decode/PERF.md).
 RECORD_COSTS = Costs(
     {"none": 1.0, "share_kv": 0.9, "reduce_o": 1.0, "share_and_reduce": 0.9, "reduce_four": 1.0},
     late=1.0,
     reduced={2: 1.8, 4: 3.4},
-    whole={2: 0.0, 4: 0.5},
+    whole={2: (0.0, 0.0), 4: (0.5, 0.0)},
+    merged=0.0,
 )
 ROW_COSTS = Costs(
-    {"none": 1.0, "reduce_o": 1.2, "reduce_four": 1.0}, late=3.8, reduced={2: 1.8, 4: 2.2}, whole={2: 1.3, 4: 0.5}
+    {"none": 1.0, "reduce_o": 1.15, "reduce_four": 1.0},
+    late=3.4,
+    reduced={2: 2.5, 4: 3.0},
+    whole={2: (0.0, 3.8), 4: (0.0, 1.8)},
+    merged=2.0,
 )
 NARROW_COSTS = RECORD_COSTS._replace(stage={"none": 0.46})  # rows of 128 + 32 values, on the same H100
 COSTS = {"bf16x576": ROW_COSTS, "bf16x512": ROW_COSTS, "bf16x160": NARROW_COSTS}
@@ -102,8 +109,11 @@ def microseconds(config: Sm90SparseConfig, tokens: int, heads: int, keys: int, s
     if config.few_heads_serve(heads) and not config.few_heads:
         spent += TALL_US
     partials = splits // reduced
+    if partials == 1 and reduced == 1:
+        return spent
     if partials == 1:
-        return spent + costs.whole.get(reduced, 0.0) * tiles
+        tile, rows = costs.whole[reduced]
+        return spent + tile * tiles + rows * heads / BLOCK_M - costs.merged
     written = tokens * heads * partials * values * 4 / (PARTIAL_SHARE * config.arch.memory_bytes_per_s / 1e6)
     late = early_share(config.arch, tokens * heads, partials, config.arch.compute_units - groups * tiles) < 1
     if reduced > 1:
