@@ -1,8 +1,11 @@
 """benchmarks/bench_vllm.py engine reads a step's times from a profile whose times are known."""
 
+import argparse
+
 import pytest
 import vllm_engine
 import vllm_model
+import vllm_sparse_engine
 
 LAYERS, STEPS = 3, 4
 
@@ -60,3 +63,18 @@ def test_tokens_may_differ_at_a_near_tie_alone():
     assert vllm_model.equal_tokens(found, first) == "4 greedy tokens equal, 1 of 2 sequences end at a near tie"
     with pytest.raises(AssertionError, match="a greedy token differs where the best two are 1.00 apart"):
         vllm_model.equal_tokens({"tokens": [[1, 2, 3], [4, 5, 7]]}, first)
+
+
+@pytest.mark.parametrize("model", ["v32", "v4"])
+def test_tokens_of_two_backends_are_compared_but_for_v4s(model, monkeypatch):
+    tokens = iter([[[1, 2]], [[1, 3]]])
+    monkeypatch.setattr(vllm_sparse_engine, "ON_GPU", True)
+    monkeypatch.setattr(vllm_engine, "run_process", lambda *_: ({"tokens": next(tokens), "gaps": [[1.0, 1.0]]}, 0))
+    parser = argparse.ArgumentParser()
+    vllm_sparse_engine.add_arguments(parser)
+    options = parser.parse_args(["--model", model, "--backends", "A,B"])
+    if model == "v4":
+        assert vllm_sparse_engine.main(options) == 0
+        return
+    with pytest.raises(AssertionError, match="a greedy token differs where the best two are 1.00 apart"):
+        vllm_sparse_engine.main(options)
