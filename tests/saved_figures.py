@@ -20,6 +20,7 @@ import compare_amd_peers
 import fit_amd_time
 import vllm_engine
 import vllm_server
+import vllm_sparse_engine
 from vllm_model import medians
 from vllm_server import Load
 
@@ -29,8 +30,9 @@ ROOT = Path(__file__).parent.parent
 RUNS = ("h200", "h100", "h100_e4m3")
 FLASHMLA, FLASHMLA_H100, FLASHMLA_E4M3 = (f"benchmarks/results/flashmla/{run}.json" for run in RUNS)
 REDUCE = "benchmarks/results/reduce/h200.csv"
-ENGINE, SERVER = "benchmarks/results/vllm/h200.csv", "benchmarks/results/vllm/h200_server.csv"
-ENGINE_V32, DECODE = "benchmarks/results/vllm/h200_v32.csv", "benchmarks/results/decode_sm90/h200.json"
+ENGINE, ENGINE_FLASHMLA = "benchmarks/results/vllm/h200.csv", "benchmarks/results/vllm/h200_flashmla.csv"
+ENGINES_SELECTING = [f"benchmarks/results/vllm/h200_{run}.csv" for run in ("v32", "v32_fp8", "v4")]
+SERVER, DECODE = "benchmarks/results/vllm/h200_server.csv", "benchmarks/results/decode_sm90/h200.json"
 TRANSFORMERS = "benchmarks/results/transformers/h200.csv"
 DECODE_LOG, COMBINE_LOG = "csrc/sm_90/decode/PERF.md", "csrc/sm_90/combine/PERF.md"
 README, SERVERS = "README.md", "docs/vllm_sglang.md"
@@ -153,56 +155,60 @@ def reduction() -> Iterator[Sourced]:
     )
 
 
-def engine() -> Iterator[Sourced]:
+Steps = dict[tuple[int, int, str], dict[str, float]]  # by batch, context and backend
+
+
+def engine_steps(path: str) -> Steps:
+    """A run's rows, with what a layer pays."""
     names = vllm_engine.TIMED
-    sizes = ("batch", "context")
-    runs = [
-        {"backend": row["backend"], **{name: int(row[name]) for name in sizes}, **{n: float(row[n]) for n in names}}
-        for row in saved(ENGINE)
-    ]
-    found = medians(runs, (*sizes, "backend"), names)
-    per_layer = {key: vllm_engine.per_layer_us(row) for key, row in found.items()}
-    backends = "FLASH_ATTN_MLA", "FLASHMLA", "CUSTOM"
-    lines, shares, steps = [], [], []
+    found = {
+        (int(row["batch"]), int(row["context"]), row["backend"]): {name: float(row[name]) for name in names}
+        for row in saved(path)
+    }
+    return {key: row | {"per_layer_us": vllm_engine.per_layer_us(row)} for key, row in found.items()}
+
+
+def shares(found: Steps, peer: str, name: str) -> list[float]:
+    """Ours / a backend's, of a column, at every shape."""
+    return [row[name] / found[(*key[:2], peer)][name] for key, row in found.items() if key[2] == "CUSTOM"]
+
+
+def engine() -> Iterator[Sourced]:
+    found, before = engine_steps(ENGINE), engine_steps(ENGINE_FLASHMLA)
+    lines = []
     for batch, context in sorted({key[:2] for key in found}):
-        layers = [per_layer[batch, context, name] for name in backends]
-        rows = [found[batch, context, name] for name in backends]
-        shares.append([layers[2] / us for us in layers[:2]])
-        steps.append([rows[2]["step_us"] / row["step_us"] for row in rows[:2]])
+        theirs, ours = (found[batch, context, name] for name in ("FLASH_ATTN_MLA", "CUSTOM"))
         cells = (
-            *(f"{us:.1f}" for us in layers),
-            *(f"{share:.2f}" for share in shares[-1]),
-            *(f"{row['step_us'] / 1e3:.2f}" for row in rows),
-            *(f"{row['tokens_per_s']:.0f}" for row in rows),
+            *(f"{row['per_layer_us']:.1f}" for row in (theirs, ours)),
+            f"{ours['per_layer_us'] / theirs['per_layer_us']:.2f}",
+            *(f"{row['step_us'] / 1e3:.2f}" for row in (theirs, ours)),
+            f"{ours['step_us'] / theirs['step_us']:.2f}",
+            *(f"{row['tokens_per_s']:.0f}" for row in (theirs, ours)),
         )
         lines.append(f"| {batch} x {context} | {' | '.join(cells)} |")
-    of_attention, of_step = ([span(list(column)) for column in zip(*each, strict=True)] for each in (shares, steps))
-    yield Sourced(
-        README,
-        ENGINE,
-        [
-            f"takes **{of_attention[0]}** of FlashAttention's time and **{of_attention[1]}** of FlashMLA's",
-            f"a whole step {of_step[0]} and {of_step[1]}",
-        ],
-    )
-    rows = [found[128, 1024, name] for name in backends]
-    layers_us = [per_layer[128, 1024, name] for name in backends]
-    beside = (rows[2]["step_us"] - rows[0]["step_us"]) / 16 + layers_us[0] - layers_us[2]
+    layer, step = (span(shares(found, "FLASH_ATTN_MLA", name)) for name in ("per_layer_us", "step_us"))
+    layer_flashmla, step_flashmla = (span(shares(before, "FLASHMLA", name)) for name in ("per_layer_us", "step_us"))
+    text = f"takes **{layer}** of FlashAttention's time and a whole step **{step}**"
+    yield Sourced(README, ENGINE, [text])
+    text = f"**{layer_flashmla}** and {step_flashmla} of FlashMLA's"
+    yield Sourced(README, ENGINE_FLASHMLA, [text])
+    theirs, ours = (found[128, 1024, name] for name in ("FLASH_ATTN_MLA", "CUSTOM"))
+    won = theirs["per_layer_us"] - ours["per_layer_us"]
     yield Sourced(
         SERVERS,
         ENGINE,
         [
             *lines,
-            f"a step takes {of_step[0]} of what it does with FlashAttention, and {of_step[1]} of FlashMLA's",
-            f"At 128 x 1024 that is {beside:.0f} us a layer",
-            f"gave {rows[2]['tokens_per_s']:,.0f} tokens/s at 128 x 1024, with "
-            f"FlashAttention {rows[0]['tokens_per_s']:,.0f}",
+            f"a step takes {step} of what it does with FlashAttention",
+            f"attention wins {won:.0f} us a layer and the step {(theirs['step_us'] - ours['step_us']) / 16:.0f}",
+            f"gave {ours['tokens_per_s']:,.0f} tokens/s at 128 x 1024, with "
+            f"FlashAttention {theirs['tokens_per_s']:,.0f}",
         ],
     )
     alone = {row["name"]: row for row in saved(DECODE)["rows"]}
     one, many = alone["B1 H128 kv1024 q1"], alone["B128 H128 kv4096 q1"]
     flashmla, ours_us = (
-        [per_layer[batch, context, name] for batch, context in ((1, 1024), (128, 4096))]
+        [before[batch, context, name]["per_layer_us"] for batch, context in ((1, 1024), (128, 4096))]
         for name in ("FLASHMLA", "CUSTOM")
     )
     yield Sourced(
@@ -213,20 +219,39 @@ def engine() -> Iterator[Sourced]:
             f"at 128 x 4096. Ours takes {ours_us[0]:.1f} for {one['us']:.1f} and {ours_us[1]:.0f} for {many['us']:.0f}",
         ],
     )
+    long = {key: row for key, row in before.items() if key[1] == 16384}
+    long_layer, long_step = (span(shares(long, "FLASH_ATTN_MLA", name)) for name in ("per_layer_us", "step_us"))
+    step_before = span(shares(before, "FLASH_ATTN_MLA", "step_us"))
+    yield Sourced(
+        SERVERS,
+        ENGINE_FLASHMLA,
+        [
+            f"{layer_flashmla} of FlashMLA's time for a layer's attention and {step_flashmla} for a step",
+            f"over 16,384 tokens {long_layer} and {long_step} of FlashAttention's",
+            f"a step took {step_before} of FlashAttention's",
+        ],
+    )
 
 
-def engine_with_an_indexer() -> Iterator[Sourced]:
-    rows = {(row["backend"], row["batch"]): row for row in saved(ENGINE_V32)}
-    lines = []
-    for batch in ("1", "32"):
-        each = [rows[name, batch] for name in ("FLASH_ATTN_MLA_SPARSE", "MLA_SUITE_SPARSE")]
-        step = [float(row["step_us"]) for row in each]
-        rates = (f"{float(row['tokens_per_s']):.0f}" for row in each)
-        cells = (*(f"{us:.0f}" for us in step), f"{step[1] / step[0]:.2f}", *rates)
-        lines.append(f"| {batch} x 4096 | {' | '.join(cells)} |")
-    shares = [line.split("|")[4].strip() for line in lines]
-    yield Sourced(SERVERS, ENGINE_V32, lines)
-    yield Sourced(README, ENGINE_V32, [f"V3.2's steps take {shares[0]} and {shares[1]} times as long"])
+def engines_that_select() -> Iterator[Sourced]:
+    of_readme = "{} of their time over V3.2's bf16 rows", "{} over its records of 656 bytes", "{} with V4"
+    for path, phrase in zip(ENGINES_SELECTING, of_readme, strict=True):
+        rows, lines, steps = saved(path), [], []
+        peer = rows[0]["backend"]
+        theirs, ours = ([row for row in rows if (row["backend"] == peer) is is_peer] for is_peer in (True, False))
+        for pair in zip(theirs, ours, strict=True):
+            attention, step, rates = ([float(row[name]) for row in pair] for name in vllm_sparse_engine.TIMED)
+            steps.append(step[1] / step[0])
+            cells = (
+                *(f"{us:.1f}" for us in attention),
+                f"{attention[1] / attention[0]:.2f}",
+                *(f"{us:.0f}" for us in step),
+                f"{steps[-1]:.2f}",
+                *(f"{rate:.0f}" for rate in rates),
+            )
+            lines.append(f"`{peer}` | {pair[0]['batch']} | {' | '.join(cells)} |")
+        yield Sourced(SERVERS, path, lines)
+        yield Sourced(README, path, [phrase.format(span(steps))])
 
 
 def server() -> Iterator[Sourced]:
@@ -336,7 +361,7 @@ SOURCES: tuple[Callable[[], Iterator[Sourced]], ...] = (
     headline,
     reduction,
     engine,
-    engine_with_an_indexer,
+    engines_that_select,
     server,
     hugging_face,
     e4m3_caches,
