@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from functools import partial
 
 import pytest
@@ -224,6 +225,21 @@ def test_backward_is_refused_in_one_sentence(op, sample, compiled):
         loss.backward()
 
 
+@each([pair for pair in FIRST if pair[0].outputs])
+def test_what_out_wrote_says_that_there_is_no_backward(op, sample):
+    """Memory that every step writes does not hold the graphs of all former steps."""
+    (first, *rest), kwargs = sample.make(CPU)
+    outputs = outputs_for(op, (first, *rest), kwargs)
+    with torch.enable_grad():
+        for _ in range(2):
+            packet(op).out(first.clone().requires_grad_(), *rest, **kwargs, **outputs)
+            for written in outputs.values():
+                assert written.grad_fn.next_functions[0][0] is None, "the step before it is still held"
+        for written in outputs.values():
+            with pytest.raises(RuntimeError, match=re.escape(f"{op.name} {BACKWARD}")):
+                written.float().sum().backward()
+
+
 @pytest.mark.parametrize("arch", [None, "gfx942", "gfx950"])
 @each([pair for pair in SAMPLES if pair[0].mutates or pair[0].outputs], FIRST)
 def test_a_write_counts_as_a_new_version(op, sample, arch):
@@ -300,10 +316,16 @@ def test_torch_func_says_that_there_is_no_backward(op, sample, transform):
     def loss(call, x):
         return sum(result.float().sum() for result in call(x, *args[1:], **kwargs))
 
-    for call in (packet(op), getattr(mla_suite, op.name)):
+    def written(*tensors, **options):
+        outputs = outputs_for(op, args, kwargs)
+        packet(op).out(*tensors, **options, **outputs)
+        return tuple(outputs.values())
+
+    names = {packet(op): op.name, getattr(mla_suite, op.name): op.name, written: f"{op.name}.out"}
+    for call, name in names.items():
         with pytest.raises(RuntimeError) as refused:
             TRANSFORMS[transform](partial(loss, call), args[0])
-        assert str(refused.value) == f"{op.name} {BACKWARD}"
+        assert str(refused.value) == f"{name} {BACKWARD}"
     constant = torch.func.grad(lambda x: loss(packet(op), x.detach()) + x.float().sum())(args[0])
     assert torch.equal(constant, torch.ones_like(constant)), "a detached input is a constant"
 

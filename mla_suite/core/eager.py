@@ -88,7 +88,7 @@ def call(op: Called, tensors: tuple[Any, ...], options: tuple[Any, ...], otherwi
             return outputs if len(outputs) > 1 else outputs[0] if outputs else None
         if otherwise is None and _passes_unchanged(cast(Op, op), tensors, options):
             return implementations[op.name](*tensors, **dict(zip(op.options, options, strict=True)))
-    if _transformed() and not op.known.mutated:
+    if _transformed():
         _refuse_transforms(op.name, tensors)
     return _through_dispatcher(cast(Op, op), tensors, options) if otherwise is None else otherwise
 

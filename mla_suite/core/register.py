@@ -6,6 +6,7 @@ Autograd kernel. Fake and real outputs agree because both are made from the same
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -239,6 +240,8 @@ def _out(overload: _OutOverload) -> Callable[..., None]:
         _launch(prepared, (), tensors)
         _check(op, outputs, args, options)
         eager.bump_versions(outputs)
+        if _grad_enabled():
+            _refuse_gradients_of(op.name, outputs, args)
 
     return call
 
@@ -305,6 +308,28 @@ def _refuse_backward(grad: torch.Tensor, size: Sequence[int], op: str) -> torch.
 
 # An operator of its own, so that a compiled forward over tensors that require grad works and only backward() raises.
 _implement("refuse_backward", _refuse_backward, lambda grad, size, op: grad.new_empty(size))
+
+
+class _WithoutBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, written: torch.Tensor, op: str, *read: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(written)
+        ctx.op = op
+        return written
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> None:
+        eager.refuse_gradient(ctx.op)
+
+
+def _refuse_gradients_of(op: str, written: tuple[torch.Tensor, ...], args: tuple[Any, ...]) -> None:
+    """Have `backward()` through what an `.out` overload wrote raise as through what its operator returns."""
+    given = itertools.chain.from_iterable(value if isinstance(value, (list, tuple)) else (value,) for value in args)
+    read = [tensor for tensor in given if tensor is not None and tensor.requires_grad]
+    for tensor in written if read else ():
+        if tensor.grad_fn is not None and not tensor._is_view():
+            tensor.detach_()  # memory that is written in every step would hold on to the graphs of all former steps
+        _WithoutBackward.apply(tensor, op, *read)
 
 
 def _refuse_gradients(op: Op) -> None:

@@ -39,6 +39,10 @@ class DirectCall(NamedTuple):
             out = q.new_empty((batch, q_len, heads, max(head_dim_v, 0)), dtype=dtype)
         lse = q.new_empty((batch, heads, q_len), dtype=torch.float32).transpose(1, 2)
         self._call(given, (out, lse))
+        if torch.compiler.is_compiling() and torch.is_grad_enabled():
+            read = [tensor for tensor in given if tensor is not None and tensor.requires_grad]
+            if read:
+                out, lse = (_WithoutBackward.apply(result, self.op.name, *read) for result in (out, lse))
         return out, lse
 
     def _call(self, given: tuple[Any, ...], outputs: tuple[torch.Tensor, ...]) -> None:
@@ -82,3 +86,16 @@ class DirectCall(NamedTuple):
         prepared = PreparedCall(allocate, run, tuple(map(type, settings)))
         add_prepared(known.key(given, settings), prepared)
         known.keep(given, settings, prepared)
+
+
+class _WithoutBackward(torch.autograd.Function):
+    """Traced code does not see that `.out` has `backward()` raise, and cannot trace how."""
+
+    @staticmethod
+    def forward(ctx: Any, result: torch.Tensor, op: str, *read: torch.Tensor) -> torch.Tensor:
+        ctx.op, ctx.sizes = op, [tensor.shape for tensor in read]
+        return result.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, None, *[torch.ops.mla_suite.refuse_backward(grad, size, ctx.op) for size in ctx.sizes]

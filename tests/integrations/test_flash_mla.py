@@ -259,6 +259,31 @@ def test_dense_decode_compiles_in_one_graph(older, kv_heads):
         check(*compiled(q, problem.cache, problem.table, problem.lens, *metadata), problem.expected(q, True))
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("selects", [False, True], ids=["dense", "sparse"])
+def test_backward_says_that_there_is_none(selects, compiled):
+    """FlashMLA returns tensors without a gradient, so that what comes before the call learns nothing, in silence."""
+    problem = Dense([130, 7])
+    table, lens, indices = problem.table, problem.lens, None
+    if selects:
+        table, lens, indices = None, None, torch.arange(64, dtype=torch.int32).expand(2, 1, 64).contiguous()
+
+    def call(q, *metadata):
+        given = metadata or get_mla_metadata()
+        return flash_mla_with_kvcache(q, problem.cache, table, lens, 512, *given, indices=indices)
+
+    q, metadata = problem.queries().requires_grad_(), get_mla_metadata()
+    run = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else lambda q: call(q, *metadata)
+    name = "sparse_decode" if selects else "decode"
+    for _ in range(2):  # gradients are recorded for calls that are recognised, too
+        with torch.no_grad():
+            assert not any(result.requires_grad for result in run(q))
+        with torch.enable_grad():
+            for result in run(q):
+                with pytest.raises(RuntimeError, match=f"^{name} has no backward: it is an inference operator"):
+                    result.float().sum().backward(retain_graph=True)
+
+
 def test_calls_in_turn_share_nothing_but_their_metadata():
     """Two problems whose calls alternate, each recognised by its metadata: results are those of a first call."""
     made = (([130, 0, 7], 1, torch.bfloat16), ([64, 2], 3, torch.bfloat16), ([9], 1, torch.half))
