@@ -191,17 +191,34 @@ what lies 13 bits below its largest term is cut off."""
 OPERAND_ROUNDING = 2.0**-9
 """Rounding an operand of a score to 16 bits changes its products by at most this share of each."""
 
+FLUSHED = 2.0**10 * torch.finfo(torch.float32).smallest_normal
+"""Up to so much softmax weight may count for nothing: fp32's smallest normal number in each of up to 1,024 splits."""
+
+
+def flushed(magnitude: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
+    """How far out [..., head_dim_v] may be off since weights that are no normal fp32 numbers may count for nothing.
+
+    A sink [heads] far above lse [..., heads] makes all weights of a row so small; magnitude is that of `Exact`.
+    """
+    share = torch.ones_like(lse) if sink is None else torch.sigmoid(lse.double() - sink.double())
+    return FLUSHED * (1 + (magnitude / share[..., None]).nan_to_num(0.0))
+
 
 def attention_within(
-    outputs: Sequence[torch.Tensor], exact: Exact, scores_off: torch.Tensor | float = 0.0
+    outputs: Sequence[torch.Tensor],
+    exact: Exact,
+    scores_off: torch.Tensor | float = 0.0,
+    sink: torch.Tensor | None = None,
 ) -> tuple[Compared, Compared]:
     """The out and lse of a kernel beside the exact ones, with the bounds that are stated of kernels.
 
     scores_off  [...]: what scores may be off by, where a kernel rounds rotated keys to 16 bits
+    sink        [heads], as the call has it
     """
     out, lse = outputs
     off = torch.as_tensor(scores_off, dtype=torch.float64, device=out.device)
     allowed = _share(KERNEL_ROUNDING, off) * exact.magnitude + ulp(exact.out, out.dtype)
+    allowed += flushed(exact.magnitude, exact.lse, sink)
     allowed_lse = KERNEL_LSE * torch.where(exact.lse.isfinite(), exact.lse.abs(), 0.0).clamp(min=1.0) + off
     return Compared("out", out, exact.out, allowed), Compared("lse", lse, exact.lse, allowed_lse)
 

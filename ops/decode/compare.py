@@ -20,11 +20,12 @@ def compare(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> Sequen
     exact = testing.Exact(*(torch.zeros_like(like, dtype=torch.float64) for like in (out, lse, out)))
     reference.run(None, exact, args)
     off = _sums_off(args) if getattr(config, "fp8_scores", False) else _scores_off(args)
-    results = testing.attention_within(outputs, exact, off)
+    results = testing.attention_within(outputs, exact, off, args.attn_sink)
     if getattr(config, "fp8_weights", False):
         options = {entry.name: getattr(args, entry.name) for entry in fields(args) if entry.kw_only}
         tensors = [getattr(args, name) for name in args.__match_args__]
         allowed = testing.fp8_weights_bound(*tensors, **options) + testing.ulp(exact.out, out.dtype)
+        allowed += testing.flushed(exact.magnitude, exact.lse, args.attn_sink)
         results = results[0]._replace(allowed=allowed), results[1]
     if args.cu_seqlens_q is not None:  # no sequence has the tokens behind the last
         for result in results:

@@ -17,7 +17,7 @@ def compare(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> Sequen
     out, lse, *largest = outputs
     *exact, scores = (torch.zeros_like(like, dtype=torch.float64) for like in (out, lse, out, lse))
     reference.run(None, (*exact, scores), args)
-    results = testing.attention_within((out, lse), testing.Exact(*exact))
+    results = testing.attention_within((out, lse), testing.Exact(*exact), sink=args.attn_sink)
     allowed = testing.KERNEL_LSE * scores.abs().nan_to_num(0.0, 0.0, 0.0).clamp(min=1.0)
     return *results, *(Compared("max_logits", found, scores, allowed) for found in largest)
 

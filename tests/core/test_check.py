@@ -233,6 +233,20 @@ def test_no_random_problem_is_reported(seed, arch):
         torch.ops.mla_suite.sparse_decode(*args, **kwargs)
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("above", [87.5, 92.0])
+@pytest.mark.parametrize("name", ["decode", "sparse_decode", "combine"])
+def test_weights_that_are_no_normal_numbers_behind_a_sink_are_not_reported(name, above, arch):
+    """Kernels may take them for 0, and out is not always 0 then."""
+    op = register.get(name)
+    args, kwargs = op.samples()[0].make(CPU)
+    sink, call = op.arguments.index("attn_sink"), getattr(torch.ops.mla_suite, name)
+    _, lse = call(*args, **kwargs)
+    args = (*args[:sink], lse.flatten(0, -2).amax(0) + above, *args[sink + 1 :])
+    with mla_suite.emulate(arch), mla_suite.check(on_difference="raise"):
+        call(*args, **kwargs)
+
+
 @pytest.mark.parametrize("bound", [{"max_seqlen_kv": 1001}, {"max_seqlen_kv": 500, "split_size": 64}], ids=str)
 def test_a_bound_that_a_plan_rounds_is_not_reported(bound):
     """1001 counts as 1008, and 500 keys in splits of 64 as 512; the plan's header says so."""
