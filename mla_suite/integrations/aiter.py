@@ -25,7 +25,7 @@ from mla_suite.core import checks
 from mla_suite.errors import CallError
 from mla_suite.integrations import FP8, KV_FORMATS, absent, check_kinds, metadata_convert, restate
 from mla_suite.integrations import refuse as _refuse
-from mla_suite.integrations.aiter_metadata import DENSE, lengths, selected_lens, topk_of
+from mla_suite.integrations.aiter_metadata import DENSE, lengths, selected, topk_of
 from mla_suite.integrations.aiter_metadata import get_mla_metadata_info_v1 as get_mla_metadata_info_v1
 from mla_suite.integrations.aiter_metadata import get_mla_metadata_v1 as get_mla_metadata_v1
 from mla_suite.integrations.aiter_reduce import mla_decode_reduce as mla_decode_reduce
@@ -91,6 +91,7 @@ def mla_decode_fwd(
 
     After metadata with topk, or a copy or slice of it: kv_indices [tokens x topk], of which query token t has
     kv_indices[t x topk :][: min(keys of its sequence, topk)] and sees all; pages of one token; bf16, fp16 or fp32.
+    Metadata that AITER's own planner made does not say topk: where it selects, it is refused, by its last key.
 
     -> (o, lse [tokens, heads] fp32 or None). Where AITER returns its scratch of partial results there is none: the
     result stands in its place.
@@ -138,9 +139,9 @@ def mla_decode_fwd(
         if work_info_set.device != q.device or work_indptr.device != q.device:
             given = f"work_info_set is on {work_info_set.device} and work_indptr on {work_indptr.device}"
             _refuse(name, given, f"q is on {q.device}: move them there")
-        topk = topk_of(name, work_info_set)
+        topk = topk_of(name, work_indptr, work_info_set, kv_indptr)
         if topk != DENSE:
-            _decode_selected(q, kv_buffer, o, lse, kv_indptr, kv_indices, topk, scale)
+            _decode_selected(q, kv_buffer, o, lse, qo_indptr, kv_indptr, kv_indices, topk, scale)
             return o, lse if return_lse else None
         plan = metadata_convert.lookup(work_info_set, batch)
         if plan is None:
@@ -193,6 +194,7 @@ def _decode_selected(
     kv_buffer: torch.Tensor,
     o: torch.Tensor,
     lse: torch.Tensor,
+    qo_indptr: torch.Tensor,
     kv_indptr: torch.Tensor,
     kv_indices: torch.Tensor,
     topk: int,
@@ -206,7 +208,7 @@ def _decode_selected(
     if kv_indices.numel() < tokens * topk:
         given = f"kv_indices has {kv_indices.numel()} entries"
         _refuse(name, given, f"{tokens} query tokens and topk {topk} need {tokens * topk}")
-    lens = selected_lens(name, kv_indptr, tokens, topk)
+    lens, _ = selected(name, "qo_indptr", qo_indptr, kv_indptr, tokens, topk)
     try:
         torch.ops.mla_suite.sparse_decode.out(
             q,

@@ -23,6 +23,7 @@ _WORDS = {
 # int32 that memory nobody wrote is unlikely to hold; topk takes the lower 16 bits.
 TOPK_MARK = 0x4D4C0000
 MAX_TOPK = 0xFFFF
+DENSE_MARK = TOPK_MARK - 1  # and this where it does not; AITER's own planner writes 0 either way
 DENSE = -1
 # work_info_set -> (topk or DENSE, version of the tensor when that was so): saves reading the mark on the host.
 _topk_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -99,10 +100,11 @@ def get_mla_metadata_v1(
     work_metadata_ptrs [2] gets the addresses of work_indptr and work_info_set. Nothing is read on the host, and no
     plan is wrong for other lengths, only less even.
 
-    With topk each query token is planned for itself: reduce_final_map [batch x query tokens, 2] says how many there
-    are. The last column of work_info_set, which AITER leaves unused, then says topk to mla_decode_fwd. That reads it on
-    the host for a tensor that it has not seen, once; a captured or compiled step cannot wait for it, and checks on the
-    device that the metadata is of the kind that it was captured with.
+    With topk each query token is planned for itself, up to as many as reduce_final_map has rows; sequences may have
+    different numbers of them. Works name the sequence, `batch` for tokens of none. The last column of work_info_set,
+    which AITER leaves unused, then says topk to mla_decode_fwd. That reads it on the host for a tensor that it has not
+    seen, once; a captured or compiled step cannot wait for it, and checks on the device that the metadata is of the
+    kind that it was captured with.
 
     max_seqlen_qo is the most query tokens of a sequence, uni_seqlen_qo those of every one. Where neither is given, the
     device finds the number for the lists, and work is shared out as for one query token.
@@ -150,7 +152,7 @@ def get_mla_metadata_v1(
         if topk > MAX_TOPK:
             refuse(name, f"topk is {topk}", f"it takes 0..{MAX_TOPK}")
         tokens = reduce_final_map.shape[0]
-        seq_lens = selected_lens(name, seqlens_kv_indptr, tokens, topk)
+        seq_lens, sequences = selected(name, "seqlens_qo_indptr", seqlens_qo_indptr, seqlens_kv_indptr, tokens, topk)
         q_len, queries = 1, torch.arange(tokens + 1, dtype=torch.int32, device=seq_lens.device)
         begin = queries.long() * topk
         spans = torch.stack((begin, begin + torch.nn.functional.pad(seq_lens, (0, 1))))
@@ -183,11 +185,12 @@ def get_mla_metadata_v1(
         made = metadata_convert.aiter_lists(
             plan, queries, spans, num_sm_parts=num_sm_parts, page_size=1, max_seqlen_q=1
         )
+        _name_sequences(made.work_info_set, sequences, seqlens_qo_indptr)
     filled = (work_indptr, work_info_set, reduce_indptr, reduce_final_map, reduce_partial_map)
     for buffer, part in zip(filled, made, strict=True):
         buffer[: part.shape[0]].copy_(part)
     # Every row is marked, so that a slice of them still says what they are.
-    work_info_set[:, metadata_convert.AiterColumn.PAD].fill_(0 if spans is None else TOPK_MARK + topk)
+    work_info_set[:, metadata_convert.AiterColumn.PAD].fill_(DENSE_MARK if spans is None else TOPK_MARK + topk)
     _remember_topk(work_info_set, DENSE if spans is None else topk)
     if spans is None:
         metadata_convert.store(work_info_set, plan, batch)
@@ -204,8 +207,8 @@ def _remember_topk(work_info_set: torch.Tensor, topk: int) -> None:
         _topk_known[work_info_set] = (topk, metadata_convert.version(work_info_set))
 
 
-def topk_of(name: str, work_info_set: torch.Tensor) -> int:
-    """The topk that metadata was made with, or DENSE, from its own data."""
+def topk_of(name: str, work_indptr: torch.Tensor, work_info_set: torch.Tensor, kv_indptr: torch.Tensor) -> int:
+    """The topk that metadata was made with, or DENSE, from its own data. ValueError for AITER's own that selects."""
     mark = work_info_set[:1, metadata_convert.AiterColumn.PAD]
     guess = DENSE
     if not torch.compiler.is_dynamo_compiling():
@@ -214,8 +217,10 @@ def topk_of(name: str, work_info_set: torch.Tensor) -> int:
         if version is not None and not inference and version == work_info_set._version:
             return guess
         if not work_info_set.is_meta and not capturing(work_info_set):
-            word = int(mark) if mark.numel() else 0
+            word = int(mark) if mark.numel() else DENSE_MARK
             topk = word - TOPK_MARK if word & ~MAX_TOPK == TOPK_MARK else DENSE
+            if topk == DENSE and word != DENSE_MARK:
+                _check_dense(name, work_indptr, work_info_set, kv_indptr)
             if not inference:
                 _remember_topk(work_info_set, topk)
             return topk
@@ -229,14 +234,37 @@ def topk_of(name: str, work_info_set: torch.Tensor) -> int:
     return guess
 
 
-def selected_lens(name: str, kv_indptr: torch.Tensor, tokens: int, topk: int) -> torch.Tensor:
-    """Keys of each query token: those of its sequence, at most topk."""
-    batch = kv_indptr.shape[0] - 1
-    if batch < 1 or tokens % batch != 0:
-        refuse(name, f"there are {tokens} query tokens for {batch} sequences", "with topk each has equally many")
-    lens = kv_indptr.diff().clamp(max=topk)
-    # not reshaped: of one sequence that is a view, whose stride of 0 operators refuse
-    return lens[:, None].expand(batch, tokens // batch).contiguous().flatten()
+def _check_dense(name: str, work_indptr: torch.Tensor, work_info_set: torch.Tensor, kv_indptr: torch.Tensor) -> None:
+    """ValueError for works that do not end with the keys: of a selection they end with the last query token's."""
+    used = torch.arange(work_info_set.shape[0], device=work_info_set.device) < work_indptr[-1]
+    last = torch.where(used, work_info_set[:, metadata_convert.AiterColumn.KV_END], 0).amax()
+    found, end = torch.stack((last, kv_indptr[-1] - kv_indptr[0])).tolist()
+    if found != end:
+        given = f"work_info_set ends at page {found} and kv_indptr at {end}"
+        possible = "it selects keys or is of another step: fill it with this module's get_mla_metadata_v1"
+        refuse(name, given, possible)
+
+
+def selected(
+    name: str, argument: str, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, tokens: int, topk: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys of each query token, those of its sequence and at most topk, and its sequence; none past the last one's."""
+    checks.tensor(name, argument, qo_indptr, rank=1, dtypes=checks.INDEX, like=kv_indptr)
+    checks.shape(name, argument, qo_indptr, tuple(kv_indptr.shape), "[batch + 1]")
+    numbers = torch.arange(tokens, dtype=torch.int32, device=kv_indptr.device)
+    sequences = torch.searchsorted(qo_indptr[1:], numbers, right=True)
+    lens = torch.nn.functional.pad(kv_indptr.diff().clamp(max=topk), (0, 1))
+    return lens[sequences], sequences
+
+
+def _name_sequences(works: torch.Tensor, sequences: torch.Tensor, qo_indptr: torch.Tensor) -> None:
+    """Write works of single query tokens as AITER does: with the sequence, and later tokens counted as keys behind."""
+    token = works[:, metadata_convert.AiterColumn.BATCH]
+    used, row = token >= 0, token.clamp(min=0).long()
+    sequence = sequences[row]
+    end = torch.nn.functional.pad(qo_indptr[1:], (0, 1))[sequence]
+    works[:, metadata_convert.AiterColumn.KV_OFFSET] += torch.where(used, (end - 1 - row).clamp(min=0), 0)
+    works[:, metadata_convert.AiterColumn.BATCH] = torch.where(used, sequence, token)
 
 
 def lengths(name: str, kv_indptr: torch.Tensor, kv_last_page_lens: torch.Tensor, page_size: int) -> torch.Tensor:

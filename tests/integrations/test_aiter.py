@@ -129,27 +129,72 @@ def selection(step, topk):
     return chosen.view(-1), tuple(torch.stack(part) for part in zip(*expected, strict=True))
 
 
-@pytest.mark.parametrize("q_len", [1, 3])
-@pytest.mark.parametrize("lens", [[200, 0, 40, 65], [200]], ids=["four sequences", "one sequence"])
-def test_selected_keys_by_metadata_with_topk(lens, q_len):
-    topk, step = 64, Step(lens, [q_len] * len(lens))
-    made = sparse_metadata(step, q_len, topk)
+@pytest.mark.parametrize(
+    ("lens", "q_lens"),
+    [
+        ([200, 0, 40, 65], [1] * 4),
+        ([200, 0, 40, 65], [3] * 4),
+        ([200], [3]),
+        ([200, 7, 40, 65], [1, 4, 0, 3]),  # AITER itself takes as many query tokens of each sequence
+        ([9, 200], [3, 2]),
+    ],
+    ids=str,
+)
+def test_selected_keys_by_metadata_with_topk(lens, q_lens):
+    topk, step = 64, Step(lens, q_lens)
+    made = sparse_metadata(step, max(q_lens), topk)  # for more query tokens than there are, where they differ
     chosen, expected = selection(step, topk)
     arguments = (*step.args[:5], chosen, step.kv_last_page_lens, 1, 1, 1, 0.05)
     _, lse = aiter.mla_decode_fwd(*arguments, num_kv_splits=32, return_lse=True, **made)
     step.check(lse, expected)
 
     works = made["work_info_set"][: int(made["work_indptr"][-1])].tolist()
-    for token in range(step.total):
-        spans = [(work[4], work[5]) for work in works if work[0] == token]
-        assert spans[0][0] == token * topk
-        assert spans[-1][1] == token * topk + min(lens[token // q_len], topk)
-        assert all(left[1] == right[0] for left, right in itertools.pairwise(spans))
+    for sequence, (length, q_len) in enumerate(zip(lens, q_lens, strict=True)):
+        for i in range(q_len):
+            token = int(step.qo_indptr[sequence]) + i
+            mine = [work for work in works if work[2] == token]
+            assert {(work[0], work[3]) for work in mine} == {(sequence, token + 1)}
+            # As AITER counts what lies behind: keys of the selection, and one for each later query token.
+            assert [work[6] for work in mine] == [mine[-1][5] - work[5] + q_len - 1 - i for work in mine]
+            assert (mine[0][4], mine[-1][5]) == (token * topk, token * topk + min(length, topk))
+            assert all(left[5] == right[4] for left, right in itertools.pairwise(mine))
 
     # the same buffers planned densely select no more
     step.fill(made)
     _, lse = aiter.mla_decode_fwd(*step.args, return_lse=True, **made)
     step.check(lse, step.expected())
+
+
+def test_query_tokens_of_no_sequence_select_nothing():
+    """Such as pad a captured step to its batch."""
+    step = Step([200, 40], [1, 2])
+    made = sparse_metadata(step, 2, 16)
+    chosen, expected = selection(step, 16)
+    q, o = torch.cat((step.q, step.q)), torch.full((6, 16, 512), torch.nan, dtype=torch.bfloat16)
+    chosen = torch.cat((chosen, torch.full_like(chosen, 2**31 - 1)))
+    arguments = (q, step.kv_buffer, o, step.qo_indptr, step.kv_indptr, chosen, step.kv_last_page_lens, 1, 1, 1, 0.05)
+    _, lse = aiter.mla_decode_fwd(*arguments, return_lse=True, **made)
+    step.o = o[:3]
+    step.check(lse[:3], expected)
+    assert bool((o[3:] == 0).all() & (lse[3:] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("q_len", [1, 2])
+def test_metadata_that_aiter_made_is_not_taken_for_dense_where_it_selects(q_len, inference):
+    """It says topk nowhere, but its works do not cover the keys; dense ones do, and are read."""
+    with torch.inference_mode(inference):
+        step = Step([200, 9, 40, 65], [q_len] * 4)
+        dense, made = step.metadata(), sparse_metadata(step, q_len, 16)
+        for buffers in (dense, made):
+            buffers["work_info_set"] = buffers["work_info_set"].clone()
+            buffers["work_info_set"][:, -1] = 0  # as AITER leaves it
+        _, lse = aiter.mla_decode_fwd(*step.args, return_lse=True, **dense)
+        step.check(lse, step.expected())
+        step.o.fill_(torch.nan)
+        with pytest.raises(ValueError, match=r"work_info_set ends at page \d+ and kv_indptr at 314; .* selects keys"):
+            aiter.mla_decode_fwd(*step.args, **made)
+    assert bool(step.o.isnan().all()), "written although refused"
 
 
 def cloned(info):
@@ -215,8 +260,10 @@ def test_refused_selections():
     for changes, message in (
         (dict(kv_indices=step.kv_indices[:15]), "2 query tokens and topk 8 need 16"),
         (dict(kv_buffer=step.kv_buffer.to(torch.float8_e4m3fn)), "bf16, fp16 or fp32 pages of one token"),
+        (dict(qo_indptr=step.qo_indptr[:2]), r"qo_indptr has shape \(2,\); it takes \[batch \+ 1\] = \(3,\)"),
+        (dict(qo_indptr=step.qo_indptr.long()), "qo_indptr is int64; it takes int32"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             aiter.mla_decode_fwd(**(step.named | made | changes))
     assert bool(step.o.isnan().all()), "written although refused"
 

@@ -162,6 +162,16 @@ def test_decode_reduce(num_splits, batch):
         torch.testing.assert_close(reduced[t].float(), expected, rtol=2**-8, atol=1e-5)
 
 
+def test_a_selection_of_no_sequence_is_planned():
+    step = Step([20], [1])
+    made = step.metadata()
+    step.qo_indptr, step.kv_indptr = step.qo_indptr[:1], step.kv_indptr[:1]
+    step.kv_last_page_lens = step.kv_last_page_lens[:0]
+    step.fill(made, topk=4)
+    used = made["work_info_set"][: int(made["work_indptr"][-1])]
+    assert torch.equal(used[:, 4], used[:, 5]), "a work has keys"
+
+
 def test_refused_plans_and_reductions():
     step = Step([20, 3], [1, 1])
     made = step.metadata()
@@ -172,7 +182,7 @@ def test_refused_plans_and_reductions():
     ):
         with pytest.raises(ValueError, match=message):
             step.fill(made, **changes)
-    with pytest.raises(ValueError, match="there are 3 query tokens for 2 sequences; with topk each has equally many"):
+    with pytest.raises(ValueError, match="3 sequences and 8 SM parts need 11"):
         step.fill(made | dict(reduce_final_map=torch.zeros(3, 2, dtype=torch.int32)), topk=4)
     with pytest.raises(ValueError, match=r"kv_last_page_lens is 16; it is the third argument, a tensor \[batch\]"):
         aiter.get_mla_metadata_v1(step.qo_indptr, step.kv_indptr, 16, 1, True, *made.values(), 1)
