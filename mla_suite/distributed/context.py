@@ -51,6 +51,9 @@ def cp_decode(
                  sequence)
 
     -> out [batch, q_len, own heads, head_dim_v] in q's dtype, lse [batch, q_len, own heads] fp32, natural log.
+
+    Ranks that were given different values of softmax_scale, causal, exchange or interleave are told so on a CPU and in
+    debug mode, by a ValueError on all; elsewhere nobody compares them, since every call would wait on the host.
     """
     _check("cp_decode", q, shard, group, exchange, attn_sink)
     checks.is_tensor("cp_decode", "seq_lens", seq_lens)
@@ -75,7 +78,8 @@ def cp_decode(
         cp_interleave=shard.interleave,
         **options,
     )
-    return merge_ranks(out, lse, shard, group, exchange=exchange, attn_sink=attn_sink)
+    facts = dict(causal=causal, softmax_scale=options.get("softmax_scale"))
+    return merge_ranks(out, lse, shard, group, exchange=exchange, attn_sink=attn_sink, **facts)
 
 
 def cp_sparse_decode(
@@ -122,7 +126,8 @@ def cp_sparse_decode(
     pages = block_table.gather(1, (local // page_size).flatten(1).long()).view_as(local)
     slots = torch.where(own, pages * page_size + local % page_size, -1).to(torch.int32)
     out, lse = mla_suite.sparse_decode(q, [kv_cache], [slots], kv_formats=[kv_format], **options)
-    return merge_ranks(out, lse, shard, group, exchange=exchange, attn_sink=attn_sink)
+    scale = options.get("softmax_scale")
+    return merge_ranks(out, lse, shard, group, exchange=exchange, attn_sink=attn_sink, softmax_scale=scale)
 
 
 def merge_ranks(
@@ -133,14 +138,21 @@ def merge_ranks(
     *,
     exchange: str = "all_to_all",
     attn_sink: torch.Tensor | None = None,
+    **facts: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merges the ranks' partial results, out [..., heads, dim] and lse [..., heads], as `cp_decode` returns them."""
+    """Merges the ranks' partial results, out [..., heads, dim] and lse [..., heads], as `cp_decode` returns them.
+
+    facts  what else the partial results are of, compared as `check_same_shape` compares
+    """
     world, heads, dim = shard.world, out.shape[-2], out.shape[-1]
     if world == 1 and attn_sink is None:
         return out, lse
     own_heads = heads // world if exchange == "all_to_all" else heads
     if world > 1:
-        check_same_shape("merge", out, group, exchange=exchange, interleave=shard.interleave)
+        facts |= dict(
+            exchange=exchange, interleave=shard.interleave, attn_sink="given" if attn_sink is not None else None
+        )
+        check_same_shape("merge", out, group, **facts)
     if world > 1 and peer_memory.merges(group, out, own_heads):
         flat = out.reshape(-1, heads, dim), lse.reshape(-1, heads)
         merged, merged_lse = torch.ops.mla_suite_ranks.peer_merge(*flat, attn_sink, own_heads, str(group))

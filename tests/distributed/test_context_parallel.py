@@ -152,6 +152,15 @@ def wrong_shares(rank: int) -> None:
         call(shard=parallel.shard(1 + rank))
     with pytest.raises(ValueError, match="the ranks disagree: exchange is all_to_all on rank 0, all_gather on rank 1"):
         call(exchange=("all_to_all", "all_gather")[rank])
+    with pytest.raises(ValueError, match="the ranks disagree: softmax_scale is 1.0 on rank 0, 2.0 on rank 1; give all"):
+        call(softmax_scale=1.0 + rank)
+    with pytest.raises(ValueError, match="the ranks disagree: causal is True on rank 0, False on rank 1"):
+        call(causal=not rank)
+    with pytest.raises(ValueError, match="the ranks disagree: attn_sink is None on rank 0, given on rank 1"):
+        call(attn_sink=torch.zeros(4) if rank else None)
+    common = {"shard": parallel.shard(), "group": parallel.cp_group, "kv_format": "fp32"}
+    with pytest.raises(ValueError, match="the ranks disagree: softmax_scale is 1.0 on rank 0, 2.0 on rank 1"):
+        cp_sparse_decode(q, cache, torch.zeros(1, 1, 2).int(), table, softmax_scale=1.0 + rank, **common)
 
 
 def test_shares_of_other_ranks_are_refused():
