@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
+from threading import Lock
 from typing import Any, TypeVar, cast
 
 import torch
@@ -85,10 +86,44 @@ def reference_backend(run: Callable[[Any, tuple[torch.Tensor, ...], Any], None])
     def in_fp32(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         # autocast would round the operands of its products to 16 bits; autograd would pass tangents on to the outputs
         no_autocast = torch.autocast(first_tensor(_tensors(args)).device.type, enabled=False)
-        with no_autocast, torch._C._AutoDispatchBelowAutograd(), writable(outputs):
+        with no_autocast, torch._C._AutoDispatchBelowAutograd(), writable(outputs), _fp32_products:
             run(config, outputs, args)
 
     return Backend("reference", lambda problem, arch: reason, partial(_prepare_run, in_fp32))
+
+
+class _Fp32Products:
+    """In this context torch multiplies fp32 matrices in fp32, whatever `torch.set_float32_matmul_precision` says.
+
+    That is a setting of the process: the first thread that enters changes it, the last one that leaves puts it back.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = Lock(), 0, ["none"] * 2
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                self._before = [each.fp32_precision for each in self._settings()]
+                for each, before in zip(self._settings(), self._before, strict=True):
+                    if before not in ("ieee", "none"):
+                        each.fp32_precision = "ieee"
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                for each, before in zip(self._settings(), self._before, strict=True):
+                    if before not in ("ieee", "none"):
+                        each.fp32_precision = before
+
+    @staticmethod
+    def _settings() -> tuple[Any, Any]:
+        return torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+
+
+_fp32_products = _Fp32Products()
 
 
 def writable(outputs: tuple[torch.Tensor, ...]) -> AbstractContextManager[Any]:

@@ -1,9 +1,13 @@
-"""Under autocast the reference still computes in fp32."""
+"""The reference computes in fp32 under autocast too, and whatever precision torch's matrix products are allowed."""
+
+from functools import partial
+from threading import Event, Thread
 
 import pytest
 import torch
 
 import mla_suite
+from mla_suite.core import dispatch
 from mla_suite.integrations.flash_mla import flash_mla_sparse_fwd
 
 
@@ -31,3 +35,64 @@ def test_results_do_not_depend_on_autocast(call, dtype):
         with torch.autocast("cpu", dtype=dtype):
             results = call(q, rows, picks)
         assert all(map(torch.equal, results, expected))
+
+
+@pytest.fixture
+def settings():
+    """What says how torch multiplies fp32 matrices on a GPU and on a CPU, put back behind the test."""
+    both = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    before = [each.fp32_precision for each in both]
+    yield lambda: [each.fp32_precision for each in both]
+    torch.set_float32_matmul_precision("highest")
+    for each, value in zip(both, before, strict=True):
+        each.fp32_precision = value
+
+
+@pytest.fixture
+def seen(monkeypatch, settings):
+    """The settings whenever the reference of decode multiplies."""
+    found, multiply = [], torch.addmm
+    monkeypatch.setattr(torch, "addmm", lambda *given: (found.append(settings()), multiply(*given))[1])
+    return found
+
+
+@pytest.mark.parametrize("call", [decode, sparse_decode, sparse_prefill])
+def test_results_do_not_depend_on_the_precision_of_matrix_products(call, settings):
+    q, rows = torch.randn(2, 1, 64, 576), torch.randn(8, 16, 576)
+    picks = torch.randint(128, (2, 1, 40), dtype=torch.int32)
+    call = partial(call, q, rows.bfloat16(), picks)
+    expected = call()
+    for precision in ("high", "medium"):
+        torch.set_float32_matmul_precision(precision)
+        assert all(map(torch.equal, call(), expected))
+        assert torch.get_float32_matmul_precision() == precision
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_the_reference_multiplies_in_fp32(precision, seen, settings):
+    torch.set_float32_matmul_precision(precision)
+    before = settings()
+    assert before != ["ieee", "ieee"]
+    decode(torch.randn(2, 1, 16, 576), torch.randn(8, 16, 576).bfloat16(), None)
+    assert seen == [["ieee", "ieee"]] * 2
+    assert settings() == before
+
+
+def test_a_thread_that_leaves_the_reference_leaves_others_in_fp32(settings):
+    """The setting is the process's: threads that overlap must neither lose fp32 nor the caller's setting."""
+    torch.set_float32_matmul_precision("high")
+    before, products, first, second = settings(), dispatch._fp32_products, Event(), Event()
+
+    def one():
+        with products:
+            first.set()
+            second.wait(10)
+
+    thread = Thread(target=one)
+    thread.start()
+    first.wait(10)
+    with products:
+        second.set()
+        thread.join()
+        assert settings() == ["ieee", "ieee"]
+    assert settings() == before
