@@ -257,12 +257,12 @@ def test_demo_fails_where_a_kernel_did_not_run(
 
 
 @pytest.mark.parametrize(
-    ("arch", "sentence"), [("sm_90", "emulate: sm_90 is not emulated"), ("gfx90a", "unknown arch 'gfx90a'")]
+    ("arch", "sentence"), [("sm_90", "sm_90 is not emulated"), ("gfx90a", "unknown arch 'gfx90a'")]
 )
 def test_demo_names_what_can_be_emulated(arch: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--emulate", arch]) == 1
+    assert main(["demo", "--emulate", arch]) == 2
     printed = capsys.readouterr().err
-    assert sentence in printed
+    assert printed.startswith(f"demo: {sentence}")
     assert "gfx942" in printed
 
 
@@ -280,8 +280,19 @@ def test_a_wrong_arch_in_the_environment_is_a_sentence(
 
 def test_demo_needs_a_reference_beside_the_emulator(capsys: pytest.CaptureFixture[str]) -> None:
     with mla_suite.emulate("gfx942"):  # as MLA_SUITE_EMULATE does
-        assert main(["demo", "--emulate", "gfx950"]) == 1
+        assert main(["demo", "--emulate", "gfx950"]) == 2
     assert "MLA_SUITE_EMULATE=gfx942 leaves no reference to compare with; unset it" in capsys.readouterr().err
+
+
+def test_demo_says_which_options_the_emulator_does_not_read(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--emulate", "gfx942", "--kv-format", "fp16", "--layers", "2", "--tp", "4"]) == 2
+    said = "demo: --emulate runs single layers of its own, and no decoder: leave --kv-format, --tp out\n"
+    assert capsys.readouterr().err == said
+
+
+def test_demo_over_ranks_needs_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--tp", "2"]) == 2
+    assert capsys.readouterr().err.startswith("demo: this process was not started by torchrun: run `torchrun ")
 
 
 def test_demo_compares_values_and_bytes() -> None:

@@ -17,6 +17,7 @@ from mla_suite.build import budget, compilers, emulator_library, locations, mani
 from mla_suite.build.instances import Instance, instances
 from mla_suite.build.locations import BuildError, ObjectError
 from mla_suite.build.manifest import KernelEntry, Library, Manifest
+from mla_suite.errors import UsageError
 
 NO_NVCC = "no nvcc of CUDA 12 or newer serves here; `pip install nvidia-cuda-nvcc` or name one with --nvcc or CUDA_HOME"
 
@@ -47,8 +48,9 @@ def build(
     build at once.
 
     BuildError: a compiler's own message, a missing compiler, every broken budget with both numbers, missing wait
-    states, or a folder that cannot be written or holds something else; nothing is published then. ValueError: an
-    unknown arch or a declaration in `arch.toml` that cannot be built.
+    states, or a folder that cannot be written or holds something else; nothing is published then. UsageError: an
+    unknown arch or kernel, or debug without one that it is for. ValueError: a declaration in `arch.toml` that cannot be
+    built.
     """
     csrc = csrc.resolve()
     arch_records.get.cache_clear()  # sources may have been edited since they were last read
@@ -56,7 +58,7 @@ def build(
     known = arch_records.names(csrc)
     for name in archs or ():
         if name not in known:
-            raise ValueError(f"unknown arch {name!r}: this tree has {', '.join(known) or 'none'}")
+            raise UsageError(f"unknown arch {name!r}: this tree has {', '.join(known) or 'none'}")
     out = (out or locations.writable_objects(csrc)).absolute()
     with _written(out):
         _need_own_folder(out, csrc)
@@ -64,14 +66,14 @@ def build(
     if kernels is not None:
         missing = sorted(set(kernels) - {item.kernel for item in wanted})
         if missing:
-            raise ValueError(f"unknown kernels {missing}: possible are {sorted({item.kernel for item in wanted})}")
+            raise UsageError(f"unknown kernels {missing}: possible are {sorted({item.kernel for item in wanted})}")
         wanted = [item for item in wanted if item.kernel in kernels]
     if not fp16:
         wanted = [item for item in wanted if item.constants.get("DTYPE") != "fp16"]
     for_nvidia = _archs_of("nvidia", wanted)
     nvidia = compilers.find_nvidia(nvcc) if for_nvidia or nvcc is not None else None  # a path that is given is right
     if debug and not for_nvidia:
-        raise ValueError(
+        raise UsageError(
             "debug is for NVIDIA kernels, as no other kernel waits in a loop; name sm_90 or leave debug out"
         )
     if debug and nvidia is not None:

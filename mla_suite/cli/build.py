@@ -20,6 +20,7 @@ from pathlib import Path
 
 from mla_suite.build import BuildError, ObjectError, build
 from mla_suite.cli import compiling, positive
+from mla_suite.errors import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
                 debug=arguments.debug,
                 progress=step,
             )
+    except UsageError:
+        raise
     except (BuildError, ObjectError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -37,16 +37,21 @@ from mla_suite.errors import UsageError
 from mla_suite.launch import DriverError, LaunchError
 
 
+DECODER = {"tokens": 64, "layers": 2, "kv_format": "bf16", "seed": 0, "device": None, "tp": 1, "cp": 1}
+"""Options of the decoder, which --emulate does not run, and their defaults."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=positive, default=64, help="tokens to decode per sequence (default 64)")
-    parser.add_argument("--layers", type=positive, default=2, help="decoder layers (default 2)")
+    parser.set_defaults(**DECODER)
+    parser.add_argument("--tokens", type=positive, help="tokens to decode per sequence (default 64)")
+    parser.add_argument("--layers", type=positive, help="decoder layers (default 2)")
     formats = "KV cache format: bf16 (default), fp16, fp32 or fp8; on a CPU also fp8_fnuz, v32 and v32_pow2"
-    parser.add_argument("--kv-format", default="bf16", help=formats)
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and prompts (default 0)")
+    parser.add_argument("--kv-format", help=formats)
+    parser.add_argument("--seed", type=int, help="seed of weights and prompts (default 0)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="where to run (default: a GPU if torch finds one)")
     parser.add_argument("--emulate", metavar="ARCH", help="run whole layers on an emulated gfx942 or gfx950 instead")
-    parser.add_argument("--tp", type=positive, default=1, help="tensor-parallel ranks, under torchrun (default 1)")
-    parser.add_argument("--cp", type=positive, default=1, help="context-parallel ranks, under torchrun (default 1)")
+    parser.add_argument("--tp", type=positive, help="tensor-parallel ranks, under torchrun (default 1)")
+    parser.add_argument("--cp", type=positive, help="context-parallel ranks, under torchrun (default 1)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
@@ -65,9 +70,14 @@ def run(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> dict[str, Any] | None:
     """The report of a run, whose `problems` has a sentence for each fault. None where it failed, and said why."""
     if args.emulate:
+        given = [f"--{name.replace('_', '-')}" for name, default in DECODER.items() if getattr(args, name) != default]
+        if given:
+            raise UsageError(f"--emulate runs single layers of its own, and no decoder: leave {', '.join(given)} out")
         try:
             return demo_emulated.report(args.emulate, quiet=args.json)
-        except (ValueError, LaunchError, DriverError, ObjectError) as error:
+        except ValueError as error:
+            raise UsageError(str(error).removeprefix("emulate: ")) from error
+        except (LaunchError, DriverError, ObjectError) as error:
             print(error, file=sys.stderr)
             return None
     what = args.tokens, args.layers, args.kv_format, args.seed

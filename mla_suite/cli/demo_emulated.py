@@ -56,7 +56,7 @@ def report(arch: str, *, quiet: bool) -> dict[str, Any]:
     everywhere = current_arch(torch.empty(0))
     if everywhere is not None:
         raise UsageError(
-            f"demo --emulate: MLA_SUITE_EMULATE={everywhere.name} leaves no reference to compare with; unset it"
+            f"--emulate: MLA_SUITE_EMULATE={everywhere.name} leaves no reference to compare with; unset it"
         )
     with mla_suite.emulate(arch) as record:
         made = list(parts(record))

@@ -15,6 +15,7 @@ from mla_suite.cli import demo_model
 from mla_suite.cli.demo_model import Decoder
 from mla_suite.distributed import ContextParallelCache, Parallel, ParallelMLA, check_agreement
 from mla_suite.distributed.parallel import initialise
+from mla_suite.errors import UsageError
 
 TIMEOUT_S = 60.0  # of every collective
 COLLECTIVE_ERRORS = ("gloo", "Connection closed", "device-side assert")  # words of a collective that broke off
@@ -45,8 +46,9 @@ def decode(
             sentence = (
                 f"another rank ended or did not answer within {TIMEOUT_S:.0f} s; its own sentence says why ({sentence})"
             )
-        who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-        sys.stderr.write(f"demo: {who}{sentence}\n")  # one write: the ranks share the stream
+        if "RANK" not in os.environ:
+            raise UsageError(sentence) from error
+        sys.stderr.write(f"demo: rank {os.environ['RANK']}: {sentence}\n")  # one write: the ranks share the stream
         return None
     dist.destroy_process_group()
     return {"device": used, "ranks": ranks} | report | {"largest_logit_difference": max(differences)}
