@@ -36,7 +36,6 @@ from mla_suite.cli import demo_emulated, demo_model, positive
 from mla_suite.errors import UsageError
 from mla_suite.launch import DriverError, LaunchError
 
-
 DECODER = {"tokens": 64, "layers": 2, "kv_format": "bf16", "seed": 0, "device": None, "tp": 1, "cp": 1}
 """Options of the decoder, which --emulate does not run, and their defaults."""
 

@@ -129,7 +129,8 @@ class LatentPatch:
         if isinstance(masks, dict):
             masks = next(masks[kind] for kind in LATENT_KINDS if kind in masks)
         _check_mask(masks, batch)
-        kwargs = {**kwargs, self._cache_name: self._cache(kwargs, batch)}
+        cache = self._cache(kwargs, batch)  # which takes the older name away: with both transformers warns
+        kwargs = {**kwargs, self._cache_name: cache}
         call = self._begin(kwargs, batch, q_len, masks)
         if self._indexed:
             if call.store is None:

@@ -94,7 +94,7 @@ def test_ranks_that_disagree_say_so_in_one_sentence_each(tmp_path: Path) -> None
 
 
 def test_without_torchrun_the_command_is_named(capsys):
-    assert main(["demo", "--tp", "2"]) == 1
+    assert main(["demo", "--tp", "2"]) == 2
     assert "run `torchrun --nproc-per-node 2 -m mla_suite demo --tp 2`" in capsys.readouterr().err
 
 

@@ -111,6 +111,18 @@ def test_a_cache_serves_inside_and_outside_of_inference_mode(max_len):
 
 
 @torch.no_grad()
+@pytest.mark.filterwarnings("error:Both .* are set:FutureWarning")
+def test_a_decoder_gets_its_cache_by_one_name():
+    """transformers 5.24 takes the older name with a warning, and warns once more where it gets both."""
+    model = make("deepseek_v3")
+    ids, _ = left_padded()
+    with patch(model):
+        cache = LatentCache(model, 2, 32)
+        model.model(ids, past_key_values=cache)
+        assert cache.seq_lens.tolist() == [PROMPT] * 2
+
+
+@torch.no_grad()
 def test_a_call_that_is_refused_leaves_the_cache_as_it_was():
     model, other = make("deepseek_v3"), make("deepseek_v3", num_hidden_layers=1)
     ids, mask = left_padded()
