@@ -69,15 +69,16 @@ def backends(op: Op, call: Call, names: Sequence[str], device: torch.device) -> 
 
 
 def configured(op: Op, backend: Backend, config: Any, reason: str) -> Runner:
-    """A backend with a configuration of the caller's choice."""
+    """A backend with a configuration of the caller's choice, and with the launches of a user's call."""
 
     def run(call: Call) -> Tensors:
         outputs = inputs.outputs_for(op, call)
-        backend.run(config, outputs, op.Args(*call.args, **call.kwargs))
+        run_into(outputs, *call.args, **call.kwargs)
         return outputs
 
     def run_into(outputs: Tensors, *args: Any, **kwargs: Any) -> None:
-        backend.run(config, outputs, op.Args(*args, **kwargs))
+        record = op.Args(*args, **kwargs)
+        backend.run(config, outputs, record, op.seen(record))
 
     answer = partial(inputs.result, op, run_into)
     named = "" if config is None else str(config)

@@ -64,9 +64,9 @@ class Backend:
     prepare: Callable[[Any, tuple[torch.Tensor, ...], Any], Launch]
     devices: tuple[str, ...] = ("cpu", "cuda")
 
-    def run(self, config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
-        """Fill the outputs of one call."""
-        self.prepare(config, outputs, args)(outputs, _tensors(args))
+    def run(self, config: Any, outputs: tuple[torch.Tensor, ...], args: Any, seen: Any = None) -> None:
+        """Fill the outputs of one call; `seen` is what `Op.seen` makes of it, where its launch is to be a call's."""
+        self.prepare(config, outputs, args if seen is None else seen)(outputs, _tensors(args))
 
 
 def _tensors(args: Any) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from mla_suite.bench import saving, sets
 from mla_suite.bench.floors import Floors
 from mla_suite.bench.inputs import Call, Right
 from mla_suite.bench.measure import measure
-from mla_suite.bench.runners import Runner
+from mla_suite.bench.runners import Runner, configured
 from mla_suite.bench.timer import Effort
 from mla_suite.build import locations
 from mla_suite.core import dispatch, register
@@ -90,6 +90,24 @@ def test_a_backend_that_fails_is_a_result_and_not_the_end(monkeypatch: pytest.Mo
     native, reference = measure(SMALL, CPU, ONCE, backends=["native", "reference"])
     assert (native.failure, native.wrong) == ("no such kernel", True)
     assert reference.rounds
+
+
+def test_launches_are_those_of_a_call_whose_bound_counts_rounded_up() -> None:
+    """Timed with the exact one, a backend could have other splits than a call gets."""
+    op, bounds = register.get("decode"), list[int]()
+
+    def prepare(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> dispatch.Launch:
+        bounds.append(args.max_seqlen_kv)
+        return op.backends[-1].prepare(config, outputs, args)
+
+    backend = Backend("counted", lambda problem, arch: Supported(None, ""), prepare)
+    args, kwargs = op.samples()[0].make(torch.device("cpu"))
+    call = Call(args, kwargs | dict(max_seqlen_kv=1001))
+    runner = configured(op, backend, None, "")
+    for run in (runner.run, runner.answer, runner.eager):
+        assert run is not None
+        run(call)
+    assert bounds == [1008] * 3
 
 
 def test_triton_refuses_the_cpu_in_a_sentence() -> None:
