@@ -28,7 +28,13 @@ from transformers.cache_utils import Cache, DynamicCache
 from mla_suite.integrations import refuse
 from mla_suite.integrations.transformers_attention import POSSIBLE, attend, check, check_indexers, keep_latents
 from mla_suite.integrations.transformers_cache import LatentCache, find_store, store_of
-from mla_suite.integrations.transformers_interface import check_interface, check_projections, innermost
+from mla_suite.integrations.transformers_interface import (
+    capturing,
+    check_interface,
+    check_projections,
+    forget_capturing,
+    innermost,
+)
 from mla_suite.integrations.transformers_layer import LatentAttention, config_of, replaceable
 from mla_suite.integrations.transformers_store import ATTENTION_NAME, Call, at_columns, kv_format_of, latent_attentions
 from mla_suite.integrations.transformers_v4 import V4Patch
@@ -84,6 +90,7 @@ class LatentPatch:
             else:
                 cast(Any, replacement).expand_kv = keep_latents
         self._base.config._attn_implementation = ATTENTION_NAME
+        self._capturing = capturing(model)
         self._layers = [getattr(parent, name) for parent, name, _ in self._attentions]
         self._hooks = (
             self._base.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -103,6 +110,8 @@ class LatentPatch:
         self._base.config._attn_implementation = self._implementation
         for hook in self._hooks:
             hook.remove()
+        if replaced and capturing(self.model) != self._capturing:
+            forget_capturing(self.model)
 
     def _before(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Runs before the decoder: one step of the cache for all layers."""

@@ -22,6 +22,7 @@ TESTED = ("5.20", "5.24")
 CACHE_NAMES = ("cache", "past_key_values")
 """How a forward names its cache, the newer name first."""
 DECODER = {"input_ids", "attention_mask", "position_ids", "inputs_embeds"}
+_CAPTURES = "_output_capturing_hooks_installed"
 LAYER = {"hidden_states", "position_embeddings", "attention_mask"}
 
 
@@ -60,6 +61,21 @@ def check_projections(layers: list[Any]) -> None:
         if given is not None:
             possible = f"{ABSORBABLE}, or call unpatch(model)"
             refuse("patch", f"kv_b_proj of layer {layer.layer_idx} {given}", possible, TypeError)
+
+
+def capturing(model: nn.Module) -> list[nn.Module]:
+    """The modules for which transformers has installed the hooks that capture hidden states and attention weights."""
+    return [module for module in model.modules() if _CAPTURES in vars(module)]
+
+
+def forget_capturing(model: nn.Module) -> None:
+    """Remove those hooks, so that transformers installs them anew: it does so once, by the classes that it finds then,
+    which are not those of layers that were replaced."""
+    for module in model.modules():
+        vars(module).pop(_CAPTURES, None)
+        for key, hook in list(module._forward_hooks.items()):
+            if getattr(hook, "__module__", None) == "transformers.utils.output_capturing":
+                del module._forward_hooks[key]
 
 
 def _cache_name(interface: Interface, module: nn.Module, needed: set[str]) -> str:

@@ -74,6 +74,11 @@ def replaceable(attention: nn.Module) -> bool:
     """Whether this layer computes what `MLA` computes with `config_of` its config, and nothing wraps its forward."""
     if type(attention).__name__ not in DEEPSEEK_LAYERS or "forward" in vars(attention):
         return False
+    forward: Any = type(attention).forward
+    while forward is not None:  # transformers' own decorators lie around it, and others may, on the class
+        if getattr(forward, "__globals__", {}).get("__name__", "").partition(".")[0] != "transformers":
+            return False
+        forward = getattr(forward, "__wrapped__", None)
     config = cast(Any, attention).config
     if (config.kv_lora_rank, config.qk_rope_head_dim) != (LATENT, ROPE):
         return False

@@ -1,6 +1,7 @@
 """Hugging Face DeepSeek models with random weights: patched against unpatched."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -274,6 +275,24 @@ def test_hooks_of_an_attention_layer_run_whenever_they_are_added(folder):
     torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("first", [None, "output_hidden_states", "output_attentions"])
+@pytest.mark.parametrize("folder", ["deepseek_v3", "mistral4"])
+def test_attention_weights_are_captured_after_unpatch(folder, first):
+    """transformers installs the hooks for all outputs when the first is asked for, on the layers that it then finds."""
+    model = make(folder, attn_implementation="eager")
+    ids, asked = left_padded()[0], dict(output_attentions=True, output_hidden_states=True)
+    expected = make(folder, attn_implementation="eager")(ids, **asked)
+    if first is not None:
+        model(ids, **{first: True})
+    with patch(model):
+        assert len(model(ids, output_hidden_states=True).hidden_states) == len(expected.hidden_states)
+    found = model(ids, **asked)
+    for name in ("attentions", "hidden_states"):
+        assert len(found[name]) == len(expected[name])
+        assert all(map(torch.equal, found[name], expected[name]))
+
+
 def test_a_layer_keeps_its_mode_and_an_adapter_that_it_got_while_it_was_patched():
     model, adapter = make("deepseek_v3"), torch.nn.Identity()
     with patch(model):
@@ -284,12 +303,19 @@ def test_a_layer_keeps_its_mode_and_an_adapter_that_it_got_while_it_was_patched(
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("on_class", [False, True], ids=["of one layer", "of the class"])
 @pytest.mark.parametrize("folder", ["deepseek_v3", "deepseek_v2", "mistral4"])
-def test_a_wrapped_forward_of_an_attention_layer_is_called(folder):
+def test_a_wrapped_forward_of_an_attention_layer_is_called(folder, on_class, monkeypatch):
     model = make(folder)
     ids, attention = left_padded()[0], model.model.layers[1].self_attn
-    own = attention.forward
-    attention.forward = lambda *args, **kwargs: halved(attention, args, own(*args, **kwargs))
+    wrapped = type(attention) if on_class else attention
+    own = wrapped.forward
+
+    @functools.wraps(own)
+    def forward(*args, **kwargs):
+        return halved(attention, args, own(*args, **kwargs))
+
+    monkeypatch.setattr(wrapped, "forward", forward)
     expected = model(ids).logits
     with patch(model):
         assert model.model.layers[1].self_attn is attention
