@@ -165,6 +165,14 @@ def test_selected_keys_by_metadata_with_topk(lens, q_lens):
     step.check(lse, step.expected())
 
 
+def test_a_selection_of_no_keys():
+    """Its metadata is not that of a dense step."""
+    step = Step([200, 9], [2, 2])
+    made, (chosen, expected) = sparse_metadata(step, 2, 0), selection(step, 0)
+    _, lse = aiter.mla_decode_fwd(*step.args[:5], chosen, step.kv_last_page_lens, 1, return_lse=True, **made)
+    step.check(lse, expected)
+
+
 def test_query_tokens_of_no_sequence_select_nothing():
     """Such as pad a captured step to its batch."""
     step = Step([200, 40], [1, 2])

@@ -117,6 +117,22 @@ def test_a_holder_that_was_traced_with_is_empty_for_real_tensors(selects):
     torch.testing.assert_close(found, Layer()(*given), rtol=0, atol=0)
 
 
+def test_layers_that_are_traced_share_the_plan_of_the_first():
+    problem, layers = Dense([130, 7]), 3
+
+    class Step(torch.nn.Module):
+        def forward(self, q, table, lens):
+            holder, _ = get_mla_metadata()
+            for _ in range(layers):
+                out, _ = flash_mla_with_kvcache(q, problem.cache, table, lens, 512, holder)
+            return out
+
+    program = torch.export.export(Step(), (problem.queries(), problem.table, problem.lens), strict=False)
+    called = [str(node.target) for node in program.graph.nodes]
+    assert [name for name in called if "mla_suite.plan" in name] == ["mla_suite.plan.default"]
+    assert len([name for name in called if "decode" in name]) == layers
+
+
 def test_sink_in_a_dense_call():
     problem, sink = Dense([100, 0]), torch.tensor([0.5, -torch.inf, torch.inf, 3.0])
     problem.check(problem.queries(2, 4), causal=True, attn_sink=sink)

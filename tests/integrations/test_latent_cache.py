@@ -1,8 +1,7 @@
 """The latent cache under transformers: what does not fit is refused, what generate() takes back is forgotten."""
 
 import warnings
-from types import FunctionType
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch
@@ -70,6 +69,20 @@ def test_a_cache_without_room_is_refused(sizes):
     batch, max_len, page_size = sizes
     with pytest.raises(ValueError, match="LatentCache: batch .* each is 1 or more"):
         LatentCache(make("deepseek_v3"), batch, max_len, page_size=page_size)
+
+
+def test_compiled_steps_may_rely_on_the_address_of_every_tensor(monkeypatch):
+    """Of those that take the place of others for more sequences as well; a CUDA graph would copy what may move."""
+    marked = []
+    monkeypatch.setattr(torch._dynamo, "mark_static_address", marked.append)
+    cache = LatentCache(make("deepseek_v32"), 2, 16)
+    for change in (lambda: None, lambda: cache.batch_repeat_interleave(2)):
+        change()
+        held = {name: value for name, value in vars(cache.store).items() if isinstance(value, torch.Tensor)}
+        del held["_index"]  # of one step
+        held |= {f"latents {at}": value for at, value in cache.store.latents.items()}
+        held |= {f"index_keys {at}": value for at, value in cache.store.index_keys.items()}
+        assert [name for name, value in held.items() if not any(value is other for other in marked)] == []
 
 
 def test_tokens_to_forget_are_counted_from_the_end():
