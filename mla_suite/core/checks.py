@@ -113,6 +113,8 @@ def is_tensor(op: str, argument: str, value: Any) -> None:
     if value.layout is not torch.strided:
         given = f"is {str(value.layout).removeprefix('torch.')}"
         fail(op, argument, given, "it takes dense tensors: call .to_dense()", TypeError)
+    if value.is_nested:
+        fail(op, argument, "is nested", "it takes dense tensors: join its parts", TypeError)
 
 
 def whole(op: str, argument: str, value: Any) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mla_suite
-from mla_suite.core import register
+from mla_suite.core import dispatch, register
 from mla_suite.errors import CallError
 from mla_suite.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from mla_suite.kv_formats import empty, get_kv_format, pack, unpack, validate
@@ -117,6 +117,17 @@ def test_no_tensor_or_no_number_is_refused_in_a_sentence(refused, sentence):
     with pytest.raises(TypeError) as error:
         refused(torch.randn(6, 4, 128), torch.randn(6, 4))
     assert str(error.value) == sentence
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["first", "behind calls that are known"])
+def test_a_nested_tensor_is_refused(known):
+    """torch's guards, which recognise calls, ask for its strides, and that ends the process."""
+    dispatch.clear_caches()
+    out, lse = torch.randn(6, 4, 128), torch.randn(6, 4)
+    for _ in range(2 if known else 0):
+        combine(out, lse)
+    with pytest.raises(TypeError, match="^combine: partial_out is nested; it takes dense tensors: join its parts$"):
+        combine(torch.nested.nested_tensor(list(out)), lse)
 
 
 ROWS = torch.ones(1, 1, 576)
