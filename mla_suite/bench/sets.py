@@ -262,8 +262,8 @@ SETS: Mapping[str, NamedSet] = {
 
 
 def matching(cases: Mapping[str, Case], parts: Sequence[str] | None) -> list[Case]:
-    """The cases whose shape contains one of `parts`, or all of them. ValueError, with what there is, for no case."""
-    wanted = [case for case in cases.values() if not parts or any(part in case.shape for part in parts)]
+    """The cases whose name contains one of `parts`, or all of them. ValueError, with what there is, for no case."""
+    wanted = [case for name, case in cases.items() if not parts or any(part in name for part in parts)]
     if not wanted:
         raise UsageError(f"no shape contains {' or '.join(parts or ())}; they are {', '.join(cases)}")
     return wanted
