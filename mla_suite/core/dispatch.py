@@ -120,7 +120,8 @@ class _Fp32Products:
 
     @staticmethod
     def _settings() -> tuple[Any, Any]:
-        return torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+        backends: Any = torch.backends
+        return backends.cuda.matmul, backends.mkldnn.matmul
 
 
 _fp32_products = _Fp32Products()
