@@ -238,6 +238,12 @@ def test_what_out_wrote_says_that_there_is_no_backward(op, sample):
         for written in outputs.values():
             with pytest.raises(RuntimeError, match=re.escape(f"{op.name} {BACKWARD}")):
                 written.float().sum().backward()
+        with torch.inference_mode():
+            apart = outputs_for(op, (first, *rest), kwargs)
+        parts = {name: torch.stack((made, made)).unbind()[1] for name, made in apart.items()}
+        for outputs in (apart, parts):  # to which torch allows no writes in a graph
+            packet(op).out(first.clone().requires_grad_(), *rest, **kwargs, **outputs)
+            assert not any(written.requires_grad or written.isnan().any() for written in outputs.values())
 
 
 @pytest.mark.parametrize("arch", [None, "gfx942", "gfx950"])

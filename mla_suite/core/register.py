@@ -323,11 +323,17 @@ class _WithoutBackward(torch.autograd.Function):
 
 
 def _refuse_gradients_of(op: str, written: tuple[torch.Tensor, ...], args: tuple[Any, ...]) -> None:
-    """Have `backward()` through what an `.out` overload wrote raise as through what its operator returns."""
+    """Have `backward()` through what an `.out` overload wrote raise as through what its operator returns.
+
+    Views are left as they are: a graph of their base would grow with every step that writes to a part of it, and torch
+    refuses writes to some. So are tensors of inference mode, which never carry a gradient.
+    """
     given = itertools.chain.from_iterable(value if isinstance(value, (list, tuple)) else (value,) for value in args)
     read = [tensor for tensor in given if tensor is not None and tensor.requires_grad]
     for tensor in written if read else ():
-        if tensor.grad_fn is not None and not tensor._is_view():
+        if tensor._is_view() or tensor.is_inference():
+            continue
+        if tensor.grad_fn is not None:
             tensor.detach_()  # memory that is written in every step would hold on to the graphs of all former steps
         _WithoutBackward.apply(tensor, op, *read)
 

@@ -37,7 +37,8 @@ class DirectCall(NamedTuple):
         if out is None:
             dtype = torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype  # of float8 queries
             out = q.new_empty((batch, q_len, heads, max(head_dim_v, 0)), dtype=dtype)
-        lse = q.new_empty((batch, heads, q_len), dtype=torch.float32).transpose(1, 2)
+        strides = heads * q_len, 1, q_len  # of a tensor of its own, since views carry no gradient through `.out`
+        lse = q.new_empty_strided((batch, q_len, heads), strides, dtype=torch.float32)
         self._call(given, (out, lse))
         if torch.compiler.is_compiling() and torch.is_grad_enabled():
             read = [tensor for tensor in given if tensor is not None and tensor.requires_grad]
