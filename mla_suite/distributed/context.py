@@ -184,13 +184,12 @@ def _check(
     shard.check()
     checks.is_tensor(name, "q", q)
     if chosen not in EXCHANGES:
-        raise ValueError(f"exchange is {chosen!r}; it takes {' or '.join(EXCHANGES)}")
+        checks.fail(name, "exchange", f"is {chosen!r}", f"it takes {' or '.join(EXCHANGES)}")
     if q.dim() != 4:
-        raise ValueError(f"q has shape {tuple(q.shape)}; context parallelism takes [batch, q_len, heads, head_dim]")
+        checks.fail(name, "q", f"has shape {tuple(q.shape)}", "it takes [batch, q_len, heads, head_dim]")
     if chosen == "all_to_all" and q.shape[-2] % shard.world:
-        raise ValueError(
-            f"q has {q.shape[-2]} heads, which do not split over {shard.world} ranks; use exchange='all_gather'"
-        )
+        given = f"has {q.shape[-2]} heads, which do not split over {shard.world} ranks"
+        checks.fail(name, "q", given, "use exchange='all_gather'")
     if attn_sink is not None:
         checks.tensor(
             name, "attn_sink", attn_sink, sizes=(q.shape[-2],), dtypes=checks.FLOAT32, like=q, names="[heads]"

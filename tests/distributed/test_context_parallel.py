@@ -11,6 +11,7 @@ from rank_problems import local_slots
 from ranks import on_ranks
 
 import mla_suite
+from mla_suite.core import dispatch
 from mla_suite.distributed import KeyShard, Parallel, cp_decode, cp_sparse_decode
 
 CASES = {2: 60, 4: 30, 8: 20}  # by the number of ranks
@@ -148,6 +149,13 @@ def wrong_shares(rank: int) -> None:
         call(shard=KeyShard(4, rank))
     with pytest.raises(ValueError, match=f"cp_decode: shard is that of rank {1 - rank} of 2; {place}"):
         call(shard=KeyShard(2, 1 - rank))
+    bounds = []
+    with pytest.MonkeyPatch.context() as seen:
+        decode = mla_suite.decode
+        seen.setattr(mla_suite, "decode", lambda *a, **k: (bounds.append(k["max_seqlen_kv"]), decode(*a, **k))[1])
+        for longest in (101, 3):
+            call(max_seqlen_kv=longest)
+    assert bounds == [52, 3]  # half of the keys and one that its half may be longer; never more than there are
     with pytest.raises(ValueError, match="the ranks disagree: interleave is 1 on rank 0, 2 on rank 1"):
         call(shard=parallel.shard(1 + rank))
     with pytest.raises(ValueError, match="the ranks disagree: exchange is all_to_all on rank 0, all_gather on rank 1"):
@@ -170,7 +178,9 @@ def test_shares_of_other_ranks_are_refused():
 def test_one_rank_needs_no_group():
     q, cache = torch.randn(1, 1, 2, 576), torch.randn(2, 4, 576)
     lens, table = torch.tensor([5], dtype=torch.int32), torch.tensor([[1, 0]], dtype=torch.int32)
-    out, lse = cp_decode(q, cache, lens, table, shard=KeyShard(), group="", softmax_scale=0.1, kv_format="fp32")
+    with dispatch.count_calls() as calls:
+        out, lse = cp_decode(q, cache, lens, table, shard=KeyShard(), group="", softmax_scale=0.1, kv_format="fp32")
+    assert [op for op, *_ in calls] == ["decode"]  # nothing is merged
     exact, exact_lse = mla_suite.decode(q, cache, lens, table, softmax_scale=0.1, kv_format="fp32")
     assert torch.equal(out, exact)
     assert torch.equal(lse, exact_lse)

@@ -150,6 +150,12 @@ def test_all_ranks_run_out_of_pages_at_once(interleave):
         (cp_decode, {"seq_lens": [3]}, "seq_lens is a list of int; it takes a tensor"),
         (cp_decode, {"max_seqlen_kv": "3"}, "max_seqlen_kv is '3'; it takes an int"),
         (cp_decode, {"shard": None}, "shard is a NoneType; it takes a KeyShard"),
+        (cp_decode, {"q": torch.zeros(1, 2, 576)}, r"q has shape .*; it takes \[batch, q_len, heads, head_dim\]"),
+        (
+            cp_sparse_decode,
+            {"q": torch.zeros(1, 2, 576)},
+            r"q has shape .*; it takes \[batch, q_len, heads, head_dim\]",
+        ),
     ],
 )
 def test_keys_of_other_kinds_are_refused(call, wrong, sentence):
@@ -158,6 +164,23 @@ def test_keys_of_other_kinds_are_refused(call, wrong, sentence):
     given |= dict(shard=KeyShard()) | wrong
     with pytest.raises(ValueError if " has " in sentence else TypeError, match=f"{call.__name__}: {sentence}"):
         call(**given, group="none", kv_format="fp32", softmax_scale=1.0)
+
+
+@pytest.mark.parametrize("call", [cp_decode, cp_sparse_decode])
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"exchange": "ring"}, "{name}: exchange is 'ring'; it takes all_to_all or all_gather"),
+        ({"shard": KeyShard(1, 0, 0)}, "KeyShard: rank 0 of 1 with interleave 0; ranks are 0 to world - 1"),
+    ],
+)
+def test_a_share_and_an_exchange_that_cannot_be_are_refused(call, wrong, sentence):
+    given = [torch.ones(2, 1, 4, 576), torch.ones(2, 4, 576), torch.ones(2).int(), torch.zeros(2, 1).int()]
+    if call is cp_sparse_decode:
+        given[2] = torch.zeros(2, 1, 3).int()
+    options = dict(shard=KeyShard(), group="none", kv_format="fp32", softmax_scale=1.0) | wrong
+    with pytest.raises(ValueError, match="^" + sentence.format(name=call.__name__)):
+        call(*given, **options)
 
 
 @pytest.mark.parametrize("call", [cp_decode, cp_sparse_decode])
