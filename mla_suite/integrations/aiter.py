@@ -133,7 +133,11 @@ def mla_decode_fwd(
             _refuse(name, given, "pass all that get_mla_metadata_v1 filled, or none of it")
         if not (torch.is_tensor(work_indptr) and torch.is_tensor(work_info_set) and work_info_set.dim() == 2):
             check_kinds(name, dict(work_indptr=work_indptr, work_info_set=work_info_set), {}, {})
-        if work_info_set.shape[1:] != (len(metadata_convert.AiterColumn),) or work_indptr.dim() != 1:
+        for argument, value in (("work_info_set", work_info_set), ("work_indptr", work_indptr)):
+            if value.dtype != torch.int32:
+                _refuse(name, f"{argument} is {value.dtype}", "it takes int32", TypeError)
+        wide = work_info_set.shape[1:] == (len(metadata_convert.AiterColumn),)
+        if not (wide and work_info_set.shape[0] and work_indptr.dim() == 1 and work_indptr.shape[0] > 1):
             given = f"work_info_set has shape {tuple(work_info_set.shape)} and work_indptr {tuple(work_indptr.shape)}"
             _refuse(name, given, "they take what get_mla_metadata_v1 filled: [works, 8] and [parts + 1]")
         if work_info_set.device != q.device or work_indptr.device != q.device:

@@ -219,9 +219,8 @@ def topk_of(name: str, work_indptr: torch.Tensor, work_info_set: torch.Tensor, k
         if not work_info_set.is_meta and not capturing(work_info_set):
             word = int(mark) if mark.numel() else DENSE_MARK
             topk = word - TOPK_MARK if word & ~MAX_TOPK == TOPK_MARK else DENSE
-            if topk == DENSE and word != DENSE_MARK:
-                _check_dense(name, work_indptr, work_info_set, kv_indptr)
-            if not inference:
+            certain = topk != DENSE or word == DENSE_MARK or _filled(name, work_indptr, work_info_set, kv_indptr)
+            if certain and not inference:
                 _remember_topk(work_info_set, topk)
             return topk
     # The host cannot wait here, so the metadata is taken for what it was, and the device stops where it is not.
@@ -234,15 +233,21 @@ def topk_of(name: str, work_indptr: torch.Tensor, work_info_set: torch.Tensor, k
     return guess
 
 
-def _check_dense(name: str, work_indptr: torch.Tensor, work_info_set: torch.Tensor, kv_indptr: torch.Tensor) -> None:
-    """ValueError for works that do not end with the keys: of a selection they end with the last query token's."""
-    used = torch.arange(work_info_set.shape[0], device=work_info_set.device) < work_indptr[-1]
-    last = torch.where(used, work_info_set[:, metadata_convert.AiterColumn.KV_END], 0).amax()
-    found, end = torch.stack((last, kv_indptr[-1] - kv_indptr[0])).tolist()
-    if found != end:
-        given = f"work_info_set ends at page {found} and kv_indptr at {end}"
+def _filled(name: str, work_indptr: torch.Tensor, work_info_set: torch.Tensor, kv_indptr: torch.Tensor) -> bool:
+    """Whether AITER's planner may have filled these lists, which nobody has where an engine warms up. ValueError for
+    works of single query tokens that do not end with the keys: of a selection they end with the last token's."""
+    bounds = work_indptr.tolist()
+    if sorted(bounds) != bounds or bounds[0] != 0 or not 0 < bounds[-1] <= work_info_set.shape[0]:
+        return False
+    _, _, first, after, begin, stop, _, _ = work_info_set[: bounds[-1]].long().T
+    filled = ((first < after) & (begin >= 0) & (begin <= stop)).all()
+    words = filled, (after - first == 1).all(), stop.amax(), kv_indptr[-1] - kv_indptr[0]
+    filled, single, last, end = torch.stack([word.long() for word in words]).tolist()
+    if filled and single and last != end:
+        given = f"work_info_set ends at page {last} and kv_indptr at {end}"
         possible = "it selects keys or is of another step: fill it with this module's get_mla_metadata_v1"
         refuse(name, given, possible)
+    return bool(filled)
 
 
 def selected(

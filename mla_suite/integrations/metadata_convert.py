@@ -23,9 +23,10 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mla_suite.core import checks
 from mla_suite.launch import current_arch
 from mla_suite.ops.plan.dealing import candidates
-from mla_suite.ops.plan.metadata import OPEN, WORK_TILE_WORDS, Layout, WorkTile, assemble
+from mla_suite.ops.plan.metadata import OPEN, WORK_TILE_WORDS, Layout, Word, WorkTile, assemble
 from mla_suite.ops.plan.reference import work_tiles_between
 from mla_suite.ops.plan.scheduler import Splits, balanced_splits, scheduler_costs
 
@@ -262,6 +263,13 @@ def _parts(plan: torch.Tensor, batch: int, num_sm_parts: int) -> _Parts:
             f"plan has {plan.shape[0]} words, none that {batch} sequences and {num_sm_parts} SM parts can have; give "
             "the batch and num_sm_parts that mla_suite.plan was given"
         )
+    if plan.is_cpu and checks.readable(plan):
+        made = [plan[word].item() for word in (Word.BATCH, Word.NUM_SM_PARTS)]
+        if made != [batch, num_sm_parts]:
+            raise ValueError(
+                f"plan is one of {made[0]} sequences and {made[1]} SM parts, and {batch} and {num_sm_parts} were "
+                "given; give those that mla_suite.plan was given"
+            )
     work_tiles = plan[place.work_tiles :].view(-1, WORK_TILE_WORDS)
     sequence = work_tiles[:, WorkTile.SEQUENCE].long()
     return _Parts(

@@ -1,5 +1,6 @@
 """Scripts from AITER's documentation and its callers, run on `mla_suite.integrations.aiter`, against the formula."""
 
+import functools
 import inspect
 import itertools
 
@@ -205,6 +206,22 @@ def test_metadata_that_aiter_made_is_not_taken_for_dense_where_it_selects(q_len,
     assert bool(step.o.isnan().all()), "written although refused"
 
 
+def anything(shape):
+    return torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "unfilled", [anything, functools.partial(torch.zeros, dtype=torch.int32)], ids=["any", "zeros"]
+)
+def test_lists_that_nobody_filled_are_no_selection(unfilled):
+    """As an engine's warm-up passes them."""
+    step = Step([200, 9], [1, 1])
+    made = step.metadata()
+    made |= {name: unfilled(made[name].shape) for name in ("work_indptr", "work_info_set")}
+    _, lse = aiter.mla_decode_fwd(*step.args, return_lse=True, **made)
+    step.check(lse, step.expected())
+
+
 def cloned(info):
     return info.clone()
 
@@ -312,6 +329,10 @@ def test_what_is_absent_says_so():
         aiter.mla_decode_forward  # noqa: B018  the look-up is what is tested
 
 
+LISTS = dict(work_meta_data=torch.zeros(2, dtype=torch.int64), work_indptr=torch.zeros(9, dtype=torch.int32))
+LISTS |= dict(work_info_set=torch.zeros(11, 8, dtype=torch.int32))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -325,6 +346,10 @@ def test_what_is_absent_says_so():
             "kv_last_page_lens is None and",
         ),
         (dict(work_meta_data=torch.zeros(2, dtype=torch.int64)), "all that get_mla_metadata_v1 filled"),
+        (LISTS | dict(work_info_set=LISTS["work_info_set"][:0]), r"work_info_set has shape \(0, 8\) and work_indptr"),
+        (LISTS | dict(work_indptr=LISTS["work_indptr"][:1]), r"\(1,\); they take what get_mla_metadata_v1 filled"),
+        (LISTS | dict(work_info_set=LISTS["work_info_set"].float()), "work_info_set is torch.float32; it takes int32"),
+        (LISTS | dict(work_indptr=LISTS["work_indptr"].long()), "work_indptr is torch.int64; it takes int32"),
         (dict(kv_buffer=torch.zeros(9, 64, 1, 656, dtype=torch.uint8), page_size=64), "three-buffer and packed"),
         (dict(o=torch.zeros(2, 16, 512, dtype=torch.float16)), "mla_decode_fwd: o is torch.float16"),
         (dict(kv_indptr=torch.tensor(3)), "kv_indptr has no dimension"),

@@ -286,6 +286,15 @@ def test_a_plan_of_another_size_is_refused():
         metadata_convert.to_flash_mla(toy.plan(4)[:20], toy.seq_lens, num_sm_parts=4)
 
 
+@pytest.mark.parametrize(("batch", "parts"), [(2, 5), (2, 8), (1, 4)])
+def test_a_plan_of_other_sequences_or_parts_is_refused(batch, parts):
+    toy = Toy([100, 200])
+    with pytest.raises(
+        ValueError, match=f"plan is one of 2 sequences and 4 SM parts, and {batch} and {parts} were given"
+    ):
+        metadata_convert.to_flash_mla(toy.plan(4), toy.seq_lens[:batch], num_sm_parts=parts)
+
+
 def test_pages_of_several_tokens_need_the_tokens_of_the_last():
     toy = Toy([100, 200])
     qo_indptr, kv_indptr, _ = paged(toy, 16)
