@@ -238,6 +238,8 @@ def test_what_out_wrote_says_that_there_is_no_backward(op, sample):
         for written in outputs.values():
             with pytest.raises(RuntimeError, match=re.escape(f"{op.name} {BACKWARD}")):
                 written.float().sum().backward()
+        packet(op).out(first, *rest, **kwargs, **outputs)
+        assert not any(written.requires_grad for written in outputs.values()), "the history of what was overwritten"
         with torch.inference_mode():
             apart = outputs_for(op, (first, *rest), kwargs)
         parts = {name: torch.stack((made, made)).unbind()[1] for name, made in apart.items()}

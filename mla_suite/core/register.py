@@ -330,12 +330,13 @@ def _refuse_gradients_of(op: str, written: tuple[torch.Tensor, ...], args: tuple
     """
     given = itertools.chain.from_iterable(value if isinstance(value, (list, tuple)) else (value,) for value in args)
     read = [tensor for tensor in given if tensor is not None and tensor.requires_grad]
-    for tensor in written if read else ():
+    for tensor in written:
         if tensor._is_view() or tensor.is_inference():
             continue
         if tensor.grad_fn is not None:
-            tensor.detach_()  # memory that is written in every step would hold on to the graphs of all former steps
-        _WithoutBackward.apply(tensor, op, *read)
+            tensor.detach_()  # of what was overwritten; one step after the other would hold on to all former graphs
+        if read:
+            _WithoutBackward.apply(tensor, op, *read)
 
 
 def _refuse_gradients(op: Op) -> None:
