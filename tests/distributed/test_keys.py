@@ -146,6 +146,11 @@ def test_all_ranks_run_out_of_pages_at_once(interleave):
         (cp_sparse_decode, {"block_table": torch.zeros(3, 2).int()}, r"block_table has .* takes .* = \(1, 2\)"),
         (cp_sparse_decode, {"block_table": torch.zeros(2)}, r"block_table has .* takes \[batch, width\]"),
         (cp_sparse_decode, {"kv_cache": None}, "kv_cache is None; it takes a tensor"),
+        (
+            cp_sparse_decode,
+            {"kv_cache": torch.ones(8, 576)},
+            r"kv_cache has .*; it takes \[num_pages, page_size, width\]",
+        ),
         (cp_sparse_decode, {"shard": (2, 1)}, "shard is a tuple; it takes a KeyShard"),
         (cp_decode, {"seq_lens": [3]}, "seq_lens is a list of int; it takes a tensor"),
         (cp_decode, {"max_seqlen_kv": "3"}, "max_seqlen_kv is '3'; it takes an int"),
