@@ -124,18 +124,23 @@ FP32_ROUNDING = 2.0**-24
 """A sum in fp32 is off by at most this share of itself."""
 
 
-def score_rounding(*tensors: torch.Tensor | None, **options: Any) -> torch.Tensor:
-    """How far scores [...] of a decode may be off since fp32 sums them: sqrt(d) 2^-24 softmax_scale |q| |k|.
+def sums_rounding(queries: torch.Tensor, longest: torch.Tensor) -> torch.Tensor:
+    """How far scores [...] may be off since fp32 sums them: sqrt(d) 2^-24 |q| |k|, of queries [..., d] that are scaled.
 
-    The arguments are those of `exact_decode`. No sum of some of a score's d products is above |q| |k|, and their d
-    roundings, some up and some down, add up as a random walk does. Were all in one direction, it would be d 2^-24.
+    longest  the largest |k|. No sum of some of a score's d products is above |q| |k|, and their d roundings, some up
+             and some down, add up as a random walk does. Were all in one direction, it would be d 2^-24.
     """
+    return queries.norm(dim=-1) * longest * queries.shape[-1] ** 0.5 * FP32_ROUNDING
+
+
+def score_rounding(*tensors: torch.Tensor | None, **options: Any) -> torch.Tensor:
+    """`sums_rounding` of a decode, with the arguments of `exact_decode`."""
     args = register.get("decode").Args(*tensors, **options)
     found = []
     for own in _sequences(args):
         longest = torch.cat((own.keys.norm(dim=1), own.keys.new_zeros(1))).amax()
-        found.append(own.queries.norm(dim=1) * longest * own.queries.shape[1] ** 0.5)
-    return _by_token(found, args.q) * args.softmax_scale * FP32_ROUNDING
+        found.append(sums_rounding(own.queries * args.softmax_scale, longest))
+    return _by_token(found, args.q)
 
 
 E4M3_RELATIVE = 2.0**-4
@@ -212,7 +217,7 @@ def attention_within(
 ) -> tuple[Compared, Compared]:
     """The out and lse of a kernel beside the exact ones, with the bounds that are stated of kernels.
 
-    scores_off  [...]: what scores may be off by, where a kernel rounds rotated keys to 16 bits
+    scores_off  [...]: what scores may be off by, by `sums_rounding` and where a kernel rounds rotated keys to 16 bits
     sink        [heads], as the call has it
     """
     out, lse = outputs

@@ -33,15 +33,22 @@ def compare(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> Sequen
     return results
 
 
-def _scores_off(args: Any) -> torch.Tensor | float:
-    """How far scores [..., heads] may be off: a kernel that fuses may round rotated keys the other way."""
-    if args.rope_cos_sin is None:
-        return 0.0
-    rounded = slice(-args.rope_cos_sin.shape[1], None)
-    longest = torch.zeros(1, dtype=torch.float64, device=args.q.device)
-    for keys in _keys(args):
-        longest = torch.cat((longest, keys[:, rounded].norm(dim=-1))).amax(0, keepdim=True)
-    return testing.OPERAND_ROUNDING * _scaled_queries(args)[..., rounded].norm(dim=-1) * longest
+def _scores_off(args: Any) -> torch.Tensor:
+    """How far scores [..., heads] may be off: fp32 rounds sums, and fused kernels rotated keys the other way."""
+    queries = _scaled_queries(args).nan_to_num(0.0, 0.0, 0.0)  # no bound helps where a score is not finite
+    plain = queries.shape[-1] - (0 if args.rope_cos_sin is None else args.rope_cos_sin.shape[1])
+    longest = queries.new_zeros(args.seq_lens.shape[0], 2)  # key, and rotated part of one, of each sequence
+    for b, keys in _keys(args):
+        norms = torch.stack((keys.norm(dim=1), keys[:, plain:].norm(dim=1)), dim=1)
+        longest[b] = torch.maximum(longest[b], norms.amax(0))
+    if args.cu_seqlens_q is None:
+        longest = longest[:, None]
+    else:
+        longest = longest.repeat_interleave(args.cu_seqlens_q.diff(), dim=0)
+        longest = torch.nn.functional.pad(longest, (0, 0, 0, args.q.shape[0] - len(longest)))
+    key, rotated = longest[..., None, :].unbind(-1)
+    off = testing.sums_rounding(queries, key)
+    return off + testing.OPERAND_ROUNDING * queries[..., plain:].norm(dim=-1) * rotated
 
 
 def _sums_off(args: Any) -> torch.Tensor:
@@ -49,7 +56,7 @@ def _sums_off(args: Any) -> torch.Tensor:
     queries = _scaled_queries(args)
     steps = queries.reshape(-1, queries.shape[-1] // testing.FP8_DEPTH, testing.FP8_DEPTH)
     largest = torch.zeros(len(steps), dtype=torch.float64, device=args.q.device)
-    for keys in _keys(args):
+    for _, keys in _keys(args):
         sums = torch.einsum("rsd,ksd->rks", steps, keys.unflatten(-1, (-1, testing.FP8_DEPTH))).cumsum(-1)
         products = steps.flatten(1).abs().amax(-1) * keys.abs().amax()
         largest = torch.stack((largest, sums.abs().amax((-2, -1)), products)).amax(0)
@@ -61,15 +68,20 @@ def _scaled_queries(args: Any) -> torch.Tensor:
     return queries if args.q_descale is None else queries * args.q_descale
 
 
-def _keys(args: Any) -> Iterator[torch.Tensor]:
-    """The rows [n, head_dim] of all sequences' pages, some pages at a time.
-
-    Those of a last page that belong to no sequence may hold anything: what is not finite there becomes 0.
-    """
-    fmt, page = get_kv_format(args.kv_format), torch.arange(args.kv_cache.shape[1], device=args.q.device)
-    for ids in pages(args)["kv_cache"][0].split(max(1, reference.BLOCK // len(page))):
-        slots = (ids[:, None] * len(page) + page).flatten()
-        yield caches.gather(fmt, args.kv_cache, slots, descale=args.kv_descale).double().nan_to_num(0.0, 0.0, 0.0)
+def _keys(args: Any) -> Iterator[tuple[int, torch.Tensor]]:
+    """Each sequence's number with rows [n, head_dim] of its keys, some at a time; what is not finite there is 0."""
+    fmt, page = get_kv_format(args.kv_format), args.kv_cache.shape[1]
+    first, end = reference.pages_read(args)
+    q_lens = args.q.shape[1] if args.cu_seqlens_q is None else args.cu_seqlens_q.diff()
+    seen = reference.first_key(args.seq_lens.long(), q_lens, args.window_left) - first * page
+    spans = zip(seen.tolist(), (args.seq_lens - first * page).tolist(), strict=True)
+    for b, (ids, (begin, stop)) in enumerate(zip(_of_each(args, first.tolist(), end.tolist()), spans, strict=True)):
+        slots = (ids[:, None] * page + torch.arange(page, device=ids.device)).flatten()[begin:stop]
+        for block in slots.split(reference.BLOCK) if len(slots) else ():
+            yield (
+                b,
+                caches.gather(fmt, args.kv_cache, block, descale=args.kv_descale).double().nan_to_num(0.0, 0.0, 0.0),
+            )
 
 
 def pages(args: Any) -> dict[str, Sequence[torch.Tensor]]:

@@ -247,6 +247,19 @@ def test_weights_that_are_no_normal_numbers_behind_a_sink_are_not_reported(name,
         call(*args, **kwargs)
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+def test_scores_that_fp32_cannot_hold_are_not_reported(arch):
+    """Their products cancel, so that a score is what rounding leaves, times a large scale."""
+    half, other = torch.randn(2, 1, 16, 288).bfloat16(), torch.randn(2, 64, 288).bfloat16()
+    q, cache = torch.cat((half, half), -1), torch.cat((other, -other), -1)
+    lens, table = torch.tensor([1, 9], dtype=torch.int32), torch.tensor([[0], [1]], dtype=torch.int32)
+    picks = torch.tensor([[[0, -1]], [[64, 70]]], dtype=torch.int32)
+    with mla_suite.emulate(arch), mla_suite.check(on_difference="raise"):
+        _, lse = mla_suite.decode(q, cache, lens, table, softmax_scale=1e4)
+        assert lse[0].abs().max() > 1e-3  # or the test would show nothing
+        mla_suite.sparse_decode(q, [cache], [picks], kv_formats=["bf16"], softmax_scale=1e4)
+
+
 @pytest.mark.parametrize("bound", [{"max_seqlen_kv": 1001}, {"max_seqlen_kv": 500, "split_size": 64}], ids=str)
 def test_a_bound_that_a_plan_rounds_is_not_reported(bound):
     """1001 counts as 1008, and 500 keys in splits of 64 as 512; the plan's header says so."""
