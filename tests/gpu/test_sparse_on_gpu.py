@@ -13,16 +13,8 @@ from sparse_calls import CUDA, ON_GPU, attend, check, exact, native, skip_withou
 from sparse_problems import FP8_POOLS, MODES, POOLS, V41_POOLS, in_mode, problem
 
 import mla_suite
-from mla_suite.archs.sm_90.sparse_decode import (
-    FAST_MEMORY,
-    FEW_HEADS,
-    INVARIANT_KEYS,
-    LEAST_KEYS,
-    NEVER,
-    SLOTS,
-    SWAP_AB,
-    WIDTHS,
-)
+from mla_suite.archs.sm_90.sparse_decode import FEW_HEADS, SLOTS, SWAP_AB, WIDTHS
+from mla_suite.archs.sm_90.sparse_splits import FAST_MEMORY, INVARIANT_KEYS, LEAST_KEYS, NEVER
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
