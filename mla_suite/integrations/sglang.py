@@ -13,19 +13,31 @@ queries of an fp8 cache. Tested with the server and the classes of SGLang 0.5.23
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 import mla_suite
-from mla_suite.integrations import FP8, KV_FORMATS, PRECISION, capturing, fp8_query_rows, needs, refuse, sglang_trees
+from mla_suite.integrations import (
+    FP8,
+    KV_FORMATS,
+    PRECISION,
+    capturing,
+    fp8_query_rows,
+    joined_queries,
+    needs,
+    refuse,
+    sglang_trees,
+)
 from mla_suite.integrations.interface import Interface
+from mla_suite.integrations.plugins import SGLANG_NAME
 
 with needs("SGLang with its Triton attention backend of 2026", __name__, "decode from a backend of your own"):
     from sglang import __version__
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+    from sglang.srt.models.deepseek_common import utils as layers
 try:
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 except ImportError:  # versions before it give the pool the bare slots
@@ -34,6 +46,11 @@ try:
     from sglang.kernels.ops.quantization.fp8_kernel import scaled_fp8_quant
 except ImportError:  # versions that keep it elsewhere: queries stay in 16 bits
     scaled_fp8_quant = None
+
+try:
+    from sglang.kernels.ops.attention.utils import concat_mla_absorb_q_general
+except ImportError:  # versions that keep it elsewhere: torch joins the parts of queries
+    concat_mla_absorb_q_general = None
 
 NAME = "MLASuiteAttnBackend"
 TESTED = ("0.5.20", "0.5.23")
@@ -73,6 +90,13 @@ class _Call:
         self.save_kv_cache, self.q_rope, self.k_rope = save_kv_cache, q_rope, k_rope
         self.options = {name: value for name, value in options.items() if value is not None}
 
+    def joined_queries(self) -> torch.Tensor:
+        """Returns q and q_rope as one tensor [tokens, heads, 576]."""
+        layer, q, q_rope = self.layer, self.q, cast(torch.Tensor, self.q_rope)
+        heads, width, width_v = layer.tp_q_head_num, layer.head_dim, layer.v_head_dim
+        parts = q.view(-1, heads, width_v), q_rope.view(-1, heads, width - width_v)
+        return joined_queries(*parts, concat_mla_absorb_q_general)
+
 
 class MLASuiteAttnBackend(TritonAttnBackend):
     """Decode of an MLA model through `mla_suite.decode`.
@@ -89,6 +113,7 @@ class MLASuiteAttnBackend(TritonAttnBackend):
             refuse(NAME, "the model has no latent attention", OTHERWISE)
         super().__init__(model_runner, *args, **kwargs)
         interface.has("TritonAttnBackend", self, READ)
+        _ask_for_parts(model_runner)
         if getattr(self, "dcp_size", 1) > 1:
             given = f"decode context parallelism over {self.dcp_size} ranks is not supported"
             refuse(NAME, given, f"serve with --dcp-size 1, or {OTHERWISE}")
@@ -145,8 +170,9 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         if self._trees and call.forward_batch.forward_mode.is_target_verify():
             given = f"verification of a tree of drafts with {', '.join(call.options) or 'keys of each head'}"
             refuse(NAME, given, f"scores are plain softmax over latents: {OTHERWISE}")
-        stated = {name: value for name, value in kwargs.items() if value is not None}
-        return super().forward_extend(*args, **stated)
+        k = call.k if call.k_rope is None else torch.cat((call.k, call.k_rope), dim=-1)
+        q = call.q if call.q_rope is None else call.joined_queries().flatten(1)
+        return super().forward_extend(q, k, call.v, call.layer, call.forward_batch, call.save_kv_cache, **call.options)
 
     def _is_short(self, call: _Call) -> bool:
         """Returns whether these query tokens are drafts of `tree_mask`'s kind, or extends of few tokens a sequence."""
@@ -170,9 +196,7 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         if call.k is not None and call.save_kv_cache:
             _write(pool, call)
         heads, width, width_v = layer.tp_q_head_num, layer.head_dim, layer.v_head_dim
-        if call.q_rope is not None:
-            q = torch.cat((q.reshape(-1, heads, width_v), call.q_rope.reshape(-1, heads, width - width_v)), dim=-1)
-        queries = q.reshape(-1, heads, width)
+        queries = q.reshape(-1, heads, width) if call.q_rope is None else call.joined_queries()
         # A new pass begins with another batch, or with a layer that is not further up.
         if forward_batch is not self._batch or layer.layer_id <= self._layer:
             self._begin(forward_batch, heads, queries.shape[0])
@@ -264,6 +288,18 @@ def _check_interface() -> Interface:
     interface.has("MLATokenToKVPool", MLATokenToKVPool, ("get_key_buffer", "set_kv_buffer", "set_mla_kv_buffer"))
     interface.warn_if_newer(stacklevel=3)
     return interface
+
+
+def _ask_for_parts(model_runner: Any) -> None:
+    """Have SGLang hand queries and keys over in two parts, as to its own backends: for others torch.cat joins them.
+
+    Not for models whose queries SGLang scales where it joins them, and not on ROCm, where more depends on that list.
+    """
+    config = getattr(getattr(model_runner, "model_config", None), "hf_config", None)
+    scaled = getattr(config, "llama_4_scaling", None) is not None
+    backends = getattr(layers, "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS", None)
+    if backends is not None and not scaled and torch.version.hip is None and SGLANG_NAME not in backends:
+        backends.append(SGLANG_NAME)
 
 
 def is_chain(drafts: Any) -> bool:

@@ -18,7 +18,16 @@ from typing import Any, ClassVar
 import torch
 
 import mla_suite
-from mla_suite.integrations import FP8, KV_FORMATS, PRECISION, capturing, fp8_query_rows, needs, refuse
+from mla_suite.integrations import (
+    FP8,
+    KV_FORMATS,
+    PRECISION,
+    capturing,
+    fp8_query_rows,
+    joined_queries,
+    needs,
+    refuse,
+)
 
 with needs("vLLM with its V1 MLA backend interface of 2026", __name__, "decode from a backend of your own"):
     from vllm import envs
@@ -309,26 +318,15 @@ class MLASuiteImpl(MLASuiteLayer, MLACommonImpl):
 
 
 def joined(latent: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """Returns one tensor of a query's two parts [tokens, heads, 512] and [tokens, heads, 64 or 0].
-
-    The second is a slice of wider rows. With torch.cat a layer of 128 sequences of 128 heads took an H200 some 40 us
-    more than its attention explains. vLLM's kernel copies 16 or 32 bytes at a time. Releases and GPUs without it take
-    torch.cat, and so do queries that it was not made for.
-    """
-    if not rope.shape[-1]:
-        return latent
-    shaped = (latent.shape[-1], rope.shape[-1], latent.dtype) == (512, 64, torch.bfloat16)
+    """`joined_queries` with vLLM's kernel, where this release and GPU have it."""
     known = current_platform.is_cuda_alike() and hasattr(torch.ops._C_cache_ops, JOIN)
-    if not (shaped and known and _in_vectors(latent) and _in_vectors(rope)):
-        return torch.cat((latent, rope), dim=-1)
+    return joined_queries(latent, rope, _join if known else None)
+
+
+def _join(latent: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     made = latent.new_empty((*latent.shape[:2], latent.shape[-1] + rope.shape[-1]))
     getattr(torch.ops._C_cache_ops, JOIN)(latent, rope, made)
     return made
-
-
-def _in_vectors(part: torch.Tensor) -> bool:
-    """Whether rows of 16-bit values have no gaps and begin at multiples of 32 bytes, the most that a load takes."""
-    return part.stride(-1) == 1 and not any(at % 16 for at in (part.storage_offset(), *part.stride()[:-1]))
 
 
 def _fp8_queries_are_faster(heads: int) -> bool:
