@@ -293,12 +293,13 @@ def _check_interface() -> Interface:
 def _ask_for_parts(model_runner: Any) -> None:
     """Have SGLang hand queries and keys over in two parts, as to its own backends: for others torch.cat joins them.
 
-    Not for models whose queries SGLang scales where it joins them, and not on ROCm, where more depends on that list.
+    Not for models whose queries SGLang scales where it joins them, and only on CUDA: on ROCm more depends on that list,
+    and on a CPU there is no kernel that writes keys in two parts.
     """
     config = getattr(getattr(model_runner, "model_config", None), "hf_config", None)
     scaled = getattr(config, "llama_4_scaling", None) is not None
     backends = getattr(layers, "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS", None)
-    if backends is not None and not scaled and torch.version.hip is None and SGLANG_NAME not in backends:
+    if backends is not None and not scaled and torch.version.cuda is not None and SGLANG_NAME not in backends:
         backends.append(SGLANG_NAME)
 
 

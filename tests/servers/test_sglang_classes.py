@@ -293,6 +293,55 @@ def test_what_stays_with_sglang(monkeypatch, decodes, extends):
     assert decodes == []
 
 
+def test_what_stays_with_sglang_has_whole_rows(monkeypatch):
+    """SGLang's Triton backend takes no parts."""
+    seen = []
+    backend, _ = made(monkeypatch)
+    monkeypatch.setattr(integration.TritonAttnBackend, "forward_extend", lambda self, *args: seen.append(args))
+    batch = theirs.batch(ForwardMode.EXTEND, LENGTHS, POOL_ROWS, torch.arange(12))
+    batch.extend_seq_lens, batch.extend_seq_lens_cpu = torch.tensor([10, 1, 1]), [10, 1, 1]
+    q, k, layer = torch.randn(12, HEADS, WIDTH), torch.randn(12, 1, WIDTH), theirs.layer(0)
+    parts = dict(q_rope=q[..., LATENT:], k_rope=k[..., LATENT:])
+    backend.forward_extend(q[..., :LATENT].flatten(1), k[..., :LATENT], k[..., :LATENT], layer, batch, False, **parts)
+    ((whole_q, whole_k, v, *others),) = seen
+    assert torch.equal(whole_q, q.flatten(1))
+    assert torch.equal(whole_k, k)
+    assert torch.equal(v, k[..., :LATENT])
+    assert others == [layer, batch, False]
+
+
+def test_the_parts_of_a_query_are_joined_by_sglangs_kernel(monkeypatch, decodes):
+    """Queries of 512 + 64 in bf16; its kernel needs a GPU, and torch stands for it."""
+    joined = []
+
+    def join(latent, rope):
+        joined.append((latent.shape, rope.shape))
+        return torch.cat((latent, rope), dim=-1)
+
+    monkeypatch.setattr(integration, "concat_mla_absorb_q_general", join)
+    step(*made(monkeypatch), ForwardMode.DECODE, LENGTHS, [1, 1, 1], None, in_two=True)
+    assert joined == [((3, HEADS, LATENT), (3, HEADS, WIDTH - LATENT))] * 2
+    assert decodes == [1] * 2
+
+
+def test_parts_are_asked_for_on_cuda_and_not_where_sglang_scales_queries(monkeypatch):
+    theirs.settings(monkeypatch)
+    backends = list(integration.layers.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS)
+    monkeypatch.setattr(integration.layers, "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS", backends)
+    runner, before = theirs.runner(64, torch.bfloat16), list(backends)
+
+    def listed(cuda, **config):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        runner.model_config.hf_config = SimpleNamespace(**config)
+        integration.MLASuiteAttnBackend(runner)
+        return backends
+
+    assert listed(None) == before
+    assert listed("13.0", llama_4_scaling={"beta": 0.1}) == before
+    assert listed("13.0", llama_4_scaling=None) == [*before, "mla_suite"]
+    assert listed("13.0") == [*before, "mla_suite"]
+
+
 @pytest.mark.parametrize("name", ["sinks", "score_mod", "aux_tensors"])
 def test_scores_that_are_not_plain_are_refused(monkeypatch, decodes, name):
     theirs.settings(monkeypatch)
