@@ -1,0 +1,232 @@
+"""Decode steps of SGLang's engine on a GPU, by attention backend: ours beside SGLang's own for an H100 or H200.
+
+    python benchmarks/bench_sglang.py [--backends fa3,mla_suite,flashmla] [--csv FILE]
+    python benchmarks/bench_sglang.py --model v32 [--backends fa3,mla_suite,flashmla_sparse] [--csv FILE]
+    python benchmarks/bench_sglang.py --model v32 --kv-cache-dtype fp8_e4m3 --backends flashmla_kv,mla_suite
+
+fa3 (FlashAttention 3) is what SGLang takes there by itself. Each backend has an engine of its own with the same model,
+that of bench_vllm.py: DeepSeek V3's attention (128 heads, latents of 512 + 64), dense MLPs, random weights, `--layers`
+of them, bf16, pages of 64, steps in full CUDA graphs. Prompts are random and prefilled for real. With `--model v32` it
+is that of `bench_vllm.py sparse`, whose indexer selects 2,048 keys, and the backends are those of --dsa-decode-backend.
+
+Columns, all of one device:
+attention us  of a layer: from the start of attention to the end of its reduction, or from the end of the kernel before
+              where attention starts earlier; median over layers and steps, by torch's profiler
+plan us       of a step: by how much longer that takes in the layer that makes the plan (or FlashMLA's metadata), and
+              kernels that do it alone; what a backend does in every layer counts as attention
+busy us       of a step: the time in which any kernel runs, page tables, metadata and sampling included
+step us       the step's CUDA graph replayed, median of three rounds; SGLang's own backends make their page tables and
+              metadata outside of it, ours in it
+tokens/s      batch / the median time between two steps of the scheduler
+
+Before anything is timed, a check: eight prompts of different lengths are prefilled and decoded. Attention outputs of
+eager steps, over bf16 caches, are compared with their definition in fp32, and greedy tokens with the first backend's; a
+token may differ only where that backend's best two lie close together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang_steps import ASKED, GROUP, STEPS
+from vllm_model import CHECKED_TOKENS, MAX_ERROR, ON_GPU, VOCAB, Row, equal_tokens, medians, save_config
+from vllm_sparse_engine import config_of
+
+from mla_suite.bench.environment import version
+from mla_suite.bench.saving import Table
+from mla_suite.cli import sizes
+
+HERE = Path(__file__).parent
+PEER = "fa3"
+LENGTHS = (5, 1024, 63, 700, 64, 333, 65, 987)  # of the prompts that are checked: within a selection of V3.2
+KEYS = ("backend", "batch", "context")
+TIMED = ("attention_us", "plan_us", "between_us", "busy_us", "period_us", "step_us", "tokens_per_s")
+FIRST_TOKENS = 1  # of a request come from its prefill
+SPARE_PAGES = 4  # of each sequence, beyond its tokens
+PAGE = 64
+MIXED = {"prefill_attention_backend": PEER, "decode_attention_backend": "flashmla"}  # its prefill is FlashInfer's
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("v3", "v32"), default="v3", help="DeepSeek V3 or V3.2 (default: v3)")
+    parser.add_argument("--backends", default=f"{PEER},mla_suite", help="SGLang's names, comma-separated")
+    parser.add_argument("--batches", type=sizes, default=(1, 8, 32, 128), help="sequences of a step")
+    parser.add_argument("--contexts", type=sizes, default=(4096,), help="tokens of a prompt")
+    parser.add_argument("--layers", type=int, default=16, help="layers of the model (default: 16)")
+    parser.add_argument("--heads", type=int, default=128, help="attention heads (default: 128)")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="auto (bf16) or fp8_e4m3")
+    parser.add_argument("--runs", type=int, default=1, help="engines of each backend, in turns; the table has medians")
+    parser.add_argument("--skip-check", action="store_true", help="time without comparing results first")
+    parser.add_argument("--csv", type=Path, help="write the rows to this file as they come")
+    parser.add_argument("--alone", metavar="BACKEND", help=argparse.SUPPRESS)
+    parser.add_argument("--rows", metavar="FILE", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def versions() -> str:
+    named = ", ".join(f"{name} {version(name)}" for name in ("sglang", "sglang-kernel", "torch", "triton"))
+    return f"{named}, {torch.cuda.get_device_name() if ON_GPU else 'CPU'}"
+
+
+def longest_of(options: argparse.Namespace) -> int:
+    """Tokens for which each sequence has room."""
+    return max(*options.contexts, *LENGTHS) + STEPS + SPARE_PAGES * PAGE
+
+
+def chosen(model: str, backend: str) -> dict[str, Any]:
+    """The settings of an engine that decodes by that backend."""
+    if model == "v32":
+        return {"dsa_decode_backend": backend}
+    return MIXED if backend == "flashmla" else {"attention_backend": backend}
+
+
+def save_model(options: argparse.Namespace, folder: Path) -> None:
+    if options.model == "v3":
+        save_config(folder, options.layers, options.heads, longest_of(options))
+    else:
+        config = config_of(options.model, options.layers, options.heads, longest_of(options))
+        (folder / "config.json").write_text(json.dumps(config))
+
+
+def start_engine(options: argparse.Namespace, folder: Path) -> Any:
+    import sglang
+
+    longest = longest_of(options)
+    return sglang.Engine(
+        model_path=str(folder),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        dtype="bfloat16",
+        **chosen(options.model, options.alone),
+        kv_cache_dtype=options.kv_cache_dtype,
+        page_size=PAGE,
+        sampling_backend="pytorch",
+        disable_radix_cache=True,
+        chunked_prefill_size=8192,
+        cuda_graph_backend_prefill="disabled",
+        cuda_graph_bs_decode=sorted({*options.batches, len(LENGTHS)}),
+        max_running_requests=max(*options.batches, len(LENGTHS)),
+        max_total_tokens=max(*options.batches, len(LENGTHS)) * longest,
+        context_length=longest,
+        random_seed=0,
+        log_level="warning",
+    )
+
+
+def generate(engine: Any, lengths: Sequence[int], tokens: int, **asked: Any) -> list[dict[str, Any]]:
+    """Greedy answers of SGLang to random prompts."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(2, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    answers: list[dict[str, Any]] = engine.generate(input_ids=prompts, sampling_params=sampling, **asked)
+    return answers
+
+
+def check(engine: Any) -> dict[str, Any]:
+    """Greedy tokens, and the gaps between the best two log-probabilities."""
+    answers = generate(engine, LENGTHS, CHECKED_TOKENS, return_logprob=True, top_logprobs_num=2)
+    best = [answer["meta_info"]["output_top_logprobs"] for answer in answers]
+    gaps = [[float(place[0][0] - place[1][0]) for place in places] for places in best]
+    return {"tokens": [answer["output_ids"] for answer in answers], "gaps": gaps}
+
+
+def work(options: argparse.Namespace) -> int:
+    """One backend's process; the scheduler, a process of its own, writes the rows of steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(options, Path(folder))
+        engine = start_engine(options, Path(folder))
+        if not options.skip_check:
+            found = check(engine)
+            with open(options.rows, "a") as written:
+                written.write(json.dumps(["tokens", found]) + "\n")
+        for context in options.contexts:
+            for batch in options.batches:
+                generate(engine, [context] * batch, FIRST_TOKENS + STEPS)
+        engine.shutdown()
+    return 0
+
+
+def run_process(options: argparse.Namespace, backend: str, run: int) -> dict[str, list[Row]]:
+    """Run a backend in processes of its own; what they wrote, by kind."""
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder) / "rows"
+        rows.touch()
+        installed = Path(folder) / "mla_suite_bench-0.dist-info"
+        installed.mkdir()
+        (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: mla_suite_bench\nVersion: 0\n")
+        (installed / "entry_points.txt").write_text(f"[{GROUP}]\nbench = sglang_steps:install\n")
+        skipped = options.skip_check or run > 0
+        asked = {"path": str(rows), "layers": options.layers, "batches": options.batches}
+        asked |= {"sparse": options.model == "v32", "compare": not skipped and options.kv_cache_dtype == "auto"}
+        path = [folder, str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), ASKED: json.dumps(asked)}
+        command = [sys.executable, *sys.argv, "--alone", backend, "--rows", str(rows), *["--skip-check"] * skipped]
+        code = subprocess.run(command, env=environment, check=False).returncode
+        said = [json.loads(line) for line in rows.read_text().splitlines()]
+    if code:
+        print(f"{backend}: exit status {code}", flush=True)
+    found: dict[str, list[Row]] = {"row": [], "tokens": [], "compared": [], "failed": [{"code": code}] * (code != 0)}
+    for kind, value in said:
+        found[kind].append(value)
+    return found
+
+
+def require_correct(backend: str, found: dict[str, list[Row]], first: Row | None) -> None:
+    """AssertionError unless outputs are near their definition, and tokens are the first backend's but at near ties."""
+    for compared in found["compared"]:
+        print(f"{backend}: {compared['compared']} attention outputs within {compared['error']:.1e} of fp32", flush=True)
+        if not compared["error"] <= MAX_ERROR:
+            raise AssertionError(f"attention differs from its definition by {compared['error']:.1e}")
+    if first is not None:
+        print(f"{backend}: {equal_tokens(found['tokens'][0], first)}", flush=True)
+
+
+def show(row: Row, peer: Row | None) -> str:
+    ratio = row["attention_us"] / peer["attention_us"] if peer and peer["attention_us"] else float("nan")
+    return (
+        f"{row['backend']:10s} {row['batch']:5d} {row['context']:8d} {row['attention_us']:13.1f} {ratio:6.3f} "
+        f"{row['plan_us']:8.1f} {row['busy_us']:8.0f} {row['step_us']:8.0f} "
+        f"{row['period_us']:9.0f} {row['tokens_per_s']:9.0f}"
+    )
+
+
+def main() -> int:
+    options = parse()
+    if options.alone:
+        return work(options)
+    if not ON_GPU:
+        raise SystemExit("bench_sglang: no GPU here; on a CPU, `tox -e sglang` runs the server and compares its tokens")
+    print(versions(), f"{options.layers} layers, {options.heads} heads, kv cache {options.kv_cache_dtype}", sep="; ")
+    facts = {"versions": versions(), "layers": options.layers, "heads": options.heads}
+    rows, table, status = list[Row](), Table(options.csv), 0
+    first: Row | None = None
+    for run in range(options.runs):
+        for backend in options.backends.split(","):
+            found = run_process(options, backend, run)
+            status = status or len(found["failed"])
+            for row in found["row"]:
+                rows.append({"backend": backend, **row, "run": run})
+                table.add(rows[-1] | facts)
+                print(f"  {show(rows[-1], None)}", flush=True)
+            if found["tokens"]:
+                require_correct(backend, found, first)
+                first = first or found["tokens"][0]
+    shown, peer = medians(rows, KEYS, TIMED), options.backends.split(",")[0]
+    print("backend    batch  context  attention us  ratio  plan us  busy us  step us period us  tokens/s")
+    for (_, *shape), row in sorted(shown.items(), key=lambda item: item[0][1:]):
+        print(show(row, shown.get((peer, *shape))))
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,162 @@
+"""What bench_sglang.py adds to SGLang's scheduler process: random weights, a check of results, and times of steps.
+
+`install` is an entry point of the group sglang.srt.plugins. The variable MLA_SUITE_BENCH says, as JSON, where rows go
+and which steps are asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from importlib.metadata import entry_points
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+from flashmla_e4m3 import attended
+from vllm_engine import PLAN, Kernel, device_kernels, spans
+from vllm_sparse_engine import attention_us
+
+from mla_suite.bench.timer import queued_us
+from mla_suite.integrations import plugins
+
+ASKED = "MLA_SUITE_BENCH"
+GROUP = "sglang.srt.plugins"
+RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
+COMPARED_STEPS = 8  # of a process, not replayed but eager, so that each layer's arguments can be read
+WARM_STEPS, TIMED_STEPS, PROFILED_STEPS = 8, 40, 5
+STEPS = WARM_STEPS + TIMED_STEPS + PROFILED_STEPS + 1  # of a batch, after which its row is written
+ROUNDS, REPLAYS = 3, 8
+
+
+def install() -> None:
+    """Hooks of a process of SGLang; only the scheduler's calls them."""
+    from sglang.srt.model_loader import loader
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if all(point.value != "mla_suite.integrations.plugins:sglang" for point in entry_points(group=GROUP)):
+        plugins.sglang()  # where mla_suite is on the path without being installed
+    loader.initialize_dummy_weights = use_random_weights
+    steps = Steps(**json.loads(os.environ[ASKED]))
+    HookRegistry.register(f"{RUNNER}.can_run_graph", steps.can_run_graph, HookType.AROUND)
+    HookRegistry.register(f"{RUNNER}.execute", steps.execute, HookType.AROUND)
+    HookRegistry.register("sglang.srt.layers.radix_attention.RadixAttention.forward", steps.attend, HookType.AROUND)
+
+
+def use_random_weights(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Normal weights, and norms of 1, so that logits and softmax are like a real model's."""
+    for weight in model.parameters():
+        if weight.ndim == 1:
+            weight.data.fill_(1.0)
+        else:
+            weight.data.normal_(std=0.02, generator=torch.Generator(weight.device).manual_seed(weight.numel()))
+
+
+def exact(layer: Any, q: torch.Tensor, batch: Any, b: int) -> torch.Tensor:
+    """What the definition makes, in fp32, of the query q [heads, 576] of sequence b."""
+    from sglang.srt.model_executor.forward_context import get_req_to_token_pool, get_token_to_kv_pool
+
+    length = int(batch.seq_lens[b])
+    slots = get_req_to_token_pool().req_to_token[batch.req_pool_indices[b], :length].long()
+    keys = get_token_to_kv_pool().get_key_buffer(layer.layer_id).view(-1, q.shape[-1])[slots]
+    return attended(q[None], keys, layer.scaling)[0]
+
+
+class Steps:
+    """The state between the calls of one scheduler.
+
+    path     rows are appended to this file, a line of JSON each
+    layers   of the model
+    batches  sizes that are timed
+    compare  whether the first steps are eager and compared with the definition
+    sparse   whether layers select keys
+    """
+
+    def __init__(self, path: str, layers: int, batches: list[int], compare: bool, sparse: bool) -> None:
+        self.path, self.layers, self.batches, self.sparse = path, layers, batches, sparse
+        self.eager = COMPARED_STEPS if compare else 0
+        self.comparing = False
+        self.errors: list[float] = []
+        self.batch = self.done = 0
+        self.ends: list[float] = []
+        self.profile: Any = None
+        self.row: dict[str, Any] = {}
+
+    def say(self, kind: str, value: dict[str, Any]) -> None:
+        with open(self.path, "a") as written:
+            written.write(json.dumps([kind, value]) + "\n")
+
+    def can_run_graph(self, original: Any, runner: Any, batch: Any) -> bool:
+        """SGLang's answer, and no while steps are compared."""
+        answer = bool(original(runner, batch))
+        self.comparing = answer and batch.forward_mode.is_decode() and self.eager > 0
+        if not self.comparing:
+            return answer
+        self.eager -= 1
+        return False
+
+    def attend(self, original: Any, layer: Any, q: Any, k: Any, v: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """One layer's attention, compared with the definition in the first and the last layer of an eager step."""
+        out = original(layer, q, k, v, batch, *args, **kwargs)
+        ends = (0, self.layers - 1)
+        if self.comparing and batch.forward_mode.is_decode() and layer.layer_id in ends:
+            heads = layer.tp_q_head_num
+            parts = [
+                part.reshape(len(batch.seq_lens), heads, -1) for part in (q, kwargs.get("q_rope")) if part is not None
+            ]
+            queries = torch.cat(parts, dim=-1)
+            for b, own in enumerate(out.view(len(queries), heads, -1)):
+                expected = exact(layer, queries[b], batch, b)
+                self.errors.append(float((own.float() - expected).norm() / expected.norm()))
+            if layer.layer_id == ends[1] and not self.eager:
+                self.say("compared", {"compared": len(self.errors), "error": max(self.errors)})
+        return out
+
+    def execute(self, original: Any, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """A captured step. Of a batch that is asked for, some are timed, some profiled, and the last is replayed."""
+        if batch.batch_size != self.batch:
+            self.batch, self.done, self.ends = batch.batch_size, 0, []
+        if self.batch not in self.batches or self.done > STEPS:
+            return original(runner, batch, *args, **kwargs)
+        if self.done == WARM_STEPS + TIMED_STEPS:
+            self.row = {"batch": self.batch, "context": int(batch.seq_lens.max()) - 1 - self.done, **self.period()}
+            self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            torch.cuda.synchronize()
+            self.profile.start()
+        if self.done == STEPS - 1:
+            torch.cuda.synchronize()
+            self.profile.stop()
+            self.row |= self.kernels(device_kernels(self.profile.events()))
+            self.profile = None
+        self.ends.append(time.perf_counter())
+        out = original(runner, batch, *args, **kwargs)
+        self.done += 1
+        if self.done == STEPS:
+            graph = runner.backend._graphs[runner._replay_graph_key]
+            torch.cuda.synchronize()
+            replays = [queued_us(graph.replay, REPLAYS) for _ in range(ROUNDS)]
+            self.say("row", self.row | {"step_us": median(replays)})
+        return out
+
+    def period(self) -> dict[str, float]:
+        """Between two steps of the scheduler, whose work for the next one overlaps the device's."""
+        between = [after - before for before, after in pairwise(self.ends[WARM_STEPS:])]
+        return {"period_us": 1e6 * median(between), "tokens_per_s": self.batch / median(between)}
+
+    def kernels(self, found: list[Kernel]) -> dict[str, Any]:
+        """A layer's attention, the plan, and the time in which any kernel ran, of the profiled steps."""
+        count = Counter(name for name, _, _ in found)
+        in_each_layer = {name for name in count if PLAN.search(name) and count[name] >= self.layers * PROFILED_STEPS}
+        marked = [(f"decode_{name}" if name in in_each_layer else name, begin, end) for name, begin, end in found]
+        busy, last = 0.0, -float("inf")
+        for _, begin, end in found:
+            busy += max(0.0, end - max(begin, last))
+            last = max(last, end)
+        if self.sparse:
+            mean = attention_us(found) / (self.layers * PROFILED_STEPS)
+            return {"attention_us": mean, "plan_us": 0.0, "between_us": 0.0, "busy_us": busy / PROFILED_STEPS}
+        columns = ("attention_us", "plan_us", "between_us", "kernels")
+        return dict(zip(columns, spans(marked, self.layers), strict=True)) | {"busy_us": busy / PROFILED_STEPS}
