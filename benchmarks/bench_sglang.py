@@ -10,14 +10,11 @@ of them, bf16, pages of 64, steps in full CUDA graphs. Prompts are random and pr
 is that of `bench_vllm.py sparse`, whose indexer selects 2,048 keys, and the backends are those of --dsa-decode-backend.
 
 Columns, all of one device:
-attention us  of a layer: from the start of attention to the end of its reduction, or from the end of the kernel before
-              where attention starts earlier; median over layers and steps, by torch's profiler
-plan us       of a step: by how much longer that takes in the layer that makes the plan (or FlashMLA's metadata), and
-              kernels that do it alone; what a backend does in every layer counts as attention
-busy us       of a step: the time in which any kernel runs, page tables, metadata and sampling included
-step us       the step's CUDA graph replayed, median of three rounds; SGLang's own backends make their page tables and
-              metadata outside of it, ours in it
-tokens/s      batch / the median time between two steps of the scheduler
+busy us    of a step: the time in which any kernel runs, page tables, metadata and sampling included
+step us    the step's CUDA graph replayed, median of three rounds; SGLang's own backends make their page tables and
+           metadata outside of it, ours in it
+period us  the median time between two steps of the scheduler, host included
+tokens/s   batch / that time
 
 Before anything is timed, a check: eight prompts of different lengths are prefilled and decoded. Attention outputs of
 eager steps, over bf16 caches, are compared with their definition in fp32, and greedy tokens with the first backend's; a
@@ -49,7 +46,7 @@ HERE = Path(__file__).parent
 PEER = "fa3"
 LENGTHS = (5, 1024, 63, 700, 64, 333, 65, 987)  # of the prompts that are checked: within a selection of V3.2
 KEYS = ("backend", "batch", "context")
-TIMED = ("attention_us", "plan_us", "between_us", "busy_us", "period_us", "step_us", "tokens_per_s")
+TIMED = ("busy_us", "step_us", "period_us", "tokens_per_s")
 FIRST_TOKENS = 1  # of a request come from its prefill
 SPARE_PAGES = 4  # of each sequence, beyond its tokens
 PAGE = 64
@@ -167,7 +164,7 @@ def run_process(options: argparse.Namespace, backend: str, run: int) -> dict[str
         (installed / "entry_points.txt").write_text(f"[{GROUP}]\nbench = sglang_steps:install\n")
         skipped = options.skip_check or run > 0
         asked = {"path": str(rows), "layers": options.layers, "batches": options.batches}
-        asked |= {"sparse": options.model == "v32", "compare": not skipped and options.kv_cache_dtype == "auto"}
+        asked["compare"] = not skipped and options.kv_cache_dtype == "auto"
         path = [folder, str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), ASKED: json.dumps(asked)}
         command = [sys.executable, *sys.argv, "--alone", backend, "--rows", str(rows), *["--skip-check"] * skipped]
@@ -192,11 +189,10 @@ def require_correct(backend: str, found: dict[str, list[Row]], first: Row | None
 
 
 def show(row: Row, peer: Row | None) -> str:
-    ratio = row["attention_us"] / peer["attention_us"] if peer and peer["attention_us"] else float("nan")
+    ratio = row["busy_us"] / peer["busy_us"] if peer else float("nan")
     return (
-        f"{row['backend']:10s} {row['batch']:5d} {row['context']:8d} {row['attention_us']:13.1f} {ratio:6.3f} "
-        f"{row['plan_us']:8.1f} {row['busy_us']:8.0f} {row['step_us']:8.0f} "
-        f"{row['period_us']:9.0f} {row['tokens_per_s']:9.0f}"
+        f"{row['backend']:15s} {row['batch']:5d} {row['context']:8d} {row['busy_us']:8.0f} {ratio:6.3f} "
+        f"{row['step_us']:8.0f} {row['period_us']:9.0f} {row['tokens_per_s']:9.0f}"
     )
 
 
@@ -222,7 +218,7 @@ def main() -> int:
                 require_correct(backend, found, first)
                 first = first or found["tokens"][0]
     shown, peer = medians(rows, KEYS, TIMED), options.backends.split(",")[0]
-    print("backend    batch  context  attention us  ratio  plan us  busy us  step us period us  tokens/s")
+    print("backend         batch  context  busy us  ratio  step us period us  tokens/s")
     for (_, *shape), row in sorted(shown.items(), key=lambda item: item[0][1:]):
         print(show(row, shown.get((peer, *shape))))
     return status

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections import Counter
 from importlib.metadata import entry_points
 from itertools import pairwise
 from statistics import median
@@ -17,8 +16,7 @@ from typing import Any
 
 import torch
 from flashmla_e4m3 import attended
-from vllm_engine import PLAN, Kernel, device_kernels, spans
-from vllm_sparse_engine import attention_us
+from vllm_engine import Kernel, device_kernels
 
 from mla_suite.bench.timer import queued_us
 from mla_suite.integrations import plugins
@@ -72,11 +70,10 @@ class Steps:
     layers   of the model
     batches  sizes that are timed
     compare  whether the first steps are eager and compared with the definition
-    sparse   whether layers select keys
     """
 
-    def __init__(self, path: str, layers: int, batches: list[int], compare: bool, sparse: bool) -> None:
-        self.path, self.layers, self.batches, self.sparse = path, layers, batches, sparse
+    def __init__(self, path: str, layers: int, batches: list[int], compare: bool) -> None:
+        self.path, self.layers, self.batches = path, layers, batches
         self.eager = COMPARED_STEPS if compare else 0
         self.comparing = False
         self.errors: list[float] = []
@@ -129,7 +126,7 @@ class Steps:
         if self.done == STEPS - 1:
             torch.cuda.synchronize()
             self.profile.stop()
-            self.row |= self.kernels(device_kernels(self.profile.events()))
+            self.row["busy_us"] = busy_us(device_kernels(self.profile.events()))
             self.profile = None
         self.ends.append(time.perf_counter())
         out = original(runner, batch, *args, **kwargs)
@@ -146,17 +143,11 @@ class Steps:
         between = [after - before for before, after in pairwise(self.ends[WARM_STEPS:])]
         return {"period_us": 1e6 * median(between), "tokens_per_s": self.batch / median(between)}
 
-    def kernels(self, found: list[Kernel]) -> dict[str, Any]:
-        """A layer's attention, the plan, and the time in which any kernel ran, of the profiled steps."""
-        count = Counter(name for name, _, _ in found)
-        in_each_layer = {name for name in count if PLAN.search(name) and count[name] >= self.layers * PROFILED_STEPS}
-        marked = [(f"decode_{name}" if name in in_each_layer else name, begin, end) for name, begin, end in found]
-        busy, last = 0.0, -float("inf")
-        for _, begin, end in found:
-            busy += max(0.0, end - max(begin, last))
-            last = max(last, end)
-        if self.sparse:
-            mean = attention_us(found) / (self.layers * PROFILED_STEPS)
-            return {"attention_us": mean, "plan_us": 0.0, "between_us": 0.0, "busy_us": busy / PROFILED_STEPS}
-        columns = ("attention_us", "plan_us", "between_us", "kernels")
-        return dict(zip(columns, spans(marked, self.layers), strict=True)) | {"busy_us": busy / PROFILED_STEPS}
+
+def busy_us(found: list[Kernel]) -> float:
+    """The time of a profiled step in which any kernel ran."""
+    busy, last = 0.0, -float("inf")
+    for _, begin, end in found:
+        busy += max(0.0, end - max(begin, last))
+        last = max(last, end)
+    return busy / PROFILED_STEPS
