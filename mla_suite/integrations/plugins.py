@@ -185,4 +185,22 @@ def _with_trees(backend: str, original: Any, *args: Any) -> Any:
 def _sglang_backend(model_runner: Any) -> Any:
     from mla_suite.integrations.sglang import MLASuiteAttnBackend
 
+    _ask_for_parts(model_runner)
     return MLASuiteAttnBackend(model_runner)
+
+
+def _ask_for_parts(model_runner: Any) -> None:
+    """Have SGLang hand queries and keys over in two parts, as to its own backends: for others torch.cat joins them.
+
+    Not for models whose queries SGLang scales where it joins them, and only on CUDA: on ROCm more depends on that list,
+    and on a CPU there is no kernel that writes keys in two parts.
+    """
+    import torch
+
+    try:
+        from sglang.srt.models.deepseek_common.utils import FORWARD_ABSORB_CORE_ATTENTION_BACKENDS as backends
+    except ImportError:  # versions that keep it elsewhere
+        return
+    scaled = getattr(model_runner.model_config.hf_config, "llama_4_scaling", None) is not None
+    if not scaled and torch.version.cuda is not None and SGLANG_NAME not in backends:
+        backends.append(SGLANG_NAME)

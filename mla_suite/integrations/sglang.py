@@ -30,14 +30,12 @@ from mla_suite.integrations import (
     sglang_trees,
 )
 from mla_suite.integrations.interface import Interface
-from mla_suite.integrations.plugins import SGLANG_NAME
 
 with needs("SGLang with its Triton attention backend of 2026", __name__, "decode from a backend of your own"):
     from sglang import __version__
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-    from sglang.srt.models.deepseek_common import utils as layers
 try:
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 except ImportError:  # versions before it give the pool the bare slots
@@ -113,7 +111,6 @@ class MLASuiteAttnBackend(TritonAttnBackend):
             refuse(NAME, "the model has no latent attention", OTHERWISE)
         super().__init__(model_runner, *args, **kwargs)
         interface.has("TritonAttnBackend", self, READ)
-        _ask_for_parts(model_runner)
         if getattr(self, "dcp_size", 1) > 1:
             given = f"decode context parallelism over {self.dcp_size} ranks is not supported"
             refuse(NAME, given, f"serve with --dcp-size 1, or {OTHERWISE}")
@@ -288,19 +285,6 @@ def _check_interface() -> Interface:
     interface.has("MLATokenToKVPool", MLATokenToKVPool, ("get_key_buffer", "set_kv_buffer", "set_mla_kv_buffer"))
     interface.warn_if_newer(stacklevel=3)
     return interface
-
-
-def _ask_for_parts(model_runner: Any) -> None:
-    """Have SGLang hand queries and keys over in two parts, as to its own backends: for others torch.cat joins them.
-
-    Not for models whose queries SGLang scales where it joins them, and only on CUDA: on ROCm more depends on that list,
-    and on a CPU there is no kernel that writes keys in two parts.
-    """
-    config = getattr(getattr(model_runner, "model_config", None), "hf_config", None)
-    scaled = getattr(config, "llama_4_scaling", None) is not None
-    backends = getattr(layers, "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS", None)
-    if backends is not None and not scaled and torch.version.cuda is not None and SGLANG_NAME not in backends:
-        backends.append(SGLANG_NAME)
 
 
 def is_chain(drafts: Any) -> bool:

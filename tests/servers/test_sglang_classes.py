@@ -21,6 +21,7 @@ if importlib.util.find_spec("sglang") is None:
 import sglang_classes as theirs
 from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.models.deepseek_common import utils as layers
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
@@ -326,14 +327,14 @@ def test_the_parts_of_a_query_are_joined_by_sglangs_kernel(monkeypatch, decodes)
 
 def test_parts_are_asked_for_on_cuda_and_not_where_sglang_scales_queries(monkeypatch):
     theirs.settings(monkeypatch)
-    backends = list(integration.layers.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS)
-    monkeypatch.setattr(integration.layers, "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS", backends)
+    backends = list(layers.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS)
+    monkeypatch.setattr(layers, "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS", backends)
     runner, before = theirs.runner(64, torch.bfloat16), list(backends)
 
     def listed(cuda, **config):
         monkeypatch.setattr(torch.version, "cuda", cuda)
         runner.model_config.hf_config = SimpleNamespace(**config)
-        integration.MLASuiteAttnBackend(runner)
+        plugins._sglang_backend(runner)
         return backends
 
     assert listed(None) == before
