@@ -35,6 +35,7 @@ ENGINES_SELECTING = [f"benchmarks/results/vllm/h200_{run}.csv" for run in ("v32"
 SERVER, DECODE = "benchmarks/results/vllm/h200_server.csv", "benchmarks/results/decode_sm90/h200.json"
 TRANSFORMERS = "benchmarks/results/transformers/h200.csv"
 DECODE_LOG, COMBINE_LOG = "csrc/sm_90/decode/PERF.md", "csrc/sm_90/combine/PERF.md"
+SGLANG = "benchmarks/results/sglang/h200.csv"
 README, SERVERS = "README.md", "docs/vllm_sglang.md"
 SERVING, PUBLISHED = "docs/serving_engineer.md", "docs/published_work.md"
 
@@ -254,6 +255,28 @@ def engines_that_select() -> Iterator[Sourced]:
         yield Sourced(README, path, [phrase.format(span(steps))])
 
 
+def sglang_engine() -> Iterator[Sourced]:
+    busy: dict[int, dict[tuple[str, str], float]] = {}
+    for row in saved(SGLANG):
+        busy.setdefault(int(row["batch"]), {})[row["backend"], row["run"]] = float(row["busy_us"])
+    lines, ratios, saves = [], [], []
+    for batch, found in sorted(busy.items()):
+        theirs = [found["fa3", run] for run in "01"]
+        before, now = found["mla_suite", "0"], found["mla_suite", "2"]
+        ratios.append(now / (sum(theirs) / 2))
+        saves.append((before - now) / int(saved(SGLANG)[0]["layers"]))
+        pair = ", ".join(f"{us:.0f}" for us in theirs)
+        lines.append(f"| {batch} | {pair} | {before:.0f} | {now:.0f} | {ratios[-1]:.2f} |")
+    periods = [
+        [float(row["period_us"]) / 1000 for row in saved(SGLANG) if (row["backend"], row["run"]) == ("mla_suite", run)]
+        for run in "02"
+    ]
+    first, second = ("{:.1f}, {:.1f} and {:.1f} ms".format(*each) for each in periods)
+    phrases = [f"up to {round(max(saves), -1):.0f} us a layer", f"with ours {first} on one machine and {second}"]
+    yield Sourced(SERVERS, SGLANG, lines + phrases)
+    yield Sourced(README, SGLANG, [f"**{span(ratios)}** of the time, in runs on several H200s"])
+
+
 def server() -> Iterator[Sourced]:
     rows = [
         {"backend": each["backend"], "load": Load(*(int(each[name]) for name in ("concurrency", "input", "output")))}
@@ -362,6 +385,7 @@ SOURCES: tuple[Callable[[], Iterator[Sourced]], ...] = (
     reduction,
     engine,
     engines_that_select,
+    sglang_engine,
     server,
     hugging_face,
     e4m3_caches,
