@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sglang_steps import ASKED, GROUP, STEPS
+from sglang_steps import ASKED, GROUP, NAME, STEPS
 from vllm_model import CHECKED_TOKENS, MAX_ERROR, ON_GPU, VOCAB, Row, equal_tokens, medians, save_config
 from vllm_sparse_engine import config_of
 
@@ -158,15 +158,15 @@ def run_process(options: argparse.Namespace, backend: str, run: int) -> dict[str
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows"
         rows.touch()
-        installed = Path(folder) / "mla_suite_bench-0.dist-info"
+        installed = Path(folder) / f"{NAME}-0.dist-info"
         installed.mkdir()
-        (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: mla_suite_bench\nVersion: 0\n")
+        (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {NAME}\nVersion: 0\n")
         (installed / "entry_points.txt").write_text(f"[{GROUP}]\nbench = sglang_steps:install\n")
         skipped = options.skip_check or run > 0
         asked = {"path": str(rows), "layers": options.layers, "batches": options.batches}
         asked["compare"] = not skipped and options.kv_cache_dtype == "auto"
-        path = [folder, str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), ASKED: json.dumps(asked)}
+        (installed / ASKED).write_text(json.dumps(asked))
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, str(HERE.parent), *sys.path])}
         command = [sys.executable, *sys.argv, "--alone", backend, "--rows", str(rows), *["--skip-check"] * skipped]
         code = subprocess.run(command, env=environment, check=False).returncode
         said = [json.loads(line) for line in rows.read_text().splitlines()]

@@ -1,15 +1,14 @@
 """What bench_sglang.py adds to SGLang's scheduler process: random weights, a check of results, and times of steps.
 
-`install` is an entry point of the group sglang.srt.plugins. The variable MLA_SUITE_BENCH says, as JSON, where rows go
-and which steps are asked for.
+`install` is an entry point of the group sglang.srt.plugins, of a distribution that bench_sglang.py makes. A file of it
+says where rows go and which steps are asked for.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import time
-from importlib.metadata import entry_points
+from importlib.metadata import distribution, entry_points
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -21,7 +20,7 @@ from vllm_engine import Kernel, device_kernels
 from mla_suite.bench.timer import queued_us
 from mla_suite.integrations import plugins
 
-ASKED = "MLA_SUITE_BENCH"
+NAME, ASKED = "mla_suite_bench", "asked.json"  # the distribution, and its file
 GROUP = "sglang.srt.plugins"
 RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 COMPARED_STEPS = 8  # of a process, not replayed but eager, so that each layer's arguments can be read
@@ -38,7 +37,7 @@ def install() -> None:
     if all(point.value != "mla_suite.integrations.plugins:sglang" for point in entry_points(group=GROUP)):
         plugins.sglang()  # where mla_suite is on the path without being installed
     loader.initialize_dummy_weights = use_random_weights
-    steps = Steps(**json.loads(os.environ[ASKED]))
+    steps = Steps(**json.loads(distribution(NAME).read_text(ASKED) or ""))
     HookRegistry.register(f"{RUNNER}.can_run_graph", steps.can_run_graph, HookType.AROUND)
     HookRegistry.register(f"{RUNNER}.execute", steps.execute, HookType.AROUND)
     HookRegistry.register("sglang.srt.layers.radix_attention.RadixAttention.forward", steps.attend, HookType.AROUND)
