@@ -69,8 +69,13 @@ STAGES = {record: 4 if record in SLOTS else 5 for record in WIDTHS} | {"bf16x160
 REDUCED = ("dsv4", "v32", "v32nope", "v41", "v41any", "bf16x512", "bf16x576")
 REDUCED_SPLITS = {"reduce_o": 2, "share_and_reduce": 2, "reduce_four": 4}
 """Cluster mode -> the splits whose results the blocks of a cluster add."""
-CLUSTERED = {"none": tuple(WIDTHS), "share_kv": tuple(SLOTS)} | dict.fromkeys(REDUCED_SPLITS, REDUCED)
-CLUSTERED["share_and_reduce"] = tuple([record for record in REDUCED if record in SLOTS])
+CLUSTERED = {
+    "none": tuple(WIDTHS),
+    "share_kv": tuple(SLOTS),
+    "reduce_o": REDUCED,
+    "share_and_reduce": tuple([record for record in REDUCED if record in SLOTS]),
+    "reduce_four": REDUCED,
+}
 """What the blocks of a cluster share -> the records that there are kernels of."""
 GPCS = 8  # parts of a chip whose SMs may be in one cluster, of every chip of this arch at most
 REDUCING = {"none": ("reduce_o", "reduce_four"), "share_kv": ("share_and_reduce", "reduce_o", "reduce_four")}
