@@ -6,9 +6,10 @@
 
 Installing mla_suite registers the backend in every process of a server. Decode, verification of drafts and extends of
 up to 8 tokens per sequence go to `mla_suite.decode`; all else is SGLang's Triton backend, from which the class is
-derived. Drafts are a chain, or a tree of at most 64 from n-grams or from EAGLE with a top-k above 1; larger trees are
-SGLang's. In deterministic inference every extend is SGLang's. Where decode gains from it, SGLang's kernel quantises the
-queries of an fp8 cache. Tested with the server and the classes of SGLang 0.5.23 on a CPU, and its engine on an H200.
+derived, but on H100 and H200 our plugin sends prompts over 16-bit caches to another. Drafts are a chain, or a tree of
+at most 64 from n-grams or from EAGLE with a top-k above 1; larger trees are SGLang's. In deterministic inference
+every extend is SGLang's. Where decode gains from it, SGLang's kernel quantises the queries of an fp8 cache. Tested
+with the server and the classes of SGLang 0.5.23 on a CPU, and its engine on an H200.
 """
 
 from __future__ import annotations

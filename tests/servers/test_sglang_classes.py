@@ -21,11 +21,10 @@ if importlib.util.find_spec("sglang") is None:
 import sglang_classes as theirs
 from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.models.deepseek_common import utils as layers
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
-from mla_suite.integrations import interface, plugins
+from mla_suite.integrations import interface
 from mla_suite.integrations import sglang as integration
 
 HEADS, LATENT, WIDTH = theirs.HEADS, theirs.LATENT, theirs.WIDTH
@@ -325,24 +324,6 @@ def test_the_parts_of_a_query_are_joined_by_sglangs_kernel(monkeypatch, decodes)
     assert decodes == [1] * 2
 
 
-def test_parts_are_asked_for_on_cuda_and_not_where_sglang_scales_queries(monkeypatch):
-    theirs.settings(monkeypatch)
-    backends = list(layers.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS)
-    monkeypatch.setattr(layers, "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS", backends)
-    runner, before = theirs.runner(64, torch.bfloat16), list(backends)
-
-    def listed(cuda, **config):
-        monkeypatch.setattr(torch.version, "cuda", cuda)
-        runner.model_config.hf_config = SimpleNamespace(**config)
-        plugins._sglang_backend(runner)
-        return backends
-
-    assert listed(None) == before
-    assert listed("13.0", llama_4_scaling={"beta": 0.1}) == before
-    assert listed("13.0", llama_4_scaling=None) == [*before, "mla_suite"]
-    assert listed("13.0") == [*before, "mla_suite"]
-
-
 @pytest.mark.parametrize("name", ["sinks", "score_mod", "aux_tensors"])
 def test_scores_that_are_not_plain_are_refused(monkeypatch, decodes, name):
     theirs.settings(monkeypatch)
@@ -399,28 +380,3 @@ def test_what_the_scheduler_is_told(monkeypatch):
     assert backend.shared_read_ends(ForwardMode.EXTEND) is SharedReadEnds.UNKNOWN
     assert backend.needs_cpu_seq_lens is False
     assert integration.MLASuiteAttnBackend(theirs.runner(1, torch.bfloat16)).needs_cpu_seq_lens is True
-
-
-def test_registration(monkeypatch):
-    """The entry point adds the name, and draft models of such a server take SGLang's Triton backend."""
-    from sglang.srt import server_args
-    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-    from sglang.srt.plugins.hook_registry import HookRegistry
-    from sglang.srt.speculative import draft_utils
-
-    plugins.sglang()
-    assert "mla_suite" in server_args.ATTENTION_BACKEND_CHOICES
-    assert "mla_suite" in server_args.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND
-    theirs.settings(monkeypatch)
-    assert type(ATTENTION_BACKENDS["mla_suite"](theirs.runner(64, torch.bfloat16))) is integration.MLASuiteAttnBackend
-    original = draft_utils.DraftBackendFactory._create_backend
-    try:
-        HookRegistry.apply_hooks()
-        factory = draft_utils.DraftBackendFactory(SimpleNamespace(draft_attention_backend="mla_suite"), 1, 3)
-        monkeypatch.setattr(draft_utils, "attention_backends", lambda: ("mla_suite", "mla_suite"))
-        made = SimpleNamespace()
-        backends = {"triton": lambda: ("triton", made)}
-        assert factory._create_backend("decode_attention_backend", backends, "no {backend_type}") is made
-        assert made.decode_attention_backend_str == "triton"
-    finally:
-        draft_utils.DraftBackendFactory._create_backend = original

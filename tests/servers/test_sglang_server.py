@@ -30,6 +30,12 @@ EAGLE = {
     "speculative_eagle_topk": 1,
     "speculative_num_draft_tokens": 4,
 }
+OTHER_PREFILL = {
+    "attention_backend": "triton",
+    "decode_attention_backend": "mla_suite",
+    "speculative_attention_mode": "decode",
+}
+"""Prompts by a backend of their own, as our plugin has them on H100 and H200."""
 NGRAM = {
     "speculative_algorithm": "NGRAM",
     "speculative_num_draft_tokens": 8,
@@ -80,11 +86,12 @@ def test_mixed_prompts_chunks_and_cached_prefixes(checkpoint, tmp_path):
         assert ask(batch[2], stream=True) == expected[2]
 
 
-def test_eagle_verifies_four_tokens_in_one_decode(checkpoint, tmp_path):
+@pytest.mark.parametrize("options", [{}, OTHER_PREFILL])
+def test_eagle_verifies_four_tokens_in_one_decode(checkpoint, tmp_path, options):
     """DeepSeek-V3's own draft layer drafts, by SGLang's Triton backend; some drafts are taken and some are not."""
     folder, model = checkpoint
     batch = tiny_deepseek.prompts(LENGTHS)
-    with sglang_server.server(folder, tmp_path, **EAGLE) as address:
+    with sglang_server.server(folder, tmp_path, **EAGLE, **options) as address:
         tokens, facts = sglang_server.generate(address, batch)
     assert tokens == [tiny_deepseek.greedy(model, prompt) for prompt in batch]
     rounds = [fact["spec_verify_ct"] for fact in facts]

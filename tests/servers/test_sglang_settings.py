@@ -1,0 +1,107 @@
+"""What our plugin does with SGLang's settings and lists of backends: `tox -e sglang`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("this needs SGLang: tox -e sglang", allow_module_level=True)
+
+import sglang_classes as theirs
+import tiny_deepseek
+from sglang.srt import server_args
+from sglang.srt.arg_groups import overrides
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.models.deepseek_common import utils as layers
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.speculative import draft_utils
+
+from mla_suite.integrations import plugins
+from mla_suite.integrations import sglang as integration
+
+OURS = {"attention_backend": "mla_suite"}
+CONFIG = tiny_deepseek.SHAPE | {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+ON_CPU = {
+    "device": "cpu",
+    "skip_tokenizer_init": True,
+    "cuda_graph_backend_decode": "disabled",
+    "cuda_graph_backend_prefill": "disabled",
+    "mem_fraction_static": 0.5,
+}
+
+
+def test_registration(monkeypatch):
+    """The entry point adds the name, and draft models of such a server take SGLang's Triton backend."""
+    plugins.sglang()
+    assert "mla_suite" in server_args.ATTENTION_BACKEND_CHOICES
+    assert "mla_suite" in server_args.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND
+    theirs.settings(monkeypatch)
+    assert type(ATTENTION_BACKENDS["mla_suite"](theirs.runner(64, torch.bfloat16))) is integration.MLASuiteAttnBackend
+    original = draft_utils.DraftBackendFactory._create_backend
+    try:
+        HookRegistry.apply_hooks()
+        factory = draft_utils.DraftBackendFactory(SimpleNamespace(draft_attention_backend="mla_suite"), 1, 3)
+        monkeypatch.setattr(draft_utils, "attention_backends", lambda: ("mla_suite", "mla_suite"))
+        made = SimpleNamespace()
+        backends = {"triton": lambda: ("triton", made)}
+        assert factory._create_backend("decode_attention_backend", backends, "no {backend_type}") is made
+        assert made.decode_attention_backend_str == "triton"
+    finally:
+        draft_utils.DraftBackendFactory._create_backend = original
+
+
+def test_parts_are_asked_for_on_cuda_and_not_where_sglang_scales_queries(monkeypatch):
+    theirs.settings(monkeypatch)
+    backends = list(layers.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS)
+    monkeypatch.setattr(layers, "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS", backends)
+    runner, before = theirs.runner(64, torch.bfloat16), list(backends)
+
+    def listed(cuda, **config):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        runner.model_config.hf_config = SimpleNamespace(**config)
+        plugins._sglang_backend(runner)
+        return backends
+
+    assert listed(None) == before
+    assert listed("13.0", llama_4_scaling={"beta": 0.1}) == before
+    assert listed("13.0", llama_4_scaling=None) == [*before, "mla_suite"]
+    assert listed("13.0") == [*before, "mla_suite"]
+
+
+def backends(monkeypatch, folder, default, **options):
+    """(prefill, decode) of a server with these options where SGLang's own choice would be `default`, and its mode."""
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    plugins.sglang()
+    monkeypatch.setattr(overrides, "get_default_attn_backend", lambda *args: default)
+    given = server_args.ServerArgs(model_path=str(folder), **ON_CPU, **options)
+    given.resolve_once()
+    resolved = overrides.resolved_view(given)
+    return overrides.attention_backends_of(resolved), resolved.speculative_attention_mode
+
+
+@pytest.mark.parametrize("options", [{}, {"page_size": 64}, {"kv_cache_dtype": "bfloat16"}])
+def test_prompts_take_flash_attention_where_sglang_would(monkeypatch, tmp_path, options):
+    """Verification of drafts, which SGLang sends to the backend for prompts unless told otherwise, stays ours."""
+    assert backends(monkeypatch, tmp_path, "fa3", **OURS, **options) == (("fa3", "mla_suite"), "decode")
+
+
+@pytest.mark.parametrize(
+    ("default", "options", "expected"),
+    [
+        ("triton", OURS, ("mla_suite", "mla_suite")),
+        ("flashinfer", OURS, ("mla_suite", "mla_suite")),
+        ("fa3", {"attention_backend": "fa3"}, ("fa3", "fa3")),
+        ("fa3", OURS | {"prefill_attention_backend": "triton"}, ("triton", "mla_suite")),
+        ("fa3", {"attention_backend": "fa3", "decode_attention_backend": "mla_suite"}, ("fa3", "mla_suite")),
+        ("fa3", OURS | {"kv_cache_dtype": "fp8_e4m3"}, ("mla_suite", "mla_suite")),
+        ("fa3", OURS | {"enable_deterministic_inference": True}, ("mla_suite", "mla_suite")),
+    ],
+)
+def test_prompts_otherwise_go_where_they_are_sent(monkeypatch, tmp_path, default, options, expected):
+    """FlashAttention 3 reads no fp8 rows, and what has been tested in deterministic inference is Triton."""
+    assert backends(monkeypatch, tmp_path, default, **options) == (expected, "prefill")
