@@ -43,7 +43,7 @@ class Point:
     """One published time in microseconds.
 
     ctx     keys that a query attends; of a reduction 0, `batch` its tokens and `splits` its partial results
-    splits  KV splits where the source prints them, else 0
+    splits  KV splits where the source prints them or its launcher's code says them, else 0
     """
 
     source: Source

@@ -98,6 +98,16 @@ def test_memory_keeps_its_rate_as_products_slow_the_clock():
     assert slowed == pytest.approx(steady * timing.matrix_clock(timing.CHIP, load), rel=0.05)
 
 
+@pytest.mark.parametrize(("workgroups", "share"), [(1, 1 / 256), (64, 1 / 4), (256, 1.0)])
+def test_the_clock_falls_with_the_load_of_the_whole_chip(workgroups: int, share: float):
+    gfx950, times = archs.get("gfx950"), np.zeros(workgroups, np.dtype(core.GroupTime))
+    times["clocks"], times["matrix"] = 240_000, 216_000
+    found = timing.launch(gfx950, 1, [times] * 3)
+    assert found.us - found.launch_us == pytest.approx(100 / timing.matrix_clock(timing.CHIP, 0.9 * share))
+    model = timing.models(gfx950, 64, 0, 256, workgroups)[0]
+    assert model.slowdown == pytest.approx(share * (1 - timing.CHIP.matrix_clock))
+
+
 def test_row_tiles_share_what_their_keys_take_of_memory():
     """A workgroup of two, beside one that alone serves a sequence: its queries and results are its own."""
     clocks = {}

