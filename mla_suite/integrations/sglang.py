@@ -23,6 +23,7 @@ from mla_suite.integrations import (
     FP8,
     KV_FORMATS,
     PRECISION,
+    by_token,
     capturing,
     fp8_query_rows,
     joined_queries,
@@ -249,8 +250,7 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         elif mode.is_extend():
             own = forward_batch.extend_seq_lens
             self._cu_seqlens_q = torch.nn.functional.pad(own.cumsum(0), (1, 0)).int()
-            # One bound for all short extends, so that a sequence's kernel does not depend on its batch.
-            self._max_seqlen_q = SHORT_EXTEND
+            self._max_seqlen_q = max(map(int, forward_batch.extend_seq_lens_cpu))
         fewest = fp8_query_rows(self._one, self.page_size)
         # As many drafts as the server verifies count in every pass, so that a token's queries are of one kind.
         rows = heads * (self.num_draft_tokens or 1)
@@ -263,6 +263,8 @@ class MLASuiteAttnBackend(TritonAttnBackend):
             width = min(width, int(torch.as_tensor(host_lens).max()) + drafts)
         pages = self.req_to_token[:, : max(width, 1) : self.page_size]
         self._table = (pages[forward_batch.req_pool_indices.long()] // self.page_size).int()
+        given = by_token.Batch(self._lens, self._table, self._cu_seqlens_q, self._max_seqlen_q)
+        self._lens, self._table, self._cu_seqlens_q, self._max_seqlen_q = by_token.arranged(given, tokens, heads)
         self._plan = mla_suite.plan(
             self._lens,
             num_heads=heads,

@@ -22,6 +22,7 @@ from mla_suite.integrations import (
     FP8,
     KV_FORMATS,
     PRECISION,
+    by_token,
     capturing,
     fp8_query_rows,
     joined_queries,
@@ -280,12 +281,15 @@ class MLASuiteImpl(MLASuiteLayer, MLACommonImpl):
         queries = joined(*q) if isinstance(q, tuple) else q
         cache, kv_format = self._as_stored(kv_c_and_k_pe_cache)
         decode = attn_metadata.decode
-        packed = decode.cu_seqlens_q is not None
         several_ranks = decode.dcp_tot_seq_lens is not None
         split_size = 0
         if decode.batch_invariant:
             split_size = mla_suite.batch_invariant_split_size(queries.shape[-2], decode.max_seqlen_q)
         if decode.plan is None:
+            if not (several_ranks or split_size):
+                given = by_token.Batch(decode.seq_lens, decode.block_table, decode.cu_seqlens_q, decode.max_seqlen_q)
+                taken = by_token.arranged(given, *queries.shape[:2])
+                decode.seq_lens, decode.block_table, decode.cu_seqlens_q, decode.max_seqlen_q = taken
             decode.plan = mla_suite.plan(
                 decode.seq_lens,
                 num_heads=queries.shape[-2],
@@ -293,8 +297,9 @@ class MLASuiteImpl(MLASuiteLayer, MLACommonImpl):
                 max_seqlen_kv=_longest(decode, cache.shape[1]) if split_size else 0,
                 split_size=split_size,
             )
+        packed = decode.cu_seqlens_q is not None
         out, lse = mla_suite.decode(
-            queries if packed else queries.unflatten(0, (attn_metadata.num_decodes, -1)),
+            queries if packed else queries.unflatten(0, (decode.seq_lens.shape[0], -1)),
             cache,
             decode.seq_lens,
             decode.block_table,

@@ -26,6 +26,7 @@ from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
 from mla_suite.integrations import interface
 from mla_suite.integrations import sglang as integration
+from mla_suite.ops.plan import scheduler
 
 HEADS, LATENT, WIDTH = theirs.HEADS, theirs.LATENT, theirs.WIDTH
 LENGTHS, POOL_ROWS = [300, 9, 64], [4, 0, 2]
@@ -246,9 +247,11 @@ def test_a_tree_that_nobody_can_read_is_refused(monkeypatch, extends):
     assert extends == []
 
 
-def test_short_extends(monkeypatch, decodes, extends):
+@pytest.mark.parametrize(("tile_rows", "bound"), [(64, 8), (HEADS, 1)], ids=["packed", "by token"])
+def test_short_extends(monkeypatch, decodes, extends, tile_rows, bound):
+    monkeypatch.setattr(scheduler, "TILE_ROWS", tile_rows)
     step(*made(monkeypatch), ForwardMode.EXTEND, LENGTHS, [8, 1, 3], None)
-    assert decodes == [integration.SHORT_EXTEND] * 2
+    assert decodes == [bound] * 2
     assert extends == []
 
 

@@ -20,6 +20,7 @@ import mla_suite
 from mla_suite import archs, integrations
 from mla_suite.distributed import KeyShard
 from mla_suite.integrations import vllm as integration
+from mla_suite.ops.plan import scheduler
 from mla_suite.ops.plan.metadata import Plan, Word
 
 HEADS, LATENT, WIDTH, SCALE = 8, 512, 576, 0.05
@@ -154,8 +155,10 @@ def test_invariant_steps_with_empty_sequences_and_padding(monkeypatch, padding):
 
 @pytest.mark.parametrize("later", [{}, {"max_query_len": 5}], ids=["before 0.31", "since 0.31"])
 @pytest.mark.parametrize("moved", [None, [5, 1, 2]], ids=["as counted", "moved"])
-def test_query_lengths_that_vary(moved, later):
-    """Drafts that the device moved between sequences count as the device has them."""
+@pytest.mark.parametrize("tile_rows", [64, HEADS], ids=["packed", "by token"])
+def test_query_lengths_that_vary(monkeypatch, tile_rows, moved, later):
+    """Drafts that the device moved between sequences count as the device has them, in a tile of rows and in several."""
+    monkeypatch.setattr(scheduler, "TILE_ROWS", tile_rows)
     lengths, counted = [300, 9, 64], [3, 1, 4]
     cache, table = paged(lengths, 16)
     metadata = step_of(lengths, table, counted, moved=moved, **later)
@@ -163,6 +166,7 @@ def test_query_lengths_that_vary(moved, later):
     q = torch.randn(8, HEADS, WIDTH).bfloat16()
     found = impl_of().forward_mqa(q, cache, metadata, layer_of())
     assert_attended(found, q, moved or counted, cache, table, lengths, ROUNDED)
+    assert Plan.read(metadata.decode.plan).header[Word.BATCH] == (3 if tile_rows == 64 else 8)
 
 
 @pytest.mark.parametrize(("q_lens", "interleave"), [([1, 1], 1), ([3, 3], 16), ([1, 4], 16)], ids=str)
