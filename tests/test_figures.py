@@ -27,7 +27,7 @@ COMMIT = re.compile(r"\bcommits? [0-9a-f]{7}\b")
 
 STATED = {
     "docs/serving_engineer.md": {
-        "decodes beside it take 3.5 times as long": "emulator.modelled of both batches on gfx942, 2,048 keys a sequence",
+        "decodes beside it take 3.5 times as long": "emulator.modelled of both on gfx942, 2,048 keys each",
     },
     README: {
         "where half the bytes ought to make it 0.5": "half the bytes",
