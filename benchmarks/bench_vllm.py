@@ -1,6 +1,6 @@
 """vLLM with this package's attention backend beside vLLM's own: steps of its engine, or its server under load.
 
-    python benchmarks/bench_vllm.py engine --runs 3 --csv FILE
+    python benchmarks/bench_vllm.py engine --csv FILE
     python benchmarks/bench_vllm.py sparse --model v32 --csv FILE
     python benchmarks/bench_vllm.py server --csv FILE
 

@@ -14,7 +14,10 @@ plan us       of a step: by how much longer that takes in the layer that makes t
 per layer us  attention + plan / 61: what each of DeepSeek V3's 61 layers would pay
 ratio         per layer us, of FLASH_ATTN_MLA's, which vLLM 0.33 chooses by itself on an H100 or H200
 step us       the step's CUDA graph replayed, median of three rounds
-tokens/s      batch / the median time between two steps of the engine, median of three rounds; includes vLLM's host work
+tokens/s      batch x steps / seconds of the engine's steps: the median, the least and the most of `--rounds`, in which
+              the engines take turns
+GPU           step us x tokens/s / batch: the share of that time in which the GPU computes a step. Where it is small the
+              GPU waits for vLLM's Python, and tokens/s tell of the host's cores
 
 Before anything is timed, a check: eight prompts that arrive one after another are prefilled and decoded for real. Every
 attention output of an eager step is compared with its definition in fp32, and greedy tokens with the first backend's;
@@ -24,20 +27,17 @@ a token may differ only where that backend's best two lie close together.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import re
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+import vllm_turns
 from vllm_model import (
     ON_GPU,
     OURS,
@@ -46,8 +46,6 @@ from vllm_model import (
     Contexts,
     Row,
     check,
-    equal_tokens,
-    medians,
     save_config,
     start_engine,
     versions,
@@ -58,15 +56,12 @@ from mla_suite.bench.timer import queued_us
 from mla_suite.cli import sizes
 
 MODEL_LAYERS = 61  # of DeepSeek V3, which share a step's plan
-WARM_STEPS, ROUNDS, PROFILED_STEPS, REPLAYS = 4, 3, 5, 8
-ROUND_S, MIN_STEPS, MAX_STEPS = 0.1, 6, 40  # a round of steps lasts about as long
-MAX_TOKENS = 2 * WARM_STEPS + PROFILED_STEPS + ROUNDS * MAX_STEPS + 8  # by which a context grows at most
+WARM_STEPS, TIMED_STEPS, PROFILED_STEPS, REPLAY_ROUNDS, REPLAYS = 4, 40, 5, 3, 8
+MAX_TOKENS = 1024  # by which a context grows at most, its first steps beside the prompts of others among them
 ATTENTION = re.compile(
     r"^decode_|combine(?!_sampled)|flash_fwd_splitkv_mla_kernel|FlashAttnFwd(Sm90|Combine)|_fwd(_grouped)?_kernel_stage[12]"
 )
 PLAN = re.compile(r"^plan_|mla_metadata|prepare_varlen_num_blocks")
-MARK = "bench_vllm: "  # before the lines that a backend's process prints for its parent
-
 
 KEYS = ("backend", "batch", "context")
 TIMED = ("attention_us", "plan_us", "between_us", "step_us", "tokens_per_s")  # NaN: could not be had
@@ -78,27 +73,18 @@ def per_layer_us(row: Row) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--backends", default=f"{PEER},{OURS},FLASHMLA,TRITON_MLA", help="vLLM's names, comma-separated"
+        "--backends", default=f"{PEER},{OURS}", help="vLLM's names, comma-separated, all at once on the GPU"
     )
     parser.add_argument("--batches", type=sizes, default=(1, 8, 32, 128), help="sequences of a step")
-    parser.add_argument("--contexts", type=sizes, default=(1024, 4096, 16384), help="cached tokens per sequence")
+    parser.add_argument("--contexts", type=sizes, default=(1024, 4096), help="cached tokens per sequence")
     parser.add_argument("--layers", type=int, default=16, help="layers of the model (default: 16)")
     parser.add_argument("--heads", type=int, default=128, help="attention heads (default: 128)")
     parser.add_argument("--block-size", type=int, help="tokens per page (default: what the backend asks vLLM for)")
     parser.add_argument("--kv-cache-dtype", default="auto", help="auto (bf16) or fp8")
-    parser.add_argument("--runs", type=int, default=1, help="engines of each backend, in turns; the table has medians")
+    parser.add_argument("--rounds", type=int, default=5, help="times that each engine is timed (default: 5)")
     parser.add_argument("--skip-check", action="store_true", help="time without comparing results first")
     parser.add_argument("--csv", type=Path, help="write the rows to this file as they come")
     parser.add_argument("--alone", metavar="BACKEND", help=argparse.SUPPRESS)
-
-
-def step_times(engine: Any, count: int) -> list[float]:
-    """Seconds between the ends of `count` steps."""
-    times = [time.perf_counter()]
-    for _ in range(count):
-        engine.step()
-        times.append(time.perf_counter())
-    return [after - before for before, after in pairwise(times)]
 
 
 def replay_us(process: Any, batch: int) -> float:
@@ -111,7 +97,7 @@ def replay_us(process: Any, batch: int) -> float:
     if not graphs:
         return float("nan")
     rounds = []
-    for _ in range(ROUNDS):
+    for _ in range(REPLAY_ROUNDS):
         torch.cuda.synchronize()
         graphs[0].replay()
         rounds.append(queued_us(graphs[0].replay, REPLAYS))
@@ -164,115 +150,101 @@ def spans(kernels: Sequence[Kernel], layers: int) -> tuple[float, float, float, 
     return attention, plan, median(between), ", ".join(names)
 
 
-def measure(llm: Any, backend: str, batch: int, context: int, layers: int) -> Row:
-    """Start `batch` sequences of `context` cached tokens, and time, profile and replay their steps."""
-    row: Row = dict(zip(KEYS, (backend, batch, context), strict=True)) | dict.fromkeys(TIMED, float("nan"))
-    engine = llm.llm_engine
-    Contexts.filled = True
-    prompts = [[2 + (index * 31 + place * 7) % (VOCAB - 2) for place in range(context)] for index in range(batch)]
-    ids = add_requests(engine, prompts)
-    step_times(engine, WARM_STEPS)
-    usual = median(step_times(engine, WARM_STEPS))
-    if ON_GPU:
-        row |= dict(zip((*TIMED[:3], "kernels"), spans(profiled(engine), layers), strict=True))
-        row["step_us"] = llm.collective_rpc(replay_us, args=(batch,))[0]
-    row["tokens_per_s"] = tokens_per_s(engine, batch, usual)
-    end_requests(engine, ids)
-    return row
+class Sequences:
+    """Sequences of an engine, which all decode from `start` to `end`."""
+
+    def __init__(self, llm: Any, prompts: Callable[[int, int], list[list[int]]]) -> None:
+        self.engine, self._prompts, self._names = llm.llm_engine, prompts, list[str]()
+
+    def start(self, batch: int, context: int) -> float:
+        """Seconds until all have a token."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
+        self._names = [f"{batch}x{context}x{index}" for index in range(batch)]
+        prompts = self._prompts(batch, context)
+        begun = time.perf_counter()
+        for name, prompt in zip(self._names, prompts, strict=True):
+            self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        answered: set[str] = set()
+        while len(answered) < batch:
+            answered |= {found.request_id for found in self.engine.step() if found.outputs[0].token_ids}
+        return time.perf_counter() - begun
+
+    def seconds(self, steps: int) -> float:
+        """Seconds that steps take behind others: the engine begins a step before it waits for the one before it."""
+        for _ in range(WARM_STEPS):
+            self.engine.step()
+        begun = time.perf_counter()
+        for _ in range(steps):
+            self.engine.step()
+        return time.perf_counter() - begun
+
+    def rate(self) -> Row:
+        return {"tokens_per_s": len(self._names) * TIMED_STEPS / self.seconds(TIMED_STEPS)}
+
+    def end(self) -> None:
+        self.engine.abort_request(self._names)
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
 
 
-def add_requests(engine: Any, prompts: Sequence[Sequence[int]]) -> list[str]:
-    """Add a request for each prompt, which ends when it is ended; -> their names."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
-    names = [f"{len(prompts)}x{len(prompt)}x{index}" for index, prompt in enumerate(prompts)]
-    for name, prompt in zip(names, prompts, strict=True):
-        engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
-    return names
-
-
-def end_requests(engine: Any, names: list[str]) -> None:
-    engine.abort_request(names)
-    while engine.has_unfinished_requests():
-        engine.step()
-
-
-def profiled(engine: Any) -> list[Kernel]:
+def profiled(sequences: Sequences) -> list[Kernel]:
     """The device's kernels of PROFILED_STEPS steps."""
+    sequences.seconds(0)
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        step_times(engine, PROFILED_STEPS)
+        for _ in range(PROFILED_STEPS):
+            sequences.engine.step()
         torch.cuda.synchronize()
     return device_kernels(profile.events())
 
 
-def tokens_per_s(engine: Any, batch: int, usual: float) -> float:
-    """`batch` / the median time between two steps, the median of rounds; a step usually takes `usual` seconds."""
-    count = max(MIN_STEPS, min(MAX_STEPS, int(ROUND_S / usual)))
-    return median([batch / median(step_times(engine, count)) for _ in range(ROUNDS)])
+def filled(batch: int, context: int) -> list[list[int]]:
+    """Prompts that are not computed."""
+    Contexts.filled = True
+    return [[2 + (index * 31 + place * 7) % (VOCAB - 2) for place in range(context)] for index in range(batch)]
+
+
+def started(sequences: Sequences, batch: int, context: int) -> Row:
+    sequences.start(batch, context)
+    return {}
+
+
+def profile(llm: Any, sequences: Sequences, layers: int, batch: int) -> Row:
+    row: Row = dict(zip((*TIMED[:3], "kernels"), spans(profiled(sequences), layers), strict=True))
+    row["step_us"] = llm.collective_rpc(replay_us, args=(batch,))[0]
+    sequences.end()
+    return row
 
 
 def work(options: argparse.Namespace) -> int:
-    """One backend's process: prints its rows as lines of JSON behind MARK."""
-    backend, started = options.alone, time.time()
-    longest = max(options.contexts) + 1024
+    """One backend's process."""
+    backend, begun = options.alone, time.time()
+    longest = max(options.contexts) + MAX_TOKENS
     Contexts.install()
     with tempfile.TemporaryDirectory() as folder:
         save_config(Path(folder), options.layers, options.heads, longest)
         llm = start_engine(backend, options, Path(folder), max_model_len=longest, **Contexts.SETTINGS)
     page = llm.llm_engine.vllm_config.cache_config.block_size
-    say("started", {"seconds": round(time.time() - started), "page": page})
-    if not options.skip_check:
-        say("check", check(llm))
-    for context in options.contexts:
-        for batch in options.batches:
-            say("row", measure(llm, backend, batch, context, options.layers))
-    return 0
-
-
-def say(kind: str, value: dict[str, Any]) -> None:
-    print(MARK + json.dumps([kind, value]), flush=True)
-
-
-def run_process(backend: str, run: int, keep: Callable[[Row], None]) -> tuple[dict[str, Any] | None, int]:
-    """Run a backend in its own process and `keep` its rows; what was checked, in the first run, and the exit status.
-
-    The other output of the process goes through.
-    """
-    environment = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the profiler and the graphs are asked for in this process
-        "VLLM_PLUGINS": "",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        **os.environ,
-    }
-    command = [sys.executable, *sys.argv, "--alone", backend, *["--skip-check"] * (run > 0)]
-    checked = None
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if not line.startswith(MARK):
-                print(line, end="", flush=True)
-                continue
-            kind, value = json.loads(line.removeprefix(MARK))
-            if kind == "row":
-                keep(value | {"run": run})
-            elif kind == "check":
-                checked = value
-                print(f"  {value['compared']} attention outputs within {value['error']:.1e} of fp32", flush=True)
-            else:
-                print(f"{backend}: engine in {value['seconds']} s, pages of {value['page']}", flush=True)
-    return checked, process.returncode
+    sequences = Sequences(llm, filled)
+    return vllm_turns.serve(
+        {"seconds": round(time.time() - begun), "page": page},
+        {
+            "check": partial(check, llm),
+            "start": partial(started, sequences),
+            "round": sequences.rate,
+            "profile": partial(profile, llm, sequences, options.layers),
+        },
+    )
 
 
 def show(row: Row, peer: Row | None) -> str:
     ratio = per_layer_us(row) / per_layer_us(peer) if peer is not None else float("nan")
     return (
-        f"{row['backend']:12s} {row['batch']:5d} {row['context']:8d} {row['attention_us']:13.1f} {row['plan_us']:8.1f} "
-        f"{per_layer_us(row):12.1f} {ratio:6.3f} {row['step_us']:9.0f} {row['tokens_per_s']:9.0f}"
+        f"{row['backend']:12s} {row['batch']:5d} {row['context']:8d} {row['attention_us']:12.1f} {row['plan_us']:7.1f} "
+        f"{per_layer_us(row):12.1f} {ratio:6.3f} {row['step_us']:9.0f} {row['tokens_per_s']:9.0f} "
+        f"{row['least_tokens_per_s']:6.0f} {row['most_tokens_per_s']:6.0f} {vllm_turns.gpu_share(row):4.2f}"
     )
 
 
@@ -283,23 +255,14 @@ def main(options: argparse.Namespace) -> int:
         raise SystemExit("bench_vllm: no GPU here; on a CPU, `tox -e vllm` runs the engine and compares its tokens")
     print(versions(), f"{options.layers} layers, {options.heads} heads, kv cache {options.kv_cache_dtype}", sep="; ")
     facts = {"versions": versions(), "layers": options.layers, "heads": options.heads}
-    rows, table, status = list[Row](), Table(options.csv), 0
-    first: dict[str, Any] | None = None
+    rows, table = dict[tuple[Any, ...], Row](), Table(options.csv)
 
     def keep(row: Row) -> None:
-        rows.append(row)
+        rows[tuple(row[key] for key in KEYS)] = row
         table.add(row | {"per_layer_us": per_layer_us(row)} | facts)
-        print(f"  {show(row, None)}", flush=True)
 
-    for run in range(options.runs):
-        for backend in options.backends.split(","):
-            checked, code = run_process(backend, run, keep)
-            status = status or code
-            if checked is not None and first is not None:
-                print(f"  {equal_tokens(checked, first)}")
-            first = first or checked
-    found = medians(rows, KEYS, TIMED)
-    print("backend      batch  context  attention us  plan us per layer us  ratio   step us  tokens/s")
-    for (_, *shape), row in sorted(found.items(), key=lambda item: item[0][1:]):
-        print(show(row, found.get((PEER, *shape))))
-    return status
+    vllm_turns.run(options, same_tokens=True, keep=keep)
+    print("backend      batch  context attention us plan us per layer us  ratio   step us  tokens/s  least   most  GPU")
+    for (_, *shape), row in sorted(rows.items(), key=lambda item: item[0][1:]):
+        print(show(row, rows.get((PEER, *shape))))
+    return 0

@@ -18,6 +18,7 @@ from mla_suite.integrations import plugins
 OURS, PEER = "CUSTOM", "FLASH_ATTN_MLA"
 ON_GPU = torch.cuda.is_available()
 Row = dict[str, Any]
+TOKEN_BYTES = 1440  # of a layer: bf16 latents, and index keys where there are any
 VOCAB, CHECKED_PROMPTS, CHECKED_TOKENS = 8192, 8, 16
 NEAR_TIE = 0.1  # of log-probability; bf16 moves a logit of this model by a few hundredths
 MAX_ERROR = 1e-2  # of an attention output, relative to its norm: twice what rounding to bf16 leaves
@@ -104,6 +105,7 @@ def start_engine(backend: str, options: argparse.Namespace, folder: Path, **sett
     from vllm import LLM
 
     use_random_weights()
+    cached = max(options.batches) * settings["max_model_len"]
     made = {
         "skip_tokenizer_init": True,
         "load_format": "dummy",
@@ -115,6 +117,9 @@ def start_engine(backend: str, options: argparse.Namespace, folder: Path, **sett
         "kv_cache_dtype": options.kv_cache_dtype,
         "seed": 0,
         "disable_log_stats": True,
+        # Several engines share a GPU: the cache is of a given size, and this share of memory is only looked for.
+        "gpu_memory_utilization": 0.1,
+        "kv_cache_memory_bytes": (2 << 30) + cached * options.layers * TOKEN_BYTES,
         "compilation_config": {
             "mode": 0,
             "cudagraph_mode": "FULL_DECODE_ONLY",

@@ -11,7 +11,11 @@ Columns, of decode steps:
 attention us  of a layer: from the start of attention to the end of its reduction, mean over layers and steps, by
               torch's profiler. What turns a selection into slots of the cache is not in it
 step us       the step's CUDA graph replayed, median of three rounds
-tokens/s      batch / the median time between two steps of the engine, median of three rounds; includes vLLM's host work
+tokens/s      batch x steps / seconds of the engine's steps: the median, the least and the most of `--rounds`, in which
+              the engines take turns
+GPU           step us x tokens/s / batch: the share of that time in which the GPU computes a step. Where it is small the
+              GPU waits for vLLM's Python, and tokens/s tell of the host's cores
+prompt/s      tokens of prompts / seconds until all have their first token, once
 
 Before anything is timed, a check: eight prompts that arrive one after another. Samples of the attention calls of eager
 steps are compared with their definition in fp32 over the engine's own cache, and V3.2's greedy tokens with the first
@@ -28,13 +32,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 import vllm_engine
-from vllm_model import ON_GPU, VOCAB, Row, equal_tokens, generate, medians, start_engine, versions
+import vllm_turns
+from vllm_model import ON_GPU, VOCAB, Row, generate, start_engine, versions
 from vllm_sparse_check import watch
 
 from mla_suite.bench.saving import Table
@@ -64,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=int, help="attention heads (default: 128 of V3.2, 64 of V4)")
     parser.add_argument("--block-size", type=int, help="tokens per page (default: what the backend asks vLLM for)")
     parser.add_argument("--kv-cache-dtype", help="auto (bf16) or fp8_ds_mla for V3.2, fp8 for V4 (the defaults)")
+    parser.add_argument("--rounds", type=int, default=5, help="times that each engine is timed (default: 5)")
     parser.add_argument("--skip-check", action="store_true", help="time without comparing results first")
     parser.add_argument("--check-alone", action="store_true", help="compare results and time nothing")
     parser.add_argument("--csv", type=Path, help="write the rows to this file as they come")
@@ -128,32 +134,30 @@ def attention_us(kernels: Sequence[vllm_engine.Kernel]) -> float:
     return total
 
 
-def measure(llm: Any, backend: str, batch: int, context: int, layers: int) -> Row:
-    """Compute `batch` prompts, then time, profile and replay their decode steps."""
-    engine = llm.llm_engine
+def prompts(batch: int, context: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(batch)
-    prompts = [torch.randint(2, VOCAB, (context,), generator=generator).tolist() for _ in range(batch)]
-    ids = vllm_engine.add_requests(engine, prompts)
-    answered: set[str] = set()
-    while len(answered) < batch:
-        answered |= {found.request_id for found in engine.step() if found.outputs[0].token_ids}
-    vllm_engine.step_times(engine, vllm_engine.WARM_STEPS)
-    usual = median(vllm_engine.step_times(engine, vllm_engine.WARM_STEPS))
-    kernels = vllm_engine.profiled(engine)
+    return [torch.randint(2, VOCAB, (context,), generator=generator).tolist() for _ in range(batch)]
+
+
+def started(sequences: vllm_engine.Sequences, batch: int, context: int) -> Row:
+    sequences.start(batch, context)  # compiles kernels for the numbers of tokens of these steps
+    sequences.end()
+    return {"prompt_tokens_per_s": batch * context / sequences.start(batch, context)}
+
+
+def profile(llm: Any, sequences: vllm_engine.Sequences, layers: int, batch: int) -> Row:
+    kernels = vllm_engine.profiled(sequences)
     own = {name.split("<")[0].split("(")[0][-70:] for name, _, _ in kernels if ATTENTION.search(name)}
-    row: Row = {"backend": backend, "batch": batch, "context": context}
-    row["attention_us"] = attention_us(kernels) / (vllm_engine.PROFILED_STEPS * layers)
-    row["step_us"] = llm.collective_rpc(vllm_engine.replay_us, args=(batch,))[0]
-    row["kernels"] = ", ".join(sorted(own))
-    row["tokens_per_s"] = vllm_engine.tokens_per_s(engine, batch, usual)
-    vllm_engine.end_requests(engine, ids)
+    row: Row = {"attention_us": attention_us(kernels) / (vllm_engine.PROFILED_STEPS * layers)}
+    row |= {"step_us": llm.collective_rpc(vllm_engine.replay_us, args=(batch,))[0], "kernels": ", ".join(sorted(own))}
+    sequences.end()
     return row
 
 
 def work(options: argparse.Namespace) -> int:
-    """One backend's process: prints its rows as lines of JSON for its parent."""
-    backend, started = options.alone, time.time()
-    longest = max(*options.contexts, *LENGTHS[options.model]) + 1024
+    """One backend's process."""
+    backend, begun = options.alone, time.time()
+    longest = max(*options.contexts, *LENGTHS[options.model]) + vllm_engine.MAX_TOKENS
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         made = config_of(options.model, options.layers, options.heads, longest)
@@ -162,13 +166,16 @@ def work(options: argparse.Namespace) -> int:
         without = {"enable_jit_warmup": False}
         llm = start_engine(backend, options, folder, max_model_len=longest, kernel_config=without)
     page = llm.llm_engine.vllm_config.cache_config.block_size
-    vllm_engine.say("started", {"seconds": round(time.time() - started), "page": page})
-    if not options.skip_check:
-        vllm_engine.say("check", check(llm, options.model))
-    for context in () if options.check_alone else options.contexts:
-        for batch in options.batches:
-            vllm_engine.say("row", measure(llm, backend, batch, context, options.layers))
-    return 0
+    sequences = vllm_engine.Sequences(llm, prompts)
+    return vllm_turns.serve(
+        {"seconds": round(time.time() - begun), "page": page},
+        {
+            "check": partial(check, llm, options.model),
+            "start": partial(started, sequences),
+            "round": sequences.rate,
+            "profile": partial(profile, llm, sequences, options.layers),
+        },
+    )
 
 
 def main(options: argparse.Namespace) -> int:
@@ -180,31 +187,28 @@ def main(options: argparse.Namespace) -> int:
     facts = {"model": options.model, "kv_cache_dtype": options.kv_cache_dtype, "versions": versions()}
     facts |= {"layers": options.layers, "heads": options.heads}
     print(*facts.values(), sep="; ")
-    rows, table, status = list[Row](), Table(options.csv), 0
-    first: dict[str, Any] | None = None
+    rows, table = dict[tuple[Any, ...], Row](), Table(options.csv)
 
     def keep(row: Row) -> None:
-        rows.append(row)
+        rows[tuple(row[key] for key in vllm_engine.KEYS)] = row
         table.add(row | facts)
-        print(f"  {show(row, None)}", flush=True)
 
-    for backend in options.backends.split(","):
-        checked, code = vllm_engine.run_process(backend, 0, keep)
-        status = status or code
-        if checked is not None and first is not None and options.model == "v32":
-            print(f"  {equal_tokens(checked, first)}", flush=True)
-        first = first or checked
-    found = medians(rows, vllm_engine.KEYS, TIMED)
+    options.contexts = () if options.check_alone else options.contexts
+    vllm_turns.run(options, same_tokens=options.model == "v32", keep=keep)
     peer = options.backends.split(",")[0]
-    print("backend               batch  context  attention us  ratio   step us  ratio  tokens/s")
-    for (_, *shape), row in sorted(found.items(), key=lambda item: item[0][1:]):
-        print(show(row, found.get((peer, *shape))))
-    return status
+    print(
+        "backend               batch  context  attention us  ratio   step us  ratio  tokens/s  least   most  prompts/s"
+    )
+    for (_, *shape), row in sorted(rows.items(), key=lambda item: item[0][1:]):
+        print(show(row, rows.get((peer, *shape))))
+    return 0
 
 
 def show(row: Row, peer: Row | None) -> str:
     ratios = [row[name] / peer[name] if peer is not None else float("nan") for name in TIMED[:2]]
     return (
         f"{row['backend']:21s} {row['batch']:5d} {row['context']:8d} {row['attention_us']:13.1f} {ratios[0]:6.3f} "
-        f"{row['step_us']:9.0f} {ratios[1]:6.3f} {row['tokens_per_s']:9.0f}"
+        f"{row['step_us']:9.0f} {ratios[1]:6.3f} {row['tokens_per_s']:9.0f} "
+        f"{row['least_tokens_per_s']:6.0f} {row['most_tokens_per_s']:6.0f} {vllm_turns.gpu_share(row):4.2f} "
+        f"{row['prompt_tokens_per_s']:8.0f}"
     )
