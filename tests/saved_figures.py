@@ -32,6 +32,7 @@ FLASHMLA, FLASHMLA_H100, FLASHMLA_E4M3 = (f"benchmarks/results/flashmla/{run}.js
 REDUCE = "benchmarks/results/reduce/h200.csv"
 ENGINE, ENGINE_FLASHMLA = "benchmarks/results/vllm/h200.csv", "benchmarks/results/vllm/h200_flashmla.csv"
 ENGINES_SELECTING = [f"benchmarks/results/vllm/h200_{run}.csv" for run in ("v32", "v32_fp8", "v4")]
+ENGINE_ROUNDS, ENGINE_CALLS = (f"benchmarks/results/vllm/h200_{what}.csv" for what in ("rounds", "calls"))
 SERVER, DECODE = "benchmarks/results/vllm/h200_server.csv", "benchmarks/results/decode_sm90/h200.json"
 TRANSFORMERS = "benchmarks/results/transformers/h200.csv"
 DECODE_LOG, COMBINE_LOG = "csrc/sm_90/decode/PERF.md", "csrc/sm_90/combine/PERF.md"
@@ -182,7 +183,6 @@ def engine() -> Iterator[Sourced]:
             f"{ours['per_layer_us'] / theirs['per_layer_us']:.2f}",
             *(f"{row['step_us'] / 1e3:.2f}" for row in (theirs, ours)),
             f"{ours['step_us'] / theirs['step_us']:.2f}",
-            *(f"{row['tokens_per_s']:.0f}" for row in (theirs, ours)),
         )
         lines.append(f"| {batch} x {context} | {' | '.join(cells)} |")
     layer, step = (span(shares(found, "FLASH_ATTN_MLA", name)) for name in ("per_layer_us", "step_us"))
@@ -200,8 +200,7 @@ def engine() -> Iterator[Sourced]:
             *lines,
             f"a step takes {step} of what it does with FlashAttention",
             f"attention wins {won:.0f} us a layer and the step {(theirs['step_us'] - ours['step_us']) / 16:.0f}",
-            f"gave {ours['tokens_per_s']:,.0f} tokens/s at 128 x 1024, with "
-            f"FlashAttention {theirs['tokens_per_s']:,.0f}",
+            f"at 128 x 1024 had given {ours['tokens_per_s']:,.0f} and {theirs['tokens_per_s']:,.0f}",
         ],
     )
     alone = {row["name"]: row for row in saved(DECODE)["rows"]}
@@ -239,18 +238,48 @@ def engines_that_select() -> Iterator[Sourced]:
         peer = rows[0]["backend"]
         theirs, ours = ([row for row in rows if (row["backend"] == peer) is is_peer] for is_peer in (True, False))
         for pair in zip(theirs, ours, strict=True):
-            attention, step, rates = ([float(row[name]) for row in pair] for name in vllm_sparse_engine.TIMED)
+            attention, step = ([float(row[name]) for row in pair] for name in vllm_sparse_engine.TIMED[:2])
             steps.append(step[1] / step[0])
             cells = (
                 *(f"{us:.1f}" for us in attention),
                 f"{attention[1] / attention[0]:.2f}",
                 *(f"{us:.0f}" for us in step),
                 f"{steps[-1]:.2f}",
-                *(f"{rate:.0f}" for rate in rates),
             )
             lines.append(f"`{peer}` | {pair[0]['batch']} | {' | '.join(cells)} |")
         yield Sourced(SERVERS, path, lines)
         yield Sourced(README, path, [phrase.format(span(steps))])
+
+
+def engines_in_turns() -> Iterator[Sourced]:
+    """What vLLM's engines gave in rounds, and what its Python did in one."""
+    rounds: dict[tuple[str, ...], dict[str, list[float]]] = {}
+    for row in saved(ENGINE_ROUNDS):
+        shape = row["model"], row["batch"], row["context"]
+        rounds.setdefault(shape, {}).setdefault(row["backend"], []).append(float(row["tokens_per_s"]))
+    lines = [
+        f"| {model.upper()}, {batch} x {context} | "
+        + " | ".join(", ".join(f"{rate:.0f}" for rate in own) for own in found.values())
+        + " |"
+        for (model, batch, context), found in rounds.items()
+    ]
+    most = max(max(own) / min(own) for found in rounds.values() for own in found.values())
+    yield Sourced(SERVERS, ENGINE_ROUNDS, [*lines, f"gave up to {most:.1f} times as much as its worst"])
+    (v4, ours), prompts, v3 = (saved(ENGINE_CALLS)[at : at + 2] for at in (0, 2, 4))
+    assert v4["calls"] == ours["calls"]
+    ms = [round(1e3 * float(row["seconds"])) for row in saved(ENGINE_CALLS)]
+    calls = [f"{int(row['calls']):,}" for row in (v4, *reversed(prompts), *v3)]
+    phrases = [
+        f"60 decode steps of V4 are {calls[0]} calls of functions with either backend",
+        f"those of V3 are {calls[3]} with FlashAttention and {calls[4]} with ours",
+        f"ours took {ms[1]} ms for {ms[0]} in V4 and {ms[5]} for {ms[4]:,} in V3",
+        f"{calls[1]} calls with ours and {calls[2]} with vLLM's, in {ms[3]} and {ms[2]} ms",
+    ]
+    yield Sourced(SERVERS, ENGINE_CALLS, phrases)
+    theirs, ours = [row for row in saved(ENGINES_SELECTING[2]) if row["batch"] == "8"]
+    rates = [round(float(row["tokens_per_s"])) for row in (ours, theirs)]
+    text = "at batch 8 had given {:,} tokens/s with ours and {:,} with vLLM's backend".format(*rates)
+    yield Sourced(SERVERS, ENGINES_SELECTING[2], [text])
 
 
 def sglang_engine() -> Iterator[Sourced]:
@@ -383,6 +412,7 @@ SOURCES: tuple[Callable[[], Iterator[Sourced]], ...] = (
     reduction,
     engine,
     engines_that_select,
+    engines_in_turns,
     sglang_engine,
     server,
     hugging_face,
