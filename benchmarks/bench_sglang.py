@@ -1,13 +1,17 @@
 """Decode steps of SGLang's engine on a GPU, by attention backend: ours beside SGLang's own for an H100 or H200.
 
     python benchmarks/bench_sglang.py [--backends fa3,mla_suite,flashmla] [--csv FILE]
+    python benchmarks/bench_sglang.py --kv-cache-dtype fp8_e4m3 --backends flashmla,mla_suite
     python benchmarks/bench_sglang.py --model v32 [--backends fa3,mla_suite,flashmla_sparse] [--csv FILE]
     python benchmarks/bench_sglang.py --model v32 --kv-cache-dtype fp8_e4m3 --backends flashmla_kv,mla_suite
 
-fa3 (FlashAttention 3) is what SGLang takes there by itself. Each backend has an engine of its own with the same model,
-that of bench_vllm.py: DeepSeek V3's attention (128 heads, latents of 512 + 64), dense MLPs, random weights, `--layers`
-of them, bf16, pages of 64, steps in full CUDA graphs. Prompts are random and prefilled for real. With `--model v32` it
-is that of `bench_vllm.py sparse`, whose indexer selects 2,048 keys, and the backends are those of --dsa-decode-backend.
+The first backend of each line is what SGLang takes there by itself, but in the second: fa3 (FlashAttention 3) turns an
+fp8 cache of V3 into bf16 in every layer. FlashMLA's backend for V3 needs FlashInfer. Each backend has an engine of its
+own with the same model, that of bench_vllm.py: DeepSeek V3's attention (128 heads, latents of 512 + 64), dense MLPs,
+random weights, `--layers` of them, bf16, pages of 64, steps in full CUDA graphs. Prompts are random and prefilled for
+real. With `--model v32` it is that of `bench_vllm.py sparse`, whose indexer selects 2,048 keys, and the backends are
+those of --dsa-decode-backend. All engines start together, those of other runs of this program too, and while one is
+measured none starts.
 
 Columns, all of one device:
 busy us    of a step: the time in which any kernel runs, page tables, metadata and sampling included
@@ -17,19 +21,22 @@ period us  the median time between two steps of the scheduler, host included
 tokens/s   batch / that time
 
 Before anything is timed, a check: eight prompts of different lengths are prefilled and decoded. Attention outputs of
-eager steps, over bf16 caches, are compared with their definition in fp32, and greedy tokens with the first backend's; a
-token may differ only where that backend's best two lie close together.
+eager steps are compared with their definition in fp32 over SGLang's own pool and selection, with queries in e4m3 over
+an fp8 cache of V3. Greedy tokens are compared with the first backend's; a token may differ only where that backend's
+best two lie close together. Errors of SGLang's own backends are printed, and those of ours must be small.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +48,17 @@ from vllm_sparse_engine import config_of
 from mla_suite.bench.environment import version
 from mla_suite.bench.saving import Table
 from mla_suite.cli import sizes
+from mla_suite.integrations.plugins import SGLANG_NAME
 
 HERE = Path(__file__).parent
 PEER = "fa3"
-LENGTHS = (5, 1024, 63, 700, 64, 333, 65, 987)  # of the prompts that are checked: within a selection of V3.2
+LENGTHS = (5, 2900, 63, 700, 64, 333, 65, 2100)  # of the prompts that are checked: within and beyond V3.2's selection
 KEYS = ("backend", "batch", "context")
 TIMED = ("busy_us", "step_us", "period_us", "tokens_per_s")
 FIRST_TOKENS = 1  # of a request come from its prefill
 SPARE_PAGES = 4  # of each sequence, beyond its tokens
 PAGE = 64
+LOCK = Path(tempfile.gettempdir()) / "mla_suite_bench_sglang"  # shared while engines start; one at a time is measured
 MIXED = {"prefill_attention_backend": PEER, "decode_attention_backend": "flashmla"}  # its prefill is FlashInfer's
 
 
@@ -139,9 +148,12 @@ def check(engine: Any) -> dict[str, Any]:
 
 def work(options: argparse.Namespace) -> int:
     """One backend's process; the scheduler, a process of its own, writes the rows of steps."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, open(LOCK, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
         save_model(options, Path(folder))
         engine = start_engine(options, Path(folder))
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if not options.skip_check:
             found = check(engine)
             with open(options.rows, "a") as written:
@@ -153,8 +165,9 @@ def work(options: argparse.Namespace) -> int:
     return 0
 
 
-def run_process(options: argparse.Namespace, backend: str, run: int) -> tuple[dict[str, list[Row]], int]:
-    """Run a backend in processes of its own; what they wrote, by kind, and the exit status."""
+@contextlib.contextmanager
+def started(options: argparse.Namespace, backend: str, run: int) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """A backend's process, which is measured when no engine starts any more, and the file of what it writes."""
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows"
         rows.touch()
@@ -163,17 +176,20 @@ def run_process(options: argparse.Namespace, backend: str, run: int) -> tuple[di
         (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {NAME}\nVersion: 0\n")
         (installed / "entry_points.txt").write_text(f"[{GROUP}]\nbench = sglang_steps:install\n")
         skipped = options.skip_check or run > 0
-        asked = {"path": str(rows), "layers": options.layers, "batches": options.batches}
-        asked["compare"] = not skipped and options.kv_cache_dtype == "auto"
+        asked = {"path": str(rows), "layers": options.layers, "batches": options.batches, "compare": not skipped}
         (installed / ASKED).write_text(json.dumps(asked))
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, str(HERE.parent), *sys.path])}
         command = [sys.executable, *sys.argv, "--alone", backend, "--rows", str(rows), *["--skip-check"] * skipped]
-        code = subprocess.run(command, env=environment, check=False).returncode
-        said = [json.loads(line) for line in rows.read_text().splitlines()]
-    if code:
+        with subprocess.Popen(command, env=environment) as process:
+            yield process, rows
+
+
+def finished(backend: str, process: subprocess.Popen[bytes], rows: Path) -> tuple[dict[str, list[Row]], int]:
+    """What a backend's process wrote, by kind, and its exit status."""
+    if code := process.wait():
         print(f"{backend}: exit status {code}", flush=True)
     found: dict[str, list[Row]] = {"row": [], "tokens": [], "compared": []}
-    for kind, value in said:
+    for kind, value in map(json.loads, rows.read_text().splitlines()):
         found[kind].append(value)
     return found, code
 
@@ -182,7 +198,7 @@ def require_correct(backend: str, found: dict[str, list[Row]], first: Row | None
     """AssertionError unless outputs are near their definition, and tokens are the first backend's but at near ties."""
     for compared in found["compared"]:
         print(f"{backend}: {compared['compared']} attention outputs within {compared['error']:.1e} of fp32", flush=True)
-        if not compared["error"] <= MAX_ERROR:
+        if backend == SGLANG_NAME and not compared["error"] <= MAX_ERROR:
             raise AssertionError(f"attention differs from its definition by {compared['error']:.1e}")
     if first is not None:
         print(f"{backend}: {equal_tokens(found['tokens'][0], first)}", flush=True)
@@ -202,22 +218,26 @@ def main() -> int:
         return work(options)
     if not ON_GPU:
         raise SystemExit("bench_sglang: no GPU here; on a CPU, `tox -e sglang` runs the server and compares its tokens")
-    print(versions(), f"{options.layers} layers, {options.heads} heads, kv cache {options.kv_cache_dtype}", sep="; ")
-    facts = {"versions": versions(), "layers": options.layers, "heads": options.heads}
+    facts = {"model": options.model, "kv_cache_dtype": options.kv_cache_dtype, "versions": versions()}
+    facts |= {"layers": options.layers, "heads": options.heads}
+    print(*facts.values(), sep="; ")
     rows, table, status = list[Row](), Table(options.csv), 0
     first: Row | None = None
+    backends = options.backends.split(",")
     for run in range(options.runs):
-        for backend in options.backends.split(","):
-            found, code = run_process(options, backend, run)
-            status = status or code
-            for row in found["row"]:
-                rows.append({"backend": backend, **row, "run": run})
-                table.add(rows[-1] | facts)
-                print(f"  {show(rows[-1], None)}", flush=True)
-            if found["tokens"]:
-                require_correct(backend, found, first)
-                first = first or found["tokens"][0]
-    shown, peer = medians(rows, KEYS, TIMED), options.backends.split(",")[0]
+        with contextlib.ExitStack() as stack:
+            processes = [stack.enter_context(started(options, backend, run)) for backend in backends]
+            for backend, (process, written) in zip(backends, processes, strict=True):
+                found, code = finished(backend, process, written)
+                status = status or code
+                for row in found["row"]:
+                    rows.append({"backend": backend, **row, "run": run})
+                    table.add(rows[-1] | facts)
+                    print(f"  {show(rows[-1], None)}", flush=True)
+                if found["tokens"]:
+                    require_correct(backend, found, first)
+                    first = first or found["tokens"][0]
+    shown, peer = medians(rows, KEYS, TIMED), backends[0]
     print("backend         batch  context  busy us  ratio  step us period us  tokens/s")
     for (_, *shape), row in sorted(shown.items(), key=lambda item: item[0][1:]):
         print(show(row, shown.get((peer, *shape))))

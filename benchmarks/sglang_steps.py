@@ -18,7 +18,9 @@ from flashmla_e4m3 import attended
 from vllm_engine import Kernel, device_kernels
 
 from mla_suite.bench.timer import queued_us
-from mla_suite.integrations import plugins
+from mla_suite.integrations import FP8, plugins
+from mla_suite.kv_formats import cache as caches
+from mla_suite.kv_formats import get_kv_format
 
 NAME, ASKED = "mla_suite_bench", "asked.json"  # the distribution, and its file
 GROUP = "sglang.srt.plugins"
@@ -27,6 +29,7 @@ COMPARED_STEPS = 8  # of a process, not replayed but eager, so that each layer's
 WARM_STEPS, TIMED_STEPS, PROFILED_STEPS = 8, 40, 5
 STEPS = WARM_STEPS + TIMED_STEPS + PROFILED_STEPS + 1  # of a batch, after which its row is written
 ROUNDS, REPLAYS = 3, 8
+RECORDS = get_kv_format("v32")  # of a model with an indexer, in an fp8 cache
 
 
 def install() -> None:
@@ -52,13 +55,29 @@ def use_random_weights(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Non
             weight.data.normal_(std=0.02, generator=torch.Generator(weight.device).manual_seed(weight.numel()))
 
 
-def exact(layer: Any, q: torch.Tensor, batch: Any, b: int) -> torch.Tensor:
-    """What the definition makes, in fp32, of the query q [heads, 576] of sequence b."""
+def exact(layer: Any, q: torch.Tensor, batch: Any, b: int, selected: torch.Tensor | None) -> torch.Tensor:
+    """What the definition makes, in fp32, of the query q [heads, 576] of sequence b and its keys in SGLang's pool.
+
+    selected int32 [batch, topk]: slots of the keys, -1 for none; without it all keys of the sequence count.
+    """
     from sglang.srt.model_executor.forward_context import get_req_to_token_pool, get_token_to_kv_pool
 
     length = int(batch.seq_lens[b])
     slots = get_req_to_token_pool().req_to_token[batch.req_pool_indices[b], :length].long()
-    keys = get_token_to_kv_pool().get_key_buffer(layer.layer_id).view(-1, q.shape[-1])[slots]
+    if selected is not None:
+        chosen = selected[b][selected[b] >= 0].long()
+        if len(chosen.unique()) != min(length, selected.shape[1]) or not torch.isin(chosen, slots).all():
+            raise AssertionError(
+                f"{len(chosen)} slots are selected for a sequence of {length} keys, not all of its own"
+            )
+        slots = chosen
+    rows = get_token_to_kv_pool().get_key_buffer(layer.layer_id).flatten(1)
+    if rows.shape[1] == q.shape[-1]:
+        keys = rows[slots].float()
+    else:
+        keys = caches.gather(RECORDS, rows.view(torch.uint8)[:, None], slots)
+    if rows.dtype in FP8 and rows.shape[1] == q.shape[-1]:
+        q = q.to(rows.dtype).float()  # as ours and FlashMLA's backend quantise queries, by a scale of 1
     return attended(q[None], keys, layer.scaling)[0]
 
 
@@ -105,7 +124,7 @@ class Steps:
             ]
             queries = torch.cat(parts, dim=-1)
             for b, own in enumerate(out.view(len(queries), heads, -1)):
-                expected = exact(layer, queries[b], batch, b)
+                expected = exact(layer, queries[b], batch, b, kwargs.get("topk_indices"))
                 self.errors.append(float((own.float() - expected).norm() / expected.norm()))
             if layer.layer_id == ends[1] and not self.eager:
                 self.say("compared", {"compared": len(self.errors), "error": max(self.errors)})
