@@ -60,7 +60,7 @@ BATCH = {
     *("forward_mode", "seq_lens", "seq_lens_cpu", "req_pool_indices", "out_cache_loc", "extend_seq_lens"),
     *("extend_seq_lens_cpu", "spec_info"),
 }
-MODES = ("is_target_verify", "is_extend")
+MODES = ("is_target_verify", "is_extend", "is_decode_or_idle")
 READ = ("req_to_token", "token_to_kv_pool", "enable_deterministic", "split_tile_size", "num_draft_tokens", "topk")
 SHORT_EXTEND = 8  # new tokens per sequence that are decoded absorbed: a choice, not a measurement
 WIDE_PAGE = 64  # smaller pages make page tables so long that reading the lengths on the host is cheaper
@@ -145,6 +145,16 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         super().init_cuda_graph_state(max_bs, *args, **kwargs)
         if self._trees:
             self._verify_mask = sglang_trees.small_mask(max_bs, self.num_draft_tokens, self.device)
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """SGLang's for prompts and drafts. Decode reads none of it, and listing the slots of every key takes time."""
+        if not forward_batch.forward_mode.is_decode_or_idle():
+            super().init_forward_metadata(forward_batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
+        """As `init_forward_metadata`, before a captured step."""
+        if not forward_batch.forward_mode.is_decode_or_idle():
+            super().init_forward_metadata_out_graph(forward_batch, *args, **kwargs)
 
     def shared_read_ends(self, fm: Any) -> Any:
         """The first layer reads the token table and the lengths, so they may change only after the replay."""

@@ -39,6 +39,12 @@ def sglang(monkeypatch):
         def shared_read_ends(self, fm):
             raise AssertionError("nothing is captured here")
 
+        def init_forward_metadata(self, forward_batch):
+            forward_batch.made.append("eager")
+
+        def init_forward_metadata_out_graph(self, forward_batch, in_capture=False):
+            forward_batch.made.append(f"captured {in_capture}")
+
     @dataclass
     class ForwardBatch:
         """A step: what our backend reads of it."""
@@ -52,7 +58,7 @@ def sglang(monkeypatch):
         extend_seq_lens_cpu: Any = None
         spec_info: Any = None
 
-    mode = SimpleNamespace(is_target_verify=None, is_extend=None)
+    mode = SimpleNamespace(is_target_verify=None, is_extend=None, is_decode_or_idle=None)
     modules(
         monkeypatch,
         sglang=dict(__version__="0.5.23"),
@@ -154,6 +160,17 @@ def test_sglang_steps_of_several_query_tokens(sglang, extends):
         keys = pool.rows[req_to_token[b, : position + 1].long(), 0].float()
         want = torch.softmax(q[token].float() @ keys.T * 0.05, -1) @ keys[:, :LATENT]
         torch.testing.assert_close(out[token].view(HEADS, LATENT).float(), want, rtol=2**-8, atol=2e-5)
+
+
+@pytest.mark.parametrize(("decodes", "made"), [(True, []), (False, ["eager", "captured True", "captured False"])])
+def test_sglang_makes_no_metadata_for_decode(sglang, decodes, made):
+    """A list of the slots of all keys and their division into splits, which its own decode reads and ours does not."""
+    backend = sglang.MLASuiteAttnBackend.__new__(sglang.MLASuiteAttnBackend)
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_decode_or_idle=lambda: decodes), made=[])
+    backend.init_forward_metadata(batch)
+    backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    backend.init_forward_metadata_out_graph(batch)
+    assert batch.made == made
 
 
 @pytest.mark.parametrize("drafts", [3, 64])
