@@ -36,7 +36,7 @@ ENGINE_ROUNDS, ENGINE_CALLS = (f"benchmarks/results/vllm/h200_{what}.csv" for wh
 SERVER, DECODE = "benchmarks/results/vllm/h200_server.csv", "benchmarks/results/decode_sm90/h200.json"
 TRANSFORMERS = "benchmarks/results/transformers/h200.csv"
 DECODE_LOG, COMBINE_LOG = "csrc/sm_90/decode/PERF.md", "csrc/sm_90/combine/PERF.md"
-SGLANG = "benchmarks/results/sglang/h200.csv"
+SGLANG, SGLANG_KERNELS = "benchmarks/results/sglang/h200.csv", "benchmarks/results/sglang/h200_kernels.csv"
 README, SERVERS = "README.md", "docs/vllm_sglang.md"
 SERVING, PUBLISHED = "docs/serving_engineer.md", "docs/published_work.md"
 
@@ -282,26 +282,69 @@ def engines_in_turns() -> Iterator[Sourced]:
     yield Sourced(SERVERS, ENGINES_SELECTING[2], [text])
 
 
+V3 = "v3", "auto"  # a model and a cache of bench_sglang.py
+
+
 def sglang_engine() -> Iterator[Sourced]:
-    busy: dict[int, dict[tuple[str, str], float]] = {}
-    for row in saved(SGLANG):
-        busy.setdefault(int(row["batch"]), {})[row["backend"], row["run"]] = float(row["busy_us"])
-    lines, ratios, saves = [], [], []
-    for batch, found in sorted(busy.items()):
-        theirs = [found["fa3", run] for run in "01"]
-        before, now = found["mla_suite", "0"], found["mla_suite", "2"]
-        ratios.append(now / (sum(theirs) / 2))
-        saves.append((before - now) / int(saved(SGLANG)[0]["layers"]))
-        pair = ", ".join(f"{us:.0f}" for us in theirs)
-        lines.append(f"| {batch} | {pair} | {before:.0f} | {now:.0f} | {ratios[-1]:.2f} |")
-    periods = [
-        [float(row["period_us"]) / 1000 for row in saved(SGLANG) if (row["backend"], row["run"]) == ("mla_suite", run)]
-        for run in "02"
+    rows = [row for row in saved(SGLANG) if (row["model"], row["kv_cache_dtype"]) != (V3[0], "fp8_e4m3")]
+    lines, busy = [], dict[tuple[str, str], list[float]]()
+    for shape in dict.fromkeys((row["model"], row["kv_cache_dtype"], row["batch"]) for row in rows):
+        own = [row for row in rows if (row["model"], row["kv_cache_dtype"], row["batch"]) == shape]
+        theirs, ours = ([row for row in own if (row["backend"] == "mla_suite") is is_ours] for is_ours in (False, True))
+        cells = [f"`{theirs[0]['backend']}`", shape[2]]
+        for name in ("busy_us", "step_us"):
+            pairs = [[float(row[name]) for row in pair] for pair in zip(theirs, ours, strict=True)]
+            ratios = [after / before for before, after in pairs]
+            cells += [", ".join(f"{us:.0f}" for us in each) for each in zip(*pairs, strict=True)]
+            cells.append(", ".join(f"{ratio:.2f}" for ratio in ratios))
+            if name == "busy_us":
+                busy.setdefault(shape[:2], []).extend(ratios)
+        lines.append(f"{' | '.join(cells)} |")
+    alone = [float(row["busy_us"]) for row in saved(SGLANG) if row not in rows]
+    of = {
+        backend: [
+            row for row in saved(SGLANG) if (row["model"], row["kv_cache_dtype"], row["backend"]) == (*V3, backend)
+        ]
+        for backend in ("mla_suite", "fa3")
+    }
+    ours, theirs = ([float(row["period_us"]) / 1000 for row in own if row["batch"] == "32"] for own in of.values())
+    last = [float(row["busy_us"]) for row in of["mla_suite"] if row["batch"] == "128"]
+    phrases = [
+        "ours alone: {:.0f}, {:.0f} and {:.0f} us".format(*alone),
+        f"by up to {100 * (max(last) / min(last) - 1):.0f} %",
+        "at batch 32: {:.1f} and {:.1f} ms, with `fa3` {:.1f} and {:.1f}".format(*ours, *theirs),
     ]
-    first, second = ("{:.1f}, {:.1f} and {:.1f} ms".format(*each) for each in periods)
-    phrases = [f"up to {round(max(saves), -1):.0f} us a layer", f"with ours {first} on one machine and {second}"]
     yield Sourced(SERVERS, SGLANG, lines + phrases)
-    yield Sourced(README, SGLANG, [f"**{span(ratios)}** of the time, in runs on several H200s"])
+    of_readme = "**{}** of the time with V3", "{} with V3.2 over bf16 rows", "{} over its records of 656 bytes"
+    phrases = [phrase.format(span(ratios)) for phrase, ratios in zip(of_readme, busy.values(), strict=True)]
+    yield Sourced(README, SGLANG, phrases)
+
+
+def sglang_kernels() -> Iterator[Sourced]:
+    """The kernel of each, by a part of its name that no other row of the model, backend and batch has."""
+
+    def us(model: str, backend: str, batch: int, name: str) -> float:
+        shape = model, backend, str(batch)
+        own = [row for row in saved(SGLANG_KERNELS) if (row["model"], row["backend"], row["batch"]) == shape]
+        (found,) = (float(row["us"]) for row in own if name in row["kernel"])
+        return found
+
+    pairs = [
+        [
+            us(model, *kernel)
+            for kernel in (("mla_suite", 128, "decode_"), ("fa3", 128, "Sm90"), ("fa3", 128, "prepare"))
+        ]
+        for model in ("v3", "v32")
+    ]
+    joined = [us("v3", "mla_suite", batch, "concat") for batch in (128, 32, 1)]
+    lists = [sum(us("v3", "mla_suite", batch, name) for name in ("create", "get_num")) for batch in (1, 32, 128)]
+    phrases = [
+        "took {:.0f} us in V3 where FlashAttention's took {:.0f} and its preparation {:.0f}".format(*pairs[0]),
+        "and {:.0f} in V3.2 where they took {:.0f} and {:.0f}".format(*pairs[1]),
+        "took {:.0f} us more, {:.0f} at batch 32 and {:.0f} at batch 1".format(*joined),
+        f"two kernels of together {min(lists):.0f} to {max(lists):.0f} us",
+    ]
+    yield Sourced(SERVERS, SGLANG_KERNELS, phrases)
 
 
 def server() -> Iterator[Sourced]:
@@ -414,6 +457,7 @@ SOURCES: tuple[Callable[[], Iterator[Sourced]], ...] = (
     engines_that_select,
     engines_in_turns,
     sglang_engine,
+    sglang_kernels,
     server,
     hugging_face,
     e4m3_caches,
