@@ -61,7 +61,7 @@ class ParallelMLA(MLA):
         parallel = self.parallel
         if parallel.cp_size == 1:
             return parallel.sum_over_all(super().decode(x, kv_cache, step, cos_sin, **options))
-        if others := sorted(options.keys() - CP_OPTIONS):
+        if others := sorted(name for name in options if name not in CP_OPTIONS):
             raise TypeError(
                 f"ParallelMLA.decode: {', '.join(others)} with context parallelism; it takes {', '.join(CP_OPTIONS)}"
             )
