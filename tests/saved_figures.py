@@ -37,7 +37,8 @@ SERVER, DECODE = "benchmarks/results/vllm/h200_server.csv", "benchmarks/results/
 TRANSFORMERS = "benchmarks/results/transformers/h200.csv"
 DECODE_LOG, COMBINE_LOG = "csrc/sm_90/decode/PERF.md", "csrc/sm_90/combine/PERF.md"
 SGLANG, SGLANG_KERNELS = "benchmarks/results/sglang/h200.csv", "benchmarks/results/sglang/h200_kernels.csv"
-README, SERVERS = "README.md", "docs/vllm_sglang.md"
+SGLANG_PROMPTS = "benchmarks/results/sglang/h200_prompts.csv"
+README, SERVERS = "README.md", "docs/servers_measured.md"
 SERVING, PUBLISHED = "docs/serving_engineer.md", "docs/published_work.md"
 
 
@@ -320,6 +321,19 @@ def sglang_engine() -> Iterator[Sourced]:
     yield Sourced(README, SGLANG, phrases)
 
 
+def sglang_prompts() -> Iterator[Sourced]:
+    of: dict[str, dict[str, float]] = {}
+    for row in saved(SGLANG_PROMPTS):
+        of.setdefault(row["tokens"], {})[row["backend"]] = float(row["first_token_ms"])
+    lines = []
+    for tokens, ms in of.items():
+        theirs, ours, triton = (ms.get(name) for name in ("fa3", "mla_suite", "mla_suite+mla_suite"))
+        ratio = "-" if triton is None else f"{triton / theirs:.1f}"
+        shown = ["-" if each is None else f"{each:.1f}" for each in (theirs, ours, triton)]
+        lines.append(f"| {' | '.join((tokens, *shown, ratio))} |")
+    yield Sourced(SERVERS, SGLANG_PROMPTS, lines)
+
+
 def sglang_kernels() -> Iterator[Sourced]:
     """The kernel of each, by a part of its name that no other row of the model, backend and batch has."""
 
@@ -457,6 +471,7 @@ SOURCES: tuple[Callable[[], Iterator[Sourced]], ...] = (
     engines_that_select,
     engines_in_turns,
     sglang_engine,
+    sglang_prompts,
     sglang_kernels,
     server,
     hugging_face,

@@ -30,7 +30,7 @@ from mla_suite.cli import COMMANDS
 from mla_suite.core import tuning
 
 ROOT = Path(__file__).parent.parent
-TABLES = ("published_work",)  # a page of claims without code; a test of its own reads it
+TABLES = ("published_work", "servers_measured")  # claims and figures without code; tests of their own read them
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 GUIDES = [page for page in PAGES if page.stem not in TABLES]
 LINKED = [*PAGES, *ROOT.glob("*.md"), *(ROOT / "csrc").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
