@@ -14,7 +14,7 @@ from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
 from mla_suite.ops.append_kv.triton_rows import chunks, encode_bf16, store_columns, store_pad, unstored
-from mla_suite.ops.sparse_decode.triton_rows import Record, record
+from mla_suite.ops.sparse_decode.triton_rows import TOO_OLD, Record, record
 
 LATER = 256  # slots looked at together in the search for a later token with the same slot
 SINGLE_TOKENS = 2048  # up to this number, a program writes one token
@@ -144,7 +144,7 @@ def constants(kv_format: str, latent: int, rope: int, page: int) -> dict[str, An
 
 
 def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
-    if why := unstored(problem.kv_format):
+    if why := TOO_OLD or unstored(problem.kv_format):
         return Unsupported(why)
     return Supported(None, f"Triton, one program for {1 if problem.tokens <= SINGLE_TOKENS else GROUP} tokens")
 

@@ -17,7 +17,6 @@ from mla_suite.ops.append_kv import triton_rows as stores
 from mla_suite.ops.append_kv.triton import Place
 from mla_suite.ops.convert_kv import row
 from mla_suite.ops.sparse_decode import triton_rows as loads
-from mla_suite.ops.sparse_decode.triton import COMPILES
 
 LARGEST_PIECE = 512  # bytes of a record that are copied at once
 GROUP = 8  # tokens of a program
@@ -123,8 +122,8 @@ def constants(
 
 
 def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
-    if not COMPILES:
-        return Unsupported(f"triton {triton.__version__} cannot compile it; it takes 3.6 or newer")
+    if loads.TOO_OLD:
+        return Unsupported(loads.TOO_OLD)
     if not problem.copied:
         read, written = get_kv_format(problem.source_format), get_kv_format(problem.destination_format)
         pieces = stores.chunks(problem.width, written, read)

@@ -23,10 +23,7 @@ from mla_suite.ops.combine.triton import finish, lse_numbers, lse_offset
 from mla_suite.ops.decode.triton_blocks import DOT_TYPES, Tile, dot_dtype, natural_lse, softmax_step
 from mla_suite.ops.plan.triton import split_keys
 from mla_suite.ops.sparse_decode import splits_by_size
-from mla_suite.ops.sparse_decode.triton_rows import record, row_columns, unread
-
-# Before 3.6 Triton's compiler takes constants within a tuple argument for None, once a loop uses them.
-COMPILES = triton.knobs.runtime.interpret or tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
+from mla_suite.ops.sparse_decode.triton_rows import TOO_OLD, record, row_columns, unread
 
 
 class Pool(NamedTuple):
@@ -183,10 +180,8 @@ def attend_pool(
 
 
 def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
-    if not COMPILES:
-        return Unsupported(
-            f"triton {triton.__version__} cannot compile it; it takes 3.6 or newer, as torch 2.10 brings"
-        )
+    if TOO_OLD:
+        return Unsupported(TOO_OLD)
     if problem.dtype == torch.float8_e4m3fnuz:
         return Unsupported("q is float8_e4m3fnuz; it takes bfloat16, float16, float32 or float8_e4m3fn")
     values, rest = problem.head_dim_v, problem.head_dim - problem.head_dim_v

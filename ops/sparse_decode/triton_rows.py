@@ -15,6 +15,12 @@ import triton.language as tl
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
 
+_COMPILES = triton.knobs.runtime.interpret or tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
+TOO_OLD = None if _COMPILES else f"triton {triton.__version__} cannot compile it; it takes 3.6, as torch 2.10 brings"
+"""Why kernels that take a record are not for this Triton.
+
+Before 3.6 its compiler takes constants within a tuple argument for None, once a loop uses them.
+"""
 ENCODINGS = frozenset(
     {"bf16", "fp16", "fp32", "e4m3fn", "e4m3fnuz", "e8m0", "e2m1", "pad"}
 )  # that `load_encoded` reads

@@ -28,7 +28,7 @@ from mla_suite.ops.append_kv.samples import sample as append_sample
 from mla_suite.ops.combine.samples import sample as combine_sample
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan.samples import sample as plan_sample
-from mla_suite.ops.sparse_decode import triton as sparse_in_triton
+from mla_suite.ops.sparse_decode import triton_rows
 from mla_suite.ops.sparse_decode.samples import PoolShape
 from mla_suite.ops.sparse_decode.samples import sample as sparse_sample
 
@@ -93,6 +93,7 @@ def test_plan(arch: str, case: Sample) -> None:
     assert torch.equal(got, torch.ops.mla_suite.plan(*args, **kwargs))
 
 
+@pytest.mark.skipif(triton_rows.TOO_OLD is not None, reason=str(triton_rows.TOO_OLD))
 @pytest.mark.parametrize(("arch", "name"), in_turn(("gfx942", "gfx950"), ["bf16", "fp8", "dsv4_fnuz", "dsv4", "v32"]))
 def test_append_kv(arch: str, name: str) -> None:
     args, kwargs = append_sample(5, name, page=3, rope=True, skip=True).make(CPU)
@@ -127,7 +128,7 @@ SPARSE = [
 ]
 
 
-@pytest.mark.skipif(not sparse_in_triton.COMPILES, reason="this Triton is older than 3.6, which sparse_decode needs")
+@pytest.mark.skipif(triton_rows.TOO_OLD is not None, reason=str(triton_rows.TOO_OLD))
 @pytest.mark.parametrize(("arch", "case", "num_splits"), on_an_arch(*SPARSE))
 def test_sparse_decode(arch: str, case: Sample, num_splits: int) -> None:
     args, kwargs = case.make(CPU)
