@@ -4,6 +4,7 @@
 
 trees    a tree of drafts beside the causal mask, and a chain's tree
 windows  a window of 512 of 32,768 keys beside 512 keys
+mixed    a prompt of 8 tokens among single tokens: a sequence for each token beside the batch as it is
 records  V4's window of 128 and 512 entries: 528 and 288 + 528 bytes beside 584, and FlashMLA if it is installed
 hca      the same window and 8,192 entries, 64 heads
 fp8      2,048 keys of bare fp8 rows beside V3.2's records
@@ -30,6 +31,7 @@ from torch.nn import functional
 import mla_suite
 from mla_suite.bench.saving import Table
 from mla_suite.bench.timer import Replay, cold_turns
+from mla_suite.integrations import by_token
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
 
@@ -117,6 +119,37 @@ def windows(kv: int = 32768) -> Iterator[Row]:
                 name = f"window of 512, B{batch} H{heads}, pages of {page}, beside 512 keys"
                 turns, other_turns = (with_cache(q, cache, tables) for tables in (long, short))
                 yield Row(name, own, other, turns, other_turns)
+
+
+def batch_call(batch: by_token.Batch, heads: int) -> Any:
+    """A planned call of decode of a turn's packed queries and cache."""
+    seq_lens, table, cu_seqlens_q, max_seqlen_q = batch
+    plan = mla_suite.plan(seq_lens, num_heads=heads, max_seqlen_q=max_seqlen_q)
+    options: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
+
+    def call(turn: tuple[torch.Tensor, torch.Tensor]) -> object:
+        q, cache = turn
+        shaped = q if cu_seqlens_q is not None else q.unsqueeze(1)
+        return mla_suite.decode(shaped, cache, seq_lens, table, plan=plan, softmax_scale=576**-0.5, **options)
+
+    return call
+
+
+def mixed(kv: int = 4096, prompt: int = 8) -> Iterator[Row]:
+    for batch, heads in ((32, 16), (32, 128), (128, 16), (128, 128)):
+        count = turns_for(batch * kv * 1152)
+        caches_of_turns = torch.randn(count, batch * kv // 64, 64, 576, device=DEVICE, dtype=torch.bfloat16)
+        lens = torch.full((batch,), kv, dtype=torch.int32, device=DEVICE)
+        table = torch.randperm(batch * kv // 64, device=DEVICE).int().view(batch, -1)
+        starts = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE)
+        starts[1:] += prompt - 1
+        tokens = batch + prompt - 1
+        given = by_token.Batch(lens, table, starts, prompt)
+        q = torch.randn(count, tokens, heads, 576, device=DEVICE, dtype=torch.bfloat16)
+        turns = list(zip(q, caches_of_turns, strict=True))
+        apart = by_token.arranged(given, tokens, heads)
+        name = f"{prompt} tokens of one and 1 of {batch - 1} sequences, H{heads}, apart beside together"
+        yield Row(name, batch_call(apart, heads), batch_call(given, heads), turns, turns)
 
 
 def descale_of(kv_format: str) -> torch.Tensor | None:
@@ -275,7 +308,7 @@ def append() -> Iterator[Row]:
                 yield beside_copy(f"append of {tokens} {kv_format}{' rotated' * rotated}", call, turns, size)
 
 
-PARTS = {part.__name__: part for part in (trees, windows, records, hca, fp8, bf16, convert, append)}
+PARTS = {part.__name__: part for part in (trees, windows, mixed, records, hca, fp8, bf16, convert, append)}
 
 
 def measure(row: Row, pairs: int) -> tuple[float, float, float]:
