@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="triton is not installed; the `test` extra brings it")
+pytest.importorskip("triton", reason="triton is not installed: pip install --no-deps triton==3.6.0")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton's interpreter is on, and with it Triton compiles nothing", allow_module_level=True)
 

@@ -92,7 +92,7 @@ def second_call(problem: Problem) -> list[str]:
 @pytest.mark.parametrize("name_of_arch", arch.names())
 @pytest.mark.parametrize(("name", "sample"), CASES, ids=[f"{name}-{sample.name}" for name, sample in CASES])
 def test_a_call_reads_and_allocates_nothing(name: str, sample: Sample, backend: str, name_of_arch: str) -> None:
-    pytest.importorskip("triton", reason="triton is not installed; the `test` extra brings it")
+    pytest.importorskip("triton", reason="triton is not installed: pip install --no-deps triton==3.6.0")
     with without_kernels(name_of_arch) as launched:
         problem = Problem(name, sample, backend, CPU, anywhere=True)
         if problem.unsupported is not None:

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="triton is not installed; the `test` extra brings it")
+pytest.importorskip("triton", reason="triton is not installed: pip install --no-deps triton==3.6.0")
 
 from triton.runtime.jit import JITFunction
 
