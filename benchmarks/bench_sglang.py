@@ -47,7 +47,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from sglang_steps import ASKED, GROUP, NAME, STEPS
+from sglang_steps import ASKED, GROUP, NAME, STEPS, say
 from vllm_model import CHECKED_TOKENS, MAX_ERROR, ON_GPU, VOCAB, Row, equal_tokens, medians, save_config
 from vllm_sparse_engine import config_of
 
@@ -164,11 +164,6 @@ def first_token_ms(engine: Any, tokens: int) -> float:
         generate(engine, [tokens], FIRST_TOKENS)
         rounds.append(1e3 * (time.perf_counter() - begun))
     return median(rounds[1:])
-
-
-def say(rows: str, kind: str, value: dict[str, Any]) -> None:
-    with open(rows, "a") as written:
-        written.write(json.dumps([kind, value]) + "\n")
 
 
 def work(options: argparse.Namespace) -> int:

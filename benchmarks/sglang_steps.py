@@ -72,13 +72,19 @@ def exact(layer: Any, q: torch.Tensor, batch: Any, b: int, selected: torch.Tenso
             )
         slots = chosen
     rows = get_token_to_kv_pool().get_key_buffer(layer.layer_id).flatten(1)
-    if rows.shape[1] == q.shape[-1]:
-        keys = rows[slots].float()
-    else:
+    if rows.shape[1] != q.shape[-1]:
         keys = caches.gather(RECORDS, rows.view(torch.uint8)[:, None], slots)
-    if rows.dtype in FP8 and rows.shape[1] == q.shape[-1]:
-        q = q.to(rows.dtype).float()  # as ours and FlashMLA's backend quantise queries, by a scale of 1
+    else:
+        keys = rows[slots].float()
+        if rows.dtype in FP8:
+            q = q.to(rows.dtype).float()  # as ours and FlashMLA's backend quantise queries, by a scale of 1
     return attended(q[None], keys, layer.scaling)[0]
+
+
+def say(path: str, kind: str, value: dict[str, Any]) -> None:
+    """Append a line of JSON to the file that an engine's processes share."""
+    with open(path, "a") as written:
+        written.write(json.dumps([kind, value]) + "\n")
 
 
 class Steps:
@@ -99,10 +105,6 @@ class Steps:
         self.ends: list[float] = []
         self.profile: Any = None
         self.row: dict[str, Any] = {}
-
-    def say(self, kind: str, value: dict[str, Any]) -> None:
-        with open(self.path, "a") as written:
-            written.write(json.dumps([kind, value]) + "\n")
 
     def can_run_graph(self, original: Any, runner: Any, batch: Any) -> bool:
         """SGLang's answer, and no while steps are compared."""
@@ -127,7 +129,7 @@ class Steps:
                 expected = exact(layer, queries[b], batch, b, kwargs.get("topk_indices"))
                 self.errors.append(float((own.float() - expected).norm() / expected.norm()))
             if layer.layer_id == ends[1] and not self.eager:
-                self.say("compared", {"compared": len(self.errors), "error": max(self.errors)})
+                say(self.path, "compared", {"compared": len(self.errors), "error": max(self.errors)})
         return out
 
     def execute(self, original: Any, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -153,7 +155,7 @@ class Steps:
             graph = runner.backend._graphs[runner._replay_graph_key]
             torch.cuda.synchronize()
             replays = [queued_us(graph.replay, REPLAYS) for _ in range(ROUNDS)]
-            self.say("row", self.row | {"step_us": median(replays)})
+            say(self.path, "row", self.row | {"step_us": median(replays)})
         return out
 
     def period(self) -> dict[str, float]:

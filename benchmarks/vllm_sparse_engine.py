@@ -197,7 +197,8 @@ def main(options: argparse.Namespace) -> int:
     vllm_turns.run(options, same_tokens=options.model == "v32", keep=keep)
     peer = options.backends.split(",")[0]
     print(
-        "backend               batch  context  attention us  ratio   step us  ratio  tokens/s  least   most  prompts/s"
+        "backend               batch  context  attention us  ratio   step us  ratio  tokens/s  least   most  GPU "
+        "prompt/s"
     )
     for (_, *shape), row in sorted(rows.items(), key=lambda item: item[0][1:]):
         print(show(row, rows.get((peer, *shape))))

@@ -80,8 +80,8 @@ def bound(point: Point) -> tuple[str, str]:
 
 def device(points: Iterable[Point], part: str) -> list[Point]:
     """Those of a part that are fitted to or counted: times of the device, and of keys that came from memory."""
-    known = (point for point in points if point.source.part == part and point.source.timing == "device")
-    return [point for point in known if not from_caches(point)]
+    timed = (point for point in points if point.source.part == part and point.source.timing == "device")
+    return [point for point in timed if not from_caches(point)]
 
 
 def held_out(points: Sequence[Point]) -> dict[tuple[str, str], HeldOut]:

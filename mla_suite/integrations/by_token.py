@@ -27,10 +27,10 @@ class Batch(NamedTuple):
 
 
 def arranged(batch: Batch, tokens: int, num_heads: int) -> Batch:
-    """The same tokens with a sequence for each, where that saves time; else the batch as it is. Nothing is read.
+    """The same tokens with a sequence for each, where that saves time; else the batch as it is.
 
-    Compute units of a row tile walk the keys of all sequences, and those of a token the keys of every token. So tiles
-    are counted, as if all sequences had as many keys.
+    No tensor is read on the host, so the choice counts row tiles as if all sequences had the same number of keys: the
+    compute units of a tile walk the keys of every sequence of the batch, whether it has rows in that tile or not.
 
     tokens  query tokens. Those behind the last of cu_seqlens_q pad the batch, and see what the last one sees
     """
