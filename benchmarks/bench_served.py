@@ -5,6 +5,7 @@
 trees    a tree of drafts beside the causal mask, and a chain's tree
 windows  a window of 512 of 32,768 keys beside 512 keys
 mixed    a prompt of 8 tokens among single tokens: a sequence for each token beside the batch as it is
+prompts  a short prompt behind cached keys: decode beside gathering the keys, expanding them and cuDNN's attention
 records  V4's window of 128 and 512 entries: 528 and 288 + 528 bytes beside 584, and FlashMLA if it is installed
 hca      the same window and 8,192 entries, 64 heads
 fp8      2,048 keys of bare fp8 rows beside V3.2's records
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from flashmla_sparse import PEER_HEADS
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mla_suite
 from mla_suite.bench.saving import Table
@@ -150,6 +152,37 @@ def mixed(kv: int = 4096, prompt: int = 8) -> Iterator[Row]:
         apart = by_token.arranged(given, tokens, heads)
         name = f"{prompt} tokens of one and 1 of {batch - 1} sequences, H{heads}, apart beside together"
         yield Row(name, batch_call(apart, heads), batch_call(given, heads), turns, turns)
+
+
+def expanded(heads: int, tokens: int, context: int) -> Any:
+    """A call that attends to the keys of a turn's pages as prefill does, each expanded to every head's 192 and 128."""
+    weight = torch.randn(512, heads * 256, device=DEVICE, dtype=torch.bfloat16) / 512**0.5
+    q = torch.randn(1, heads, tokens, 192, device=DEVICE, dtype=torch.bfloat16)
+
+    def call(turn: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> object:
+        _, cache, table = turn
+        rows = cache.index_select(0, table[0, : context // 64]).view(context, 576)
+        key, value = (rows[:, :512] @ weight).view(context, heads, 256).split(128, dim=-1)
+        rotated = rows[:, None, 512:].expand(-1, heads, -1)
+        keys, values = (part.transpose(0, 1)[None] for part in (torch.cat((key, rotated), dim=-1), value))
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return functional.scaled_dot_product_attention(q, keys, values)
+
+    return call
+
+
+def prompts() -> Iterator[Row]:
+    """The other side leaves out the prompt's own keys, and the products that expand them are those of absorption."""
+    for heads in (128, 16):
+        for context in (1024, 4096, 16384):
+            for tokens in (16, 64, 128, 256, 512):
+                count = turns_for(context * 1152)
+                cache = torch.randn(count * (context // 64 + 8), 64, 576, device=DEVICE).bfloat16()
+                tables = torch.randperm(len(cache), device=DEVICE).int().view(count, 1, -1).unbind()
+                turns = with_cache(queries(count, 1, tokens, heads, 576), cache, list(tables))
+                own = dense(1, heads, tokens, context + tokens, 64, planned=False)
+                name = f"{tokens} tokens of {heads} heads behind {context} keys, absorbed beside expanded"
+                yield Row(name, own, expanded(heads, tokens, context), turns, turns)
 
 
 def descale_of(kv_format: str) -> torch.Tensor | None:
@@ -308,7 +341,8 @@ def append() -> Iterator[Row]:
                 yield beside_copy(f"append of {tokens} {kv_format}{' rotated' * rotated}", call, turns, size)
 
 
-PARTS = {part.__name__: part for part in (trees, windows, mixed, records, hca, fp8, bf16, convert, append)}
+_ALL = (trees, windows, mixed, prompts, records, hca, fp8, bf16, convert, append)
+PARTS = {part.__name__: part for part in _ALL}
 
 
 def measure(row: Row, pairs: int) -> tuple[float, float, float]:

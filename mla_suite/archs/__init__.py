@@ -61,6 +61,11 @@ class ArchKernels(Protocol):
 
     def convert_kv(self, problem: Any) -> Supported | Unsupported: ...
 
+    def absorbed_prompt(self, head_dim: int) -> int:
+        """Query tokens up to which decode behind many cached keys of head_dim values takes less time than expanding
+        them; 0: it is not known."""
+        ...
+
     def fp8_query_rows(self, precision: str, page_size: int) -> int | None:
         """Rows of a sequence from which fp8 queries of an fp8 cache beat 16-bit ones, with decode's `precision`; None:
         none do."""

@@ -28,6 +28,9 @@ class CommonKernels:
     def fp8_query_rows(self, precision: str, page_size: int) -> int | None:
         return None
 
+    def absorbed_prompt(self, head_dim: int) -> int:
+        return 0
+
     def combine(self, problem: CombineProblem) -> Supported | Unsupported:
         return combine.supports(problem, self.arch)
 

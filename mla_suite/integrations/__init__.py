@@ -1,7 +1,7 @@
 """Other projects' models and interfaces on top of ours; each module imports its project, this one none.
 
-Here is what several of them share: cache formats by dtype, the precision of scores over fp8 caches, from where on fp8
-queries gain, queries whose parts come apart, one-sentence errors, and whether a call is captured.
+Here is what several of them share: cache formats by dtype, the precision of scores over fp8 caches, where fp8 queries
+and absorbed prompts gain, queries whose parts come apart, one-sentence errors, and whether a call is captured.
 """
 
 from __future__ import annotations
@@ -39,6 +39,16 @@ def fp8_query_rows(like: torch.Tensor, page_size: int) -> int | None:
     arch = current_arch(like)
     kernels = None if arch is None else archs.kernels(arch)
     return None if kernels is None else kernels.fp8_query_rows(PRECISION, page_size)
+
+
+def absorbed_prompt(like: torch.Tensor, head_dim: int) -> int:
+    """Returns up to how many query tokens decode behind many cached keys takes less time than expanding these.
+
+    On the device of `like`, over rows of head_dim values; 0: it is not known.
+    """
+    arch = current_arch(like)
+    kernels = None if arch is None else archs.kernels(arch)
+    return 0 if kernels is None else kernels.absorbed_prompt(head_dim)
 
 
 def capturing(tensor: torch.Tensor) -> bool:

@@ -11,7 +11,6 @@ backend asks for 64. Signatures of vLLM 0.25 to 0.33 are accepted; the offline e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
@@ -22,6 +21,7 @@ from mla_suite.integrations import (
     FP8,
     KV_FORMATS,
     PRECISION,
+    absorbed_prompt,
     by_token,
     capturing,
     fp8_query_rows,
@@ -45,6 +45,7 @@ with needs("vLLM with its V1 MLA backend interface of 2026", __name__, "decode f
     from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MLAAttentionImpl, MultipleOf
 
     from mla_suite.integrations import vllm_interface
+    from mla_suite.integrations.vllm_step import MLASuiteDecodeMetadata, divided, prompts_gain, query_lengths
 
 PAGE_SIZE = 64  # native kernels read whole pages of 64 keys by TMA; smaller pages are gathered row by row
 JOIN = "concat_mla_q"  # vLLM's operator, of CUDA and ROCm, that joins the parts of 16-bit queries of 512 + 64
@@ -108,29 +109,12 @@ class MLASuiteBackend(MLASuiteAnswers, MLACommonBackend):
         return MLASuiteMetadataBuilder
 
 
-@dataclass
-class MLASuiteDecodeMetadata(MLACommonDecodeMetadata):
-    """vLLM's decode metadata, the step's query lengths, and its plan, which all layers share.
-
-    The first layer makes the plan. In a captured step it is captured with it, so a replay waits for no host. With
-    decode context parallelism seq_lens and block_table are the rank's, and dcp_tot_seq_lens is of all ranks.
-    """
-
-    batch_invariant: bool = False
-    max_seqlen_kv: int = 0  # bound on the seq_lens of an eager step
-    plan: torch.Tensor | None = None
-    max_seqlen_q: int = 1
-    cu_seqlens_q: torch.Tensor | None = None  # None where every sequence has max_seqlen_q query tokens
-    cp_interleave: int = 1  # with decode context parallelism: keys in a row that lie on one rank
-
-
 class MLASuiteMetadataBuilder(MLACommonMetadataBuilder):
     """Says how many query tokens the sequences of a step have; everything else is vLLM's."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     query_len_support = QueryLenSupport.VARLEN
-    # Prompts of at most this length are decoded with absorbed weights. 8 is a choice, not a measurement: longer
-    # ones do less work in vLLM's prefill.
+    # Prompts of at most this length go to decode with the others in one call, and longer ones, if it gains, in another.
     reorder_batch_threshold: int = 8
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
@@ -147,6 +131,19 @@ class MLASuiteMetadataBuilder(MLACommonMetadataBuilder):
         )
         speculation = getattr(vllm_config, "speculative_config", None)
         self._adaptive = bool(getattr(speculation, "enable_adaptive_verification", False))
+        self._most_drafts = self.reorder_batch_threshold
+        # One call serves a batch-invariant step, one whose drafts move and one of several ranks. Of two microbatches
+        # vLLM knows only of prompts above the threshold that they may read what the other one writes.
+        parallel = vllm_config.parallel_config
+        as_one = envs.VLLM_BATCH_INVARIANT or self._adaptive or self.dcp_world_size > 1 or parallel.use_ubatching
+        longest = 0 if as_one else absorbed_prompt(torch.empty(0, device=device), kv_cache_spec.head_size)
+        self.reorder_batch_threshold = self._longest_prompt = max(self._most_drafts, longest)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MLACommonMetadata:
+        """vLLM's metadata of a step, whose short prompts are absorbed if that takes less time for all of them."""
+        gain = prompts_gain(common_attn_metadata, self._most_drafts, self._longest_prompt)
+        self.reorder_batch_threshold = self._longest_prompt if gain else self._most_drafts
+        return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
     def _build_decode(
         self,
@@ -160,14 +157,14 @@ class MLASuiteMetadataBuilder(MLACommonMetadataBuilder):
         max_query_len: int = 0,
     ) -> MLASuiteDecodeMetadata:
         """vLLM calls this with keywords; it gives `max_query_len`, the bound on query lengths, from 0.31 on."""
-        q_len, uniform = _query_lengths(query_start_loc_cpu, num_decode_tokens, max_query_len)
+        q_len, uniform = query_lengths(query_start_loc_cpu, num_decode_tokens, max_query_len)
         if envs.VLLM_BATCH_INVARIANT:
             q_len = self.reorder_batch_threshold
             uniform = uniform and q_len == 1  # the same kernel for packed queries whatever their lengths
         elif self._adaptive and q_len > 1:
             # The device may have moved drafts from one sequence to another since the host counted them.
             q_len, uniform = max(max_query_len, q_len) if max_query_len else self.reorder_batch_threshold, False
-        return MLASuiteDecodeMetadata(
+        step = MLASuiteDecodeMetadata(
             block_table=block_table_tensor,
             seq_lens=seq_lens_device,
             dcp_tot_seq_lens=dcp_tot_seq_lens_device,
@@ -177,22 +174,9 @@ class MLASuiteMetadataBuilder(MLACommonMetadataBuilder):
             cu_seqlens_q=None if uniform else query_start_loc_device,
             cp_interleave=self.cp_kv_cache_interleave_size,
         )
-
-
-def _query_lengths(query_start_loc: torch.Tensor, tokens: int, max_query_len: int) -> tuple[int, bool]:
-    """The most query tokens of a sequence, at least 1, and whether all have as many.
-
-    Sequences at the end that pad a captured batch have none and count as the others. max_query_len is a bound, or 0.
-    """
-    batch = query_start_loc.shape[0] - 1
-    q_len = 1 if max_query_len == 1 else max(int(query_start_loc.diff().max()), 1)
-    last = int(query_start_loc[-1])
-    if tokens != batch * q_len or last % q_len:
-        return q_len, False
-    if last == tokens:  # no sequence has more, so none has fewer
-        return q_len, True
-    starts = torch.arange(batch + 1, dtype=query_start_loc.dtype) * q_len
-    return q_len, torch.equal(query_start_loc, starts.clamp(max=last))
+        if q_len <= self._most_drafts:
+            return step
+        return divided(step, self._most_drafts, query_start_loc_cpu, query_start_loc_device, num_decode_tokens)
 
 
 def _longest(decode: MLASuiteDecodeMetadata, page_size: int) -> int:
@@ -280,12 +264,23 @@ class MLASuiteImpl(MLASuiteLayer, MLACommonImpl):
         """q [tokens, heads, 576] or its two parts; cache [pages, page, 576]; -> out [tokens, heads, 512], lse."""
         queries = joined(*q) if isinstance(q, tuple) else q
         cache, kv_format = self._as_stored(kv_c_and_k_pe_cache)
-        decode = attn_metadata.decode
+        step = attn_metadata.decode
+        if step.prompts is None:
+            return self._attended(queries, cache, kv_format, step, layer)
+        ahead, behind = queries.tensor_split([step.prompts.first_token])
+        out, lse = self._attended(ahead, cache, kv_format, step, layer)
+        prompts_out, prompts_lse = self._attended(behind, cache, kv_format, step.prompts, layer)
+        return torch.cat((out, prompts_out)), torch.cat((lse, prompts_lse))
+
+    def _attended(
+        self, queries: torch.Tensor, cache: torch.Tensor, kv_format: str, decode: MLASuiteDecodeMetadata, layer: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Out and lse of the queries of a step, or of one of its two calls."""
         several_ranks = decode.dcp_tot_seq_lens is not None
         split_size = 0
         if decode.batch_invariant:
             split_size = mla_suite.batch_invariant_split_size(queries.shape[-2], decode.max_seqlen_q)
-        if decode.plan is None:
+        if decode.planned and decode.plan is None:
             if not (several_ranks or split_size):
                 given = by_token.Batch(decode.seq_lens, decode.block_table, decode.cu_seqlens_q, decode.max_seqlen_q)
                 taken = by_token.arranged(given, *queries.shape[:2])
@@ -311,6 +306,7 @@ class MLASuiteImpl(MLASuiteLayer, MLACommonImpl):
             cp_tot_seq_lens=decode.dcp_tot_seq_lens,
             softmax_scale=self.scale,
             max_seqlen_q=decode.max_seqlen_q,
+            max_seqlen_kv=0 if decode.planned else decode.max_seqlen_kv,
             head_dim_v=self.kv_lora_rank,
             kv_format=kv_format,
             split_size=split_size,

@@ -25,6 +25,7 @@ MLA = {
 WRITE = ("kv_c_normed", "k_pe", "kv_cache", "slot_mapping", "kv_cache_dtype", "k_scale")
 FORWARD = ("q", "kv_c_and_k_pe_cache", "attn_metadata", "layer")
 BUILDER = ("kv_cache_spec", "layer_names", "vllm_config", "device")
+BUILD = ("common_prefix_len", "common_attn_metadata", "fast_build")
 BUILD_DECODE = {
     *("block_table_tensor", "seq_lens_device", "max_seq_len", "query_start_loc_cpu", "query_start_loc_device"),
     *("num_decode_tokens", "dcp_tot_seq_lens_device"),
@@ -52,8 +53,9 @@ def check_layer(interface: Interface, own: type, base: Any) -> None:
 def check_builder(interface: Interface, own: type, base: Any) -> None:
     """TypeError where vLLM's builder of metadata for dense layers is made or calls ours in another way."""
     name = base.__name__
-    interface.has(name, base, ("_build_decode",))
+    interface.has(name, base, ("build", "_build_decode"))
     interface.takes(name, base.__init__, (*BUILDER, "metadata_cls", "supports_dcp_with_varlen"))
+    interface.takes(f"{name}.build", base.build, BUILD)
     interface.takes(f"{name}._build_decode", base._build_decode, BUILD_DECODE, {"max_query_len"})
     interface.implemented(name, own)
 

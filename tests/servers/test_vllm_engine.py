@@ -14,6 +14,7 @@ import sys
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from vllm.v1.worker.utils import select_common_block_size
 
 import mla_suite
 from mla_suite.integrations import vllm as integration
+from mla_suite.integrations import vllm_step
 from mla_suite.models.config import LATENT
 from mla_suite.ops.plan.metadata import Plan, Word
 
@@ -98,7 +100,9 @@ class TestOneEngine:
 
     @pytest.fixture(scope="class")
     def llm(self, checkpoint, expected):
-        with vllm_engine.engine(checkpoint[0], ours=True, chunks=tiny_deepseek.MAX_LEN) as llm:
+        """As on a GPU where prompts of up to 32 tokens behind cached ones gain by absorbed weights."""
+        prompts_gain = mock.patch.object(integration, "absorbed_prompt", return_value=32)
+        with prompts_gain, vllm_engine.engine(checkpoint[0], ours=True, chunks=tiny_deepseek.MAX_LEN) as llm:
             yield llm
 
     def test_mixed_prompts(self, llm, expected, calls, monkeypatch):
@@ -133,6 +137,7 @@ class TestOneEngine:
             assert_same(vllm_engine.generate(llm, tiny_deepseek.prompts(LENGTHS)), expected)
         extends = [lens for lens, _ in calls[before:] if max(lens) > 1]
         assert any(1 in lens and max(lens) > 1 for lens in extends)
+        assert any(1 in lens and max(lens) > 8 for lens, _ in calls)  # a prompt that gains, beside decodes
 
 
 def test_fp8_cache(checkpoint, calls, monkeypatch):
@@ -201,7 +206,7 @@ def test_fp8_cache(checkpoint, calls, monkeypatch):
     ],
 )
 def test_query_lengths_of_a_step(starts, tokens, bound, expected):
-    assert integration._query_lengths(torch.tensor(starts, dtype=torch.int32), tokens, bound) == expected
+    assert vllm_step.query_lengths(torch.tensor(starts, dtype=torch.int32), tokens, bound) == expected
 
 
 def test_what_vllms_selector_is_told():

@@ -20,6 +20,7 @@ import mla_suite
 from mla_suite import archs, integrations
 from mla_suite.distributed import KeyShard
 from mla_suite.integrations import vllm as integration
+from mla_suite.integrations import vllm_step
 from mla_suite.ops.plan import scheduler
 from mla_suite.ops.plan.metadata import Plan, Word
 
@@ -37,7 +38,7 @@ def step_of(lengths, table, q_lens, dcp=None, moved=None, threshold=8, interleav
     """A step's metadata. moved: query lengths on the device, where drafts may be moved there; padding: more tokens"""
     builder = integration.MLASuiteMetadataBuilder.__new__(integration.MLASuiteMetadataBuilder)
     builder.reorder_batch_threshold, builder.cp_kv_cache_interleave_size = threshold, interleave
-    builder._adaptive = moved is not None
+    builder._adaptive, builder._most_drafts = moved is not None, min(threshold, 8)
     counted, on_device = (
         torch.nn.functional.pad(torch.tensor(lens).cumsum(0), (1, 0)).int() for lens in (q_lens, moved or q_lens)
     )
@@ -167,6 +168,57 @@ def test_query_lengths_that_vary(monkeypatch, tile_rows, moved, later):
     found = impl_of().forward_mqa(q, cache, metadata, layer_of())
     assert_attended(found, q, moved or counted, cache, table, lengths, ROUNDED)
     assert Plan.read(metadata.decode.plan).header[Word.BATCH] == (3 if tile_rows == 64 else 8)
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "decodes"),
+    [([1, 3, 20, 2], 2), ([1, 1, 12, 12], 2), ([9], 0), ([12, 4], 0), ([3, 3, 3], 3), ([1, 9, 0], 1)],
+    ids=str,
+)
+@pytest.mark.parametrize("padding", [0, 3])
+def test_short_prompts_are_a_call_of_their_own(monkeypatch, q_lens, decodes, padding):
+    """No plan is made for them, whose row tiles would be every sequence's; the others have theirs."""
+    calls = []
+    decode = mla_suite.decode
+    monkeypatch.setattr(mla_suite, "decode", lambda *a, **k: calls.append((a[0], a[2], k)) or decode(*a, **k))
+    lengths = [300, 40, 64, 20][: len(q_lens)]
+    cache, table = paged(lengths, 16)
+    metadata = step_of(lengths, table, q_lens, threshold=64, padding=padding, max_query_len=max(q_lens))
+    tokens = sum(q_lens)
+    q = torch.randn(tokens + padding, HEADS, WIDTH).bfloat16()
+    found = impl_of().forward_mqa(q, cache, metadata, layer_of())
+    assert [part.shape[0] for part in found] == [tokens + padding] * 2
+    assert_attended([part[:tokens] for part in found], q, q_lens, cache, table, lengths, ROUNDED)
+    of_each = [(lens.tolist(), options["plan"] is not None, options["max_seqlen_q"]) for _, lens, options in calls]
+    wanted = [(lengths[:decodes], True, max(q_lens[:decodes], default=0)), (lengths[decodes:], False, max(q_lens))]
+    assert of_each == [call for call in wanted if call[0]]
+    assert all(options["max_seqlen_kv"] == (0 if options["plan"] is not None else 300) for _, _, options in calls)
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "context", "gain"),
+    [
+        ([1, 1, 1], [400, 9, 30], False),  # no prompt
+        ([1, 8], [400, 9], False),
+        ([50], [16384], True),
+        ([64], [16384], False),  # its own tokens see each other besides
+        ([1, 1, 50], [9, 9, 16384], True),
+        ([50], [0], False),  # nothing is expanded that need not be
+        ([50, 40], [1000, 0], True),
+        ([50, 60, 60, 60], [100, 0, 0, 0], False),
+        ([100, 50], [16384, 16384], False),  # the second stands behind one that is expanded
+        ([50, 100], [16384, 0], True),
+    ],
+    ids=str,
+)
+def test_prompts_that_gain_by_absorbed_weights(q_lens, context, gain):
+    """With 64 as the query tokens for which a key costs as much absorbed as expanded."""
+    starts = torch.nn.functional.pad(torch.tensor(q_lens).cumsum(0), (1, 0)).int()
+    lens = torch.tensor(context, dtype=torch.int32) + torch.tensor(q_lens, dtype=torch.int32)
+    step = SimpleNamespace(query_start_loc_cpu=starts, max_query_len=max(q_lens), seq_lens_cpu_upper_bound=lens)
+    assert vllm_step.prompts_gain(step, 8, 64) is gain
+    step.seq_lens_cpu_upper_bound = None
+    assert not vllm_step.prompts_gain(step, 8, 64)
 
 
 @pytest.mark.parametrize(("q_lens", "interleave"), [([1, 1], 1), ([3, 3], 16), ([1, 4], 16)], ids=str)
