@@ -10,6 +10,7 @@ records  V4's window of 128 and 512 entries: 528 and 288 + 528 bytes beside 584,
 hca      the same window and 8,192 entries, 64 heads
 fp8      2,048 keys of bare fp8 rows beside V3.2's records
 bf16     the same of bf16 rows, which vLLM keeps for V3.2 unless it is told otherwise
+widened  a prompt over V3.2's records: these turned into bf16 first, beside selecting from them
 convert  convert_kv of 65,536 tokens beside a copy of as many bytes
 append   append_kv of V4.1's records beside a copy of as many bytes
 
@@ -20,51 +21,30 @@ through more memory than the L2 holds. Results are checked by tests/gpu, not her
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from flashmla_sparse import PEER_HEADS
+from served_rows import DEVICE, TOKENS, Row, descale_of, pool, queries, turns_for
+from served_selections import bf16, fp8, hca, records, widened
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mla_suite
 from mla_suite.bench.saving import Table
-from mla_suite.bench.timer import Replay, cold_turns
+from mla_suite.bench.timer import Replay
 from mla_suite.integrations import by_token
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
 
-DEVICE = "cuda"
-MAX_TURNS = 512
-TOKENS = 262_144  # of each pool
-RECORDS = {"584": ("dsv4", "dsv4"), "528": ("v41", "v41"), "288 + 528": ("v41", "v41_fp4")}
 CONVERTED = (
     *(("v41", "dsv4"), ("dsv4", "v41_vllm"), ("v41", "v32_nope"), ("v32_nope", "v41"), ("dsv4", "v32_nope")),
     *(("dsv4_fnuz", "dsv4"), ("v41", "dsv4_fnuz"), ("v41_fp4", "v41"), ("v41_fp4", "dsv4"), ("v32", "v32_pow2")),
     *(("dsv4", "v41_fp4"), ("v32_nope", "v41_fp4"), ("v41_vllm", "v41_fp4_interleaved"), ("bf16", "v41_fp4")),
     *(("bf16", "v32"), ("v32", "bf16"), ("bf16", "v41"), ("v41", "bf16"), ("v41_fp4", "bf16"), ("bf16", "fp8_fnuz")),
 )
-
-
-class Row(NamedTuple):
-    """A call, what it is compared with, and the inputs that each rotates through."""
-
-    name: str
-    call: Callable[[Any], object]
-    other: Callable[[Any], object]
-    turns: list[Any]
-    other_turns: list[Any]
-
-
-def turns_for(size: int) -> int:
-    return min(MAX_TURNS, cold_turns(size, torch.device(DEVICE), 2))
-
-
-def queries(count: int, batch: int, q_len: int, heads: int, width: int) -> list[torch.Tensor]:
-    return [torch.randn(batch, q_len, heads, width, device=DEVICE).bfloat16() for _ in range(count)]
 
 
 def with_cache(q: list[torch.Tensor], cache: torch.Tensor, tables: list[torch.Tensor]) -> list[Any]:
@@ -185,104 +165,6 @@ def prompts() -> Iterator[Row]:
                 yield Row(name, own, expanded(heads, tokens, context), turns, turns)
 
 
-def descale_of(kv_format: str) -> torch.Tensor | None:
-    return torch.tensor(0.02, device=DEVICE) if get_kv_format(kv_format).per_tensor_descale else None
-
-
-def pool(kv_format: str, page: int, pages: int, head_dim: int = 0) -> torch.Tensor:
-    """A few pages of random rows, again and again; dense rows may have another head_dim than their format's own."""
-    kind = get_kv_format(kv_format)
-    kind = kind.sized(head_dim, 0) if kind.dense and head_dim else kind
-    made = caches.pack(kind, torch.randn(16, page, kind.head_dim, device=DEVICE), descale=descale_of(kv_format))
-    stride = made.stride(0)
-    blocks = made.as_strided((16, stride), (stride, 1)).repeat(-(-pages // 16), 1)
-    return blocks.as_strided((pages, page, made.shape[2]), (stride, made.shape[2], 1))
-
-
-def pools_of(formats: tuple[str, ...]) -> list[torch.Tensor]:
-    """A window's in pages of 256, if there is one, and one in pages of 64."""
-    pages = (256, 64)[-len(formats) :]
-    return [pool(name, page, TOKENS // page) for name, page in zip(formats, pages, strict=True)]
-
-
-def selected(formats: tuple[str, ...], sink: torch.Tensor | None) -> Any:
-    """A call of sparse_decode of a turn's queries and indices."""
-    pools, none = pools_of(formats), [None] * len(formats)
-    options: dict[str, Any] = {"kv_formats": formats, "softmax_scale": get_kv_format(formats[0]).head_dim ** -0.5}
-    options["kv_descale"] = descale_of(formats[0])
-    return lambda turn: mla_suite.sparse_decode(turn[0], pools, turn[1], none, none, sink, **options)
-
-
-def flash_mla_call(sink: torch.Tensor) -> Any:
-    """FlashMLA's call of V4's records, or None where it is not installed."""
-    try:
-        import flash_mla
-    except ImportError:
-        return None
-    pools, held = [made.unsqueeze(2) for made in pools_of(RECORDS["584"])], flash_mla.get_mla_metadata()[0]
-
-    def call(turn: Any) -> object:
-        q, (window, entries) = turn
-        more = {"attn_sink": sink, "extra_k_cache": pools[1], "extra_indices_in_kvcache": entries}
-        arguments = (q, pools[0], None, None, 512, held, None, 512**-0.5, False, True, window)
-        return flash_mla.flash_mla_with_kvcache(*arguments, use_legacy=True, **more)
-
-    return call
-
-
-def selections(batch: int, heads: int, width: int, topks: tuple[int, ...]) -> list[Any]:
-    count, shape = turns_for(batch * sum(topks) * 528), (batch, 1)
-    found = [
-        [torch.randint(TOKENS, (*shape, topk), dtype=torch.int32, device=DEVICE) for topk in topks]
-        for _ in range(count)
-    ]
-    return list(zip(queries(count, batch, 1, heads, width), found, strict=True))
-
-
-def beside_flash_mla(name: str, call: Any, turns: list[Any], sink: torch.Tensor) -> Iterator[Row]:
-    """FlashMLA has the next of the heads that it takes, as engines lay them out."""
-    more = min(heads for heads in PEER_HEADS if heads >= len(sink)) - len(sink)
-    peer = flash_mla_call(functional.pad(sink, (0, more)))
-    if peer is not None:
-        padded = [(functional.pad(q, (0, 0, 0, more)), indices) for q, indices in turns]
-        yield Row(f"{name}, beside FlashMLA", call, peer, turns, padded)
-
-
-def records() -> Iterator[Row]:
-    shapes = [(batch, heads) for heads in (8, 16, 64) for batch in (1, 8, 32, 128)] + [(32, 12), (32, 20), (32, 96)]
-    for batch, heads in shapes:
-        turns, sink = selections(batch, heads, 512, (128, 512)), torch.randn(heads, device=DEVICE)
-        calls = {name: selected(formats, sink) for name, formats in RECORDS.items()}
-        for name in list(RECORDS)[1:]:
-            yield Row(f"{name} bytes, B{batch} H{heads}, beside 584", calls[name], calls["584"], turns, turns)
-        yield from beside_flash_mla(f"584 bytes, B{batch} H{heads}", calls["584"], turns, sink)
-
-
-def hca() -> Iterator[Row]:
-    for batch in (1, 32):
-        turns, sink = selections(batch, 64, 512, (128, 8192)), torch.randn(64, device=DEVICE)
-        calls = [selected(RECORDS[name], sink) for name in ("584", "528")]
-        yield Row(f"584 bytes, window + 8,192, B{batch} H64, beside 528", *calls, turns, turns)
-        yield from beside_flash_mla(f"584 bytes, window + 8,192, B{batch} H64", calls[0], turns, sink)
-
-
-def beside_v32(name: str, kv_format: str, shapes: tuple[tuple[int, int], ...]) -> Iterator[Row]:
-    """Shapes are batches and heads."""
-    for batch, heads in shapes:
-        turns = selections(batch, heads, 576, (2048,))
-        calls = [selected((each,), None) for each in (kv_format, "v32")]
-        yield Row(f"{name}, 2,048 keys, B{batch} H{heads}, beside v32", *calls, turns, turns)
-
-
-def fp8() -> Iterator[Row]:
-    return beside_v32("bare fp8 rows", "fp8", ((128, 64), (128, 16), (128, 128), (32, 64), (1, 64)))
-
-
-def bf16() -> Iterator[Row]:
-    shapes = tuple((batch, heads) for heads in (16, 64, 128) for batch in (1, 8, 32, 128))
-    return beside_v32("bf16 rows", "bf16", shapes)
-
-
 def beside_copy(name: str, call: Any, turns: list[Any], size: int) -> Row:
     """A copy reads and writes `size` bytes together."""
     buffers = [torch.empty(2, size // 2, dtype=torch.uint8, device=DEVICE) for _ in turns]
@@ -341,7 +223,7 @@ def append() -> Iterator[Row]:
                 yield beside_copy(f"append of {tokens} {kv_format}{' rotated' * rotated}", call, turns, size)
 
 
-_ALL = (trees, windows, mixed, prompts, records, hca, fp8, bf16, convert, append)
+_ALL = (trees, windows, mixed, prompts, records, hca, fp8, bf16, widened, convert, append)
 PARTS = {part.__name__: part for part in _ALL}
 
 

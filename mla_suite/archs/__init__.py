@@ -61,9 +61,14 @@ class ArchKernels(Protocol):
 
     def convert_kv(self, problem: Any) -> Supported | Unsupported: ...
 
-    def absorbed_prompt(self, head_dim: int) -> int:
-        """Query tokens up to which decode behind many cached keys of head_dim values takes less time than expanding
-        them; 0: it is not known."""
+    def absorbed_prompt(self, head_dim: int, fp8: bool) -> int:
+        """Query tokens up to which decode behind many cached keys of head_dim 16-bit or fp8 values takes less time than
+        expanding them; 0: it is not known."""
+        ...
+
+    def widened_rows(self, num_heads: int) -> int:
+        """Records that convert_kv turns into bf16 rows in the time that a query token of sparse_decode gains by
+        selecting 2,048 of such rows; 0: it gains nothing, or it is not known."""
         ...
 
     def fp8_query_rows(self, precision: str, page_size: int) -> int | None:

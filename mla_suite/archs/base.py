@@ -28,7 +28,10 @@ class CommonKernels:
     def fp8_query_rows(self, precision: str, page_size: int) -> int | None:
         return None
 
-    def absorbed_prompt(self, head_dim: int) -> int:
+    def widened_rows(self, num_heads: int) -> int:
+        return 0
+
+    def absorbed_prompt(self, head_dim: int, fp8: bool) -> int:
         return 0
 
     def combine(self, problem: CombineProblem) -> Supported | Unsupported:

@@ -41,14 +41,24 @@ def fp8_query_rows(like: torch.Tensor, page_size: int) -> int | None:
     return None if kernels is None else kernels.fp8_query_rows(PRECISION, page_size)
 
 
-def absorbed_prompt(like: torch.Tensor, head_dim: int) -> int:
+def absorbed_prompt(like: torch.Tensor, head_dim: int, fp8: bool) -> int:
     """Returns up to how many query tokens decode behind many cached keys takes less time than expanding these.
 
-    On the device of `like`, over rows of head_dim values; 0: it is not known.
+    On the device of `like`, over rows of head_dim 16-bit or fp8 values; 0: it is not known.
     """
     arch = current_arch(like)
     kernels = None if arch is None else archs.kernels(arch)
-    return 0 if kernels is None else kernels.absorbed_prompt(head_dim)
+    return 0 if kernels is None else kernels.absorbed_prompt(head_dim, fp8)
+
+
+def widened_rows(like: torch.Tensor, num_heads: int) -> int:
+    """Returns how many records become bf16 rows in the time that a query token gains if it selects from such rows.
+
+    On the device of `like`; 0: it gains nothing, or it is not known.
+    """
+    arch = current_arch(like)
+    kernels = None if arch is None else archs.kernels(arch)
+    return 0 if kernels is None else kernels.widened_rows(num_heads)
 
 
 def capturing(tensor: torch.Tensor) -> bool:

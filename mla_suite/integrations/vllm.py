@@ -136,7 +136,9 @@ class MLASuiteMetadataBuilder(MLACommonMetadataBuilder):
         # vLLM knows only of prompts above the threshold that they may read what the other one writes.
         parallel = vllm_config.parallel_config
         as_one = envs.VLLM_BATCH_INVARIANT or self._adaptive or self.dcp_world_size > 1 or parallel.use_ubatching
-        longest = 0 if as_one else absorbed_prompt(torch.empty(0, device=device), kv_cache_spec.head_size)
+        fp8 = vllm_config.cache_config.cache_dtype.startswith("fp8")
+        here = torch.empty(0, device=device)
+        longest = 0 if as_one else absorbed_prompt(here, kv_cache_spec.head_size, fp8)
         self.reorder_batch_threshold = self._longest_prompt = max(self._most_drafts, longest)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MLACommonMetadata:

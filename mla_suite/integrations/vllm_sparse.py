@@ -21,12 +21,13 @@ from typing import Any, ClassVar
 import torch
 
 import mla_suite
-from mla_suite.integrations import FP8, needs, refuse
+from mla_suite.integrations import FP8, needs, refuse, widened_rows
 from mla_suite.integrations.vllm import MLASuiteAnswers, MLASuiteLayer, joined
 from mla_suite.kv_formats import get_kv_format
 
 with needs("vLLM 0.32 or newer", __name__, "sparse_decode from a backend of your own"):
     from vllm import envs
+    from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.attention.sparse_mla_attention import (
         SparseMLACommonImpl,
         SparseMLACommonMetadata,
@@ -36,7 +37,7 @@ with needs("vLLM 0.32 or newer", __name__, "sparse_decode from a backend of your
     from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
     from vllm.v1.attention.backends.mla.sparse_utils import triton_convert_req_index_to_global_index
 
-    from mla_suite.integrations import vllm_interface
+    from mla_suite.integrations import vllm_interface, vllm_widened
 
 RECORDS = "fp8_ds_mla"  # vLLM's name of records, which are our kv_formats v32 and, without rope values, v32_nope
 NOPE = get_kv_format("v32_nope")
@@ -88,7 +89,7 @@ class MLASuiteSparseMetadataBuilder(SparseMLACommonMetadataBuilder):
     """vLLM's builder for sparse layers; the class adds what vLLM does with a Triton kernel alone."""
 
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
-    metadata_cls = SparseMLACommonMetadata
+    metadata_cls = vllm_widened.MLASuiteSparseMetadata
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -97,6 +98,22 @@ class MLASuiteSparseMetadataBuilder(SparseMLACommonMetadataBuilder):
             refuse("MLASuiteSparseMetadataBuilder", "hisparse_config is set", possible, NotImplementedError)
         # Which keys a token sees is in its selection, so tokens of one request need no order among ranks.
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True, supports_dcp_with_varlen=True)
+        heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
+        may = kv_cache_spec.cache_dtype_str == RECORDS and kv_cache_spec.block_size <= vllm_widened.LARGEST_PAGE
+        here = torch.empty(0, device=device)
+        self._rows_per_token = _rows_per_token(here, heads, self.dcp_world_size) if may else 0
+        self._most_rows = vllm_widened.most_rows(vllm_config)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> vllm_widened.MLASuiteSparseMetadata:
+        """vLLM's metadata, and the prompts whose keys are widened where vLLM does not prefill them densely."""
+        made = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        dense = made.prefill is not None and made.prefill.use_dense_mha
+        if self._rows_per_token and made.num_prefills and not dense:
+            lens, starts = common_attn_metadata.seq_lens_cpu_upper_bound, common_attn_metadata.query_start_loc_cpu
+            made.widened = vllm_widened.prompts_of(made, lens, starts, self._most_rows, self._rows_per_token)
+        return made
 
     def _build_req_id_per_token(self, common_attn_metadata: Any) -> torch.Tensor:
         if self.device.type != "cpu":
@@ -118,6 +135,11 @@ class MLASuiteSparseImpl(MLASuiteLayer, SparseMLACommonImpl):
             refuse("MLASuiteSparseImpl", given, possible, NotImplementedError)
         if self._stores_nope_records:
             self.supports_dense_mha_prefill = False  # vLLM's gather of a prompt's earlier keys reads 656-byte records
+        here = torch.empty(0)  # on the device where models are made
+        if self.kv_cache_dtype == RECORDS and _rows_per_token(here, self.num_heads, self.dcp_world_size):
+            self._most_rows = vllm_widened.most_rows(get_current_vllm_config())
+            # Before vLLM counts the memory that is left for the cache.
+            vllm_widened.workspace(self._most_rows, self.kv_lora_rank + self.qk_rope_head_dim)
 
     @property
     def _stores_nope_records(self) -> bool:
@@ -136,27 +158,48 @@ class MLASuiteSparseImpl(MLASuiteLayer, SparseMLACommonImpl):
         """
         if isinstance(q, tuple):
             q = joined(*q)
-        tokens = q.shape[0]
-        assert self.topk_indices_buffer is not None
-        slots = selected_slots(
-            self.topk_indices_buffer[:tokens],
-            attn_metadata.req_id_per_token[:tokens],
-            attn_metadata.block_table,
-            attn_metadata.block_size,
-            max(self.dcp_world_size, 1),
-            self.dcp_rank,
-            attn_metadata.cp_kv_cache_interleave_size,
-        )
         cache, kv_format = self._as_stored(kv_c_and_k_pe_cache)
-        return mla_suite.sparse_decode(
-            q,
-            [cache],
-            [slots],
-            kv_descale=layer._k_scale.reshape(1) if kv_format in FP8.values() else None,
-            kv_formats=[kv_format],
+        descale = layer._k_scale.reshape(1) if kv_format in FP8.values() else None
+        options: dict[str, Any] = dict(
+            kv_descale=descale,
             softmax_scale=self.scale,
             head_dim_v=self.kv_lora_rank,
             split_size=INVARIANT_SPLIT if envs.VLLM_BATCH_INVARIANT else 0,
+        )
+        if not attn_metadata.widened:
+            slots = self._slots(attn_metadata, slice(0, q.shape[0]))
+            return mla_suite.sparse_decode(q, [cache], [slots], kv_formats=[kv_format], **options)
+        out = q.new_empty((*q.shape[:2], self.kv_lora_rank))
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+
+        def attend(tokens: slice, cache: torch.Tensor, kv_format: str, slots: torch.Tensor) -> None:
+            into = {"out": out[tokens], "lse": lse[tokens]}
+            selected = q[tokens], [cache], [slots], [None], [None]
+            torch.ops.mla_suite.sparse_decode.out(*selected, kv_formats=[kv_format], **options, **into)
+
+        for tokens, prompts in vllm_widened.parts(attn_metadata.widened, q.shape[0]):
+            slots = self._slots(attn_metadata, tokens, prompts)
+            if prompts is None:
+                attend(tokens, cache, kv_format, slots)
+            else:
+                wide = vllm_widened.widen(prompts, cache, kv_format, q.shape[-1], self._most_rows)
+                attend(tokens, wide, vllm_widened.FORMAT, slots)
+        return out, lse
+
+    def _slots(self, step: Any, tokens: slice, prompts: vllm_widened.Prompts | None = None) -> torch.Tensor:
+        """Where the cache, or what some prompts are widened to, has the keys that tokens of a step select."""
+        assert self.topk_indices_buffer is not None
+        owners, table = step.req_id_per_token[tokens], step.block_table
+        if prompts is not None:
+            owners, table = owners - prompts.sequences.start, prompts.table
+        return selected_slots(
+            self.topk_indices_buffer[tokens],
+            owners,
+            table,
+            step.block_size,
+            max(self.dcp_world_size, 1),
+            self.dcp_rank,
+            step.cp_kv_cache_interleave_size,
         )
 
     def _as_stored(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, str]:
@@ -166,6 +209,11 @@ class MLASuiteSparseImpl(MLASuiteLayer, SparseMLACommonImpl):
 
     def _theirs_writes(self, kv_cache: torch.Tensor) -> bool:
         return super()._theirs_writes(kv_cache) and not self._stores_nope_records
+
+
+def _rows_per_token(here: torch.Tensor, num_heads: int, ranks: int) -> int:
+    """As `widened_rows`; 0 where the kernel may not depend on what is in the batch, or a rank has some of the keys."""
+    return 0 if envs.VLLM_BATCH_INVARIANT or ranks > 1 else widened_rows(here, num_heads)
 
 
 def selected_slots(

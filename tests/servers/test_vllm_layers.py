@@ -122,6 +122,22 @@ def test_vllm_is_asked_for_fp8_queries_where_they_are_faster(monkeypatch, arch, 
     assert impl_of("fp8", heads).supports_quant_query_input is asked
 
 
+@pytest.mark.parametrize(
+    ("arch", "bf16", "fp8", "narrow", "many_heads", "few_heads"),
+    [("sm_90", 384, 288, 384, 170, 70), ("gfx942", 0, 0, 0, 0, 0), (None, 0, 0, 0, 0, 0)],
+)
+def test_which_prompts_gain_where(monkeypatch, arch, bf16, fp8, narrow, many_heads, few_heads):
+    """By absorbed weights, with rows that there are native kernels for, and by records that are turned into bf16."""
+    monkeypatch.setattr(integrations, "current_arch", lambda tensor: arch and archs.get(arch))
+    here = torch.empty(0)
+    assert integrations.absorbed_prompt(here, WIDTH, fp8=False) == bf16
+    assert integrations.absorbed_prompt(here, WIDTH, fp8=True) == fp8
+    assert integrations.absorbed_prompt(here, 320, fp8=False) == narrow
+    assert integrations.absorbed_prompt(here, 400, fp8=False) == 0
+    assert integrations.widened_rows(here, 32) == many_heads
+    assert integrations.widened_rows(here, 31) == few_heads
+
+
 @pytest.mark.parametrize("q_len", [1, 3])
 def test_invariant_partials_follow_the_lengths(monkeypatch, q_len):
     """A table as wide as the longest context costs no memory in an eager step, and no bits anywhere."""

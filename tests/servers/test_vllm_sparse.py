@@ -22,11 +22,14 @@ from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.v1.attention.backend import CommonAttentionMetadata, MLAAttentionImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
+from vllm.v1.worker import workspace
 from vllm.v1.worker.utils import customize_attention_spec
 
-from mla_suite.integrations import plugins
+import mla_suite
+from mla_suite.integrations import plugins, vllm_widened
 from mla_suite.integrations import vllm as dense
 from mla_suite.integrations import vllm_sparse as integration
+from mla_suite.integrations.vllm_sparse import RECORDS
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
 
@@ -44,9 +47,10 @@ def vllm_config(tmp_path_factory):
     return config
 
 
-def metadata_of(vllm_config, q_lens, seq_lens):
+def metadata_of(vllm_config, q_lens, seq_lens, cache_dtype=None):
     """A step's metadata, made by the builder as vLLM's model runner asks for it."""
-    spec = MLAAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=576, dtype=torch.float32)
+    sizes = dict(block_size=PAGE, num_kv_heads=1, head_size=576, dtype=torch.float32)
+    spec = MLAAttentionSpec(**sizes, cache_dtype_str=cache_dtype)
     with set_current_vllm_config(vllm_config):
         builder = integration.MLASuiteSparseBackend.get_builder_cls()(spec, [LAYER], vllm_config, torch.device("cpu"))
         starts = torch.nn.functional.pad(torch.tensor(q_lens).cumsum(0), (1, 0)).int()
@@ -62,6 +66,7 @@ def metadata_of(vllm_config, q_lens, seq_lens):
             max_seq_len=max(seq_lens),
             block_table_tensor=pages,
             slot_mapping=torch.zeros(int(starts[-1]), dtype=torch.int64),
+            seq_lens_cpu_upper_bound=torch.tensor(seq_lens, dtype=torch.int32),
         )
         return builder.build(0, common)
 
@@ -146,6 +151,40 @@ def test_results_are_the_definitions(vllm_config, step, cache_dtype, rope):
     out, lse = impl.forward_mqa(q.split([512, rope], dim=-1), cache, metadata, layer)
     expected, expected_lse = exact(q, keys, metadata.block_table, owner, indices)
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rope", [64, 0])
+@pytest.mark.parametrize(
+    ("q_lens", "seq_lens", "widened"),
+    [
+        ([1, 1, 9, 20], [30, 3, 60, 20], [2]),  # both prompts together
+        ([12, 2, 9], [100, 70, 88], [1, 1]),  # two tokens do not pay for their 72 rows
+        ([1, 1, 9], [30, 3, 120], []),
+    ],
+    ids=["beside decodes", "one is not worth it", "none is"],
+)
+def test_prompts_over_records_select_from_rows_in_bf16(vllm_config, monkeypatch, q_lens, seq_lens, widened, rope):
+    """10 rows for each token, in a workspace of 128 tokens."""
+    monkeypatch.setattr(integration, "widened_rows", lambda like, num_heads: 10)
+    monkeypatch.setattr(vllm_widened, "LARGEST_PAGE", PAGE)
+    monkeypatch.setattr(workspace, "_manager", workspace.WorkspaceManager(torch.device("cpu")))
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)  # there is no allocator of a GPU here
+    convert, calls = mla_suite.convert_kv, []
+    monkeypatch.setattr(mla_suite, "convert_kv", lambda *args, **names: calls.append(args) or convert(*args, **names))
+    metadata = metadata_of(vllm_config, q_lens, seq_lens, RECORDS)
+    assert [len(prompts.table) for prompts in metadata.widened] == widened
+    indices = chosen(q_lens, seq_lens)
+    impl = impl_of(vllm_config, indices, RECORDS, rope)
+    kind = get_kv_format(kv_format_of(RECORDS, rope))
+    cache = caches.pack(kind, torch.randn(metadata.block_table.numel(), PAGE, 512 + rope))
+    keys = caches.unpack(kind, cache).bfloat16()
+    owner = torch.repeat_interleave(torch.arange(len(q_lens)), torch.tensor(q_lens))
+    q = torch.randn(len(owner), HEADS, 512 + rope).bfloat16()
+    out, lse = impl.forward_mqa(q, cache, metadata, None)
+    assert len(calls) == len(widened)
+    expected, expected_lse = exact(q, keys, metadata.block_table, owner, indices)
+    torch.testing.assert_close(out.double(), expected, rtol=2**-7, atol=1e-3)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-4)
 
 

@@ -20,11 +20,15 @@ PLAN_WAVES = (("search", (5, 8)), ("balanced", (5, 16)), ("uniform", (8, 8)))
 # of fp8 products, those of 64 rows take 0.89 to 0.96, and with 1,024 keys 1.03 (F13 in decode/PERF.md).
 FP8_QUERY_ROWS = {"full": 128, "fp8": 64}
 
+# By keys of 16-bit rows, and of e4m3 ones, which decode multiplies in a third more time. In vLLM's engine on an H200 a
+# layer with a prompt of 256 tokens of 128 heads behind 16,384 took 0.72 of what it does with expanded keys, with one of
+# 512 tokens 1.16; of 16 heads 0.79 and 0.89 behind 1,024.
+ABSORBED_PROMPT = {False: 384, True: 288}
 
-# Behind 16,384 bf16 keys of 128 heads 256 tokens take an H200 0.66 of the time of gathering the keys, expanding them
-# and cuDNN's attention, and 512 tokens 1.13. Fewer heads gain more: 256 tokens of 16 heads take 0.38. Behind e4m3 keys
-# decode takes a third longer.
-ABSORBED_PROMPT = 256
+# By the fewest heads: convert_kv takes an H200 0.56 ns for a record of V3.2. Over 65,536 of them a prompt's token of 128
+# heads takes 0.29 us less in bf16 rows, one of 32 heads 0.19 and one of 16 heads 0.08. Half as many rows as that pays
+# for leave room for the launch.
+WIDENED_ROWS = ((32, 170), (1, 70))
 
 
 class Kernels(CommonKernels):
@@ -37,8 +41,11 @@ class Kernels(CommonKernels):
         """In pages of other sizes scores are in full precision."""
         return FP8_QUERY_ROWS[precision if page_size % BLOCK_N == 0 else "full"]
 
-    def absorbed_prompt(self, head_dim: int) -> int:
-        return ABSORBED_PROMPT if head_dim in WIDTHS else 0
+    def absorbed_prompt(self, head_dim: int, fp8: bool) -> int:
+        return ABSORBED_PROMPT[fp8] if head_dim in WIDTHS else 0
+
+    def widened_rows(self, num_heads: int) -> int:
+        return next(rows for fewest, rows in WIDENED_ROWS if num_heads >= fewest)
 
     def decode(self, problem: DecodeProblem) -> Supported | Unsupported:
         return decode.supports(problem, self.arch)
