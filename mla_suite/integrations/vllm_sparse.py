@@ -101,7 +101,7 @@ class MLASuiteSparseMetadataBuilder(SparseMLACommonMetadataBuilder):
         heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         may = kv_cache_spec.cache_dtype_str == RECORDS and kv_cache_spec.block_size <= vllm_widened.LARGEST_PAGE
         here = torch.empty(0, device=device)
-        self._rows_per_token = _rows_per_token(here, heads, self.dcp_world_size) if may else 0
+        self._rows_per_token = _rows_per_token(vllm_config, here, heads, self.dcp_world_size) if may else 0
         self._most_rows = vllm_widened.most_rows(vllm_config)
 
     def build(
@@ -136,8 +136,9 @@ class MLASuiteSparseImpl(MLASuiteLayer, SparseMLACommonImpl):
         if self._stores_nope_records:
             self.supports_dense_mha_prefill = False  # vLLM's gather of a prompt's earlier keys reads 656-byte records
         here = torch.empty(0)  # on the device where models are made
-        if self.kv_cache_dtype == RECORDS and _rows_per_token(here, self.num_heads, self.dcp_world_size):
-            self._most_rows = vllm_widened.most_rows(get_current_vllm_config())
+        config = get_current_vllm_config()
+        if self.kv_cache_dtype == RECORDS and _rows_per_token(config, here, self.num_heads, self.dcp_world_size):
+            self._most_rows = vllm_widened.most_rows(config)
             # Before vLLM counts the memory that is left for the cache.
             vllm_widened.workspace(self._most_rows, self.kv_lora_rank + self.qk_rope_head_dim)
 
@@ -211,9 +212,16 @@ class MLASuiteSparseImpl(MLASuiteLayer, SparseMLACommonImpl):
         return super()._theirs_writes(kv_cache) and not self._stores_nope_records
 
 
-def _rows_per_token(here: torch.Tensor, num_heads: int, ranks: int) -> int:
-    """As `widened_rows`; 0 where the kernel may not depend on what is in the batch, or a rank has some of the keys."""
-    return 0 if envs.VLLM_BATCH_INVARIANT or ranks > 1 else widened_rows(here, num_heads)
+def _rows_per_token(config: Any, here: torch.Tensor, num_heads: int, ranks: int) -> int:
+    """As `widened_rows`; 0 where prompts stay with their records.
+
+    That is where the kernel may not depend on what is in the batch, where a rank has some of the keys, where queries
+    are not bf16, and in microbatches: the second one has a workspace of its own, which nobody has asked for when vLLM
+    counts its memory.
+    """
+    if envs.VLLM_BATCH_INVARIANT or ranks > 1 or config.parallel_config.use_ubatching:
+        return 0
+    return widened_rows(here, num_heads) if config.model_config.dtype == vllm_widened.DTYPE else 0
 
 
 def selected_slots(

@@ -167,6 +167,7 @@ def test_results_are_the_definitions(vllm_config, step, cache_dtype, rope):
 def test_prompts_over_records_select_from_rows_in_bf16(vllm_config, monkeypatch, q_lens, seq_lens, widened, rope):
     """10 rows for each token, in a workspace of 128 tokens."""
     monkeypatch.setattr(integration, "widened_rows", lambda like, num_heads: 10)
+    monkeypatch.setattr(vllm_config.model_config, "dtype", torch.bfloat16)
     monkeypatch.setattr(vllm_widened, "LARGEST_PAGE", PAGE)
     monkeypatch.setattr(workspace, "_manager", workspace.WorkspaceManager(torch.device("cpu")))
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)  # there is no allocator of a GPU here
@@ -183,6 +184,9 @@ def test_prompts_over_records_select_from_rows_in_bf16(vllm_config, monkeypatch,
     q = torch.randn(len(owner), HEADS, 512 + rope).bfloat16()
     out, lse = impl.forward_mqa(q, cache, metadata, None)
     assert len(calls) == len(widened)
+    with monkeypatch.context() as microbatches:
+        microbatches.setattr(vllm_config.parallel_config, "enable_dbo", True)
+        assert metadata_of(vllm_config, q_lens, seq_lens, RECORDS).widened == []
     expected, expected_lse = exact(q, keys, metadata.block_table, owner, indices)
     torch.testing.assert_close(out.double(), expected, rtol=2**-7, atol=1e-3)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-4)
