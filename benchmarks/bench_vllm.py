@@ -1,6 +1,7 @@
 """vLLM with this package's attention backend beside vLLM's own: steps of its engine, or its server under load.
 
     python benchmarks/bench_vllm.py engine --csv FILE
+    python benchmarks/bench_vllm.py followups --csv FILE
     python benchmarks/bench_vllm.py sparse --model v32 --csv FILE
     python benchmarks/bench_vllm.py server --csv FILE
 
@@ -12,10 +13,16 @@ from __future__ import annotations
 import argparse
 
 import vllm_engine
+import vllm_followups
 import vllm_server
 import vllm_sparse_engine
 
-COMMANDS = {"engine": vllm_engine, "sparse": vllm_sparse_engine, "server": vllm_server}
+COMMANDS = {
+    "engine": vllm_engine,
+    "followups": vllm_followups,
+    "sparse": vllm_sparse_engine,
+    "server": vllm_server,
+}
 
 
 def main() -> int:

@@ -45,6 +45,7 @@ from vllm_model import (
     VOCAB,
     Contexts,
     Row,
+    Split,
     check,
     save_config,
     start_engine,
@@ -223,6 +224,7 @@ def work(options: argparse.Namespace) -> int:
     backend, begun = options.alone, time.time()
     longest = max(options.contexts) + MAX_TOKENS
     Contexts.install()
+    split = Split.install()
     with tempfile.TemporaryDirectory() as folder:
         save_config(Path(folder), options.layers, options.heads, longest)
         llm = start_engine(backend, options, Path(folder), max_model_len=longest, **Contexts.SETTINGS)
@@ -231,7 +233,7 @@ def work(options: argparse.Namespace) -> int:
     return vllm_turns.serve(
         {"seconds": round(time.time() - begun), "page": page},
         {
-            "check": partial(check, llm),
+            "check": partial(check, llm, split),
             "start": partial(started, sequences),
             "round": sequences.rate,
             "profile": partial(profile, llm, sequences, options.layers),

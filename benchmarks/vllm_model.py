@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -136,7 +137,33 @@ def attention_layers(process: Any) -> list[Any]:
     return [layer for layer in context.values() if hasattr(getattr(layer, "impl", None), "forward_mqa")]
 
 
-def compare_with_definition(layer: Any, errors: list[float]) -> Callable[..., Any]:
+class Split:
+    """How vLLM's builder divides steps into sequences with absorbed weights and prompts whose keys it expands.
+
+    threshold  query tokens of a sequence up to which its weights are absorbed; 0: what the backend says
+    step       vLLM's metadata of the last step, of all its sequences
+    expanded   how many of them were prompts, by the most query tokens of a sequence in a step
+    """
+
+    def __init__(self) -> None:
+        self.threshold, self.step, self.expanded = 0, None, dict[int, int]()
+
+    @classmethod
+    def install(cls) -> Split:
+        from vllm.model_executor.layers.attention import mla_attention
+
+        split, found = mla_attention.split_decodes_and_prefills, cls()
+
+        def noted(step: Any, decode_threshold: int = 1, **given: Any) -> Any:
+            counts = split(step, decode_threshold=found.threshold or decode_threshold, **given)
+            found.step, found.expanded[step.max_query_len] = step, counts[1]
+            return counts
+
+        mla_attention.split_decodes_and_prefills = noted
+        return found
+
+
+def compare_with_definition(layer: Any, errors: list[float], split: Split) -> Callable[..., Any]:
     """A layer's forward_mqa that appends the relative error of every sequence of an eager step to `errors`."""
     forward = layer.impl.forward_mqa
 
@@ -145,10 +172,11 @@ def compare_with_definition(layer: Any, errors: list[float]) -> Callable[..., An
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return out, lse
         queries = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
-        starts = metadata.query_start_loc[: metadata.num_decodes + 1].tolist()
+        step: Any = split.step
+        starts = step.query_start_loc_cpu[: metadata.num_decodes + 1].tolist()
         for b, (start, end) in enumerate(pairwise(starts)):
-            length = int(metadata.decode.seq_lens[b])
-            pages = metadata.decode.block_table[b, : -(-length // cache.shape[1])]
+            length = int(step.seq_lens[b])
+            pages = step.block_table_tensor[b, : -(-length // cache.shape[1])]
             keys = cache[pages.long()].flatten(0, 1)[:length]
             expected = attended(queries[start:end], keys, layer.impl.scale)
             errors.append(float((out[start:end].float() - expected).norm() / expected.norm()))
@@ -157,18 +185,25 @@ def compare_with_definition(layer: Any, errors: list[float]) -> Callable[..., An
     return compared
 
 
-def check(llm: Any, vocabulary: int = VOCAB, length: int = 1024) -> dict[str, Any]:
-    """Greedy tokens of prompts that arrive one by one, the best two log-probabilities, and attention's worst error."""
+@contextlib.contextmanager
+def watched(llm: Any, split: Split) -> Iterator[list[float]]:
+    """Errors of the first and the last layer's attention with absorbed weights; AssertionError unless all are small."""
     errors: list[float] = []
     layers = llm.collective_rpc(attention_layers)[0]
     layers = [layers[0], layers[-1]]
     for layer in layers:
-        layer.impl.forward_mqa = compare_with_definition(layer, errors)
-    Contexts.filled = False
-    answers = generate(llm, [length - 37 * step for step in range(CHECKED_PROMPTS)], vocabulary)
+        layer.impl.forward_mqa = compare_with_definition(layer, errors, split)
+    yield errors
     for layer in layers:
         del layer.impl.forward_mqa
     require_small(errors)
+
+
+def check(llm: Any, split: Split, vocabulary: int = VOCAB, length: int = 1024) -> dict[str, Any]:
+    """Greedy tokens of prompts that arrive one by one, the best two log-probabilities, and attention's worst error."""
+    Contexts.filled = False
+    with watched(llm, split) as errors:
+        answers = generate(llm, [length - 37 * step for step in range(CHECKED_PROMPTS)], vocabulary)
     return {"compared": len(errors), "error": max(errors), **answers}
 
 

@@ -7,12 +7,13 @@ long as an equal one. So the engines' Python takes turns on one core, a round of
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -43,11 +44,11 @@ def _say(value: Row) -> None:
 
 
 class Engine:
-    """The process of a backend's engine: this program with `--alone BACKEND`."""
+    """The process of a backend's engine: this program with `--alone BACKEND`, and with options of this engine's own."""
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, *own: str) -> None:
         self.backend, self._core = backend, max(os.sched_getaffinity(0))
-        command = [sys.executable, *sys.argv, "--alone", backend]
+        command = [sys.executable, *sys.argv, "--alone", backend, *own]
         self._process = subprocess.Popen(
             command, env={**SETTINGS, **os.environ}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -103,16 +104,26 @@ def in_turns(
             keep(shape | row | engine.ask("profile", batch) | timed(own))
 
 
+@contextlib.contextmanager
+def started(engines: Sequence[Engine]) -> Iterator[None]:
+    """Until the block ends, engines that start at once and then wait to be asked."""
+    try:
+        for engine in engines:
+            begun = engine.started()
+            print(f"{engine.backend}: engine in {begun['seconds']} s, pages of {begun['page']}", flush=True)
+        yield
+    finally:
+        for engine in engines:
+            engine.end()
+
+
 def run(options: argparse.Namespace, same_tokens: bool, keep: Callable[[Row], None]) -> None:
     """Start the engines of all `options.backends` at once, check them one by one, and `keep` a row of each shape.
 
     same_tokens   compare greedy tokens with the first backend's
     """
     engines = [Engine(backend) for backend in options.backends.split(",")]
-    try:
-        for engine in engines:
-            begun = engine.started()
-            print(f"{engine.backend}: engine in {begun['seconds']} s, pages of {begun['page']}", flush=True)
+    with started(engines):
         first = None
         for engine in () if options.skip_check else engines:
             checked = engine.ask("check")
@@ -122,6 +133,3 @@ def run(options: argparse.Namespace, same_tokens: bool, keep: Callable[[Row], No
             first = first or checked
         shapes = [(batch, context) for context in options.contexts for batch in options.batches]
         in_turns(engines, shapes, options.rounds, keep)
-    finally:
-        for engine in engines:
-            engine.end()
