@@ -5,7 +5,7 @@ Like `saved_figures`, whose records these are: each function yields what one or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import vllm_engine
 import vllm_server
@@ -17,10 +17,12 @@ from vllm_server import Load
 ENGINE, ENGINE_FLASHMLA = "benchmarks/results/vllm/h200.csv", "benchmarks/results/vllm/h200_flashmla.csv"
 ENGINES_SELECTING = [f"benchmarks/results/vllm/h200_{run}.csv" for run in ("v32", "v32_fp8", "v4")]
 ENGINE_ROUNDS, ENGINE_CALLS = (f"benchmarks/results/vllm/h200_{what}.csv" for what in ("rounds", "calls"))
+ENGINE_FOLLOWUPS, ENGINE_TURNS = (f"benchmarks/results/vllm/h200_{what}.csv" for what in ("followups", "turns"))
 SGLANG, SGLANG_KERNELS = "benchmarks/results/sglang/h200.csv", "benchmarks/results/sglang/h200_kernels.csv"
 SGLANG_PROMPTS = "benchmarks/results/sglang/h200_prompts.csv"
 SERVER = "benchmarks/results/vllm/h200_server.csv"
 SERVERS = "docs/servers_measured.md"
+RATES = ("tokens_per_s", "least_tokens_per_s", "most_tokens_per_s")
 Steps = dict[tuple[int, int, str], dict[str, float]]  # by batch, context and backend
 
 
@@ -148,6 +150,56 @@ def engines_in_turns() -> Iterator[Sourced]:
     yield Sourced(SERVERS, ENGINES_SELECTING[2], [text])
 
 
+FOLLOWUPS = (("FLASH_ATTN_MLA", "own"), ("FLASHMLA", "own"), ("CUSTOM", "1"), ("CUSTOM", "512"))
+
+
+def followups() -> Iterator[Sourced]:
+    of: dict[tuple[int, ...], dict[tuple[str, str], float]] = {}
+    for row in saved(ENGINE_FOLLOWUPS):
+        shape = tuple(int(row[name]) for name in ("decodes", "heads", "prefix", "new"))
+        of.setdefault(shape, {})[row["backend"], row["threshold"]] = float(row["per_layer_us"])
+
+    def ratios(decodes: int, heads: int, news: Sequence[int], peer: tuple[str, str]) -> str:
+        """Absorbed / a peer's."""
+        found = [
+            us[FOLLOWUPS[3]] / us[peer] for key, us in of.items() if key[:2] == (decodes, heads) and key[3] in news
+        ]
+        return span(found)
+
+    def equal(heads: int, prefix: int) -> float:
+        """Tokens for which both take as long, by straight lines between 256 and 512."""
+        gap = [of[0, heads, prefix, new][FOLLOWUPS[3]] - of[0, heads, prefix, new][FOLLOWUPS[2]] for new in (256, 512)]
+        return 256 - gap[0] * 256 / (gap[1] - gap[0])
+
+    lines = []
+    for decodes, prefix, new in sorted({(key[0], *key[2:]) for key in of}):
+        us = [of[decodes, heads, prefix, new] for heads in (128, 16)]
+        cells = (f"{each[column]:.0f}" for each in us for column in FOLLOWUPS)
+        if new > 8 and not (decodes and (prefix == 1024 or new == 32)):
+            lines.append(f"| {prefix:,}, {new} | {' | '.join(cells)} |")
+    short, expanded, attention = (8, 32, 64, 128), FOLLOWUPS[2], FOLLOWUPS[0]
+    phrases = [
+        f"took absorbed {ratios(0, 128, short, expanded)} of expanded with 128 heads and "
+        f"{ratios(0, 16, short, expanded)} with 16",
+        f"of 256 tokens {ratios(0, 128, (256,), expanded)} and {ratios(0, 16, (256,), expanded)}",
+        f"of 512 {ratios(0, 128, (512,), expanded)} and {ratios(0, 16, (512,), expanded)}",
+        f"took {ratios(0, 128, (*short, 256), attention)} of FlashAttention's with 128 heads, "
+        f"{ratios(0, 16, (*short, 256), attention)} with 16",
+        f"beside decodes {ratios(32, 128, (*short, 256), attention)} and {ratios(32, 16, (*short, 256), attention)}",
+        "{:.0f}, {:.0f} and {:.0f} tokens".format(*(equal(128, prefix) for prefix in (1024, 4096, 16384))),
+    ]
+    yield Sourced(SERVERS, ENGINE_FOLLOWUPS, lines + phrases)
+
+
+def engine_turns() -> Iterator[Sourced]:
+    """The shape that engines have been timed at in turns, on one core."""
+    rows = [{name: float(row[name]) for name in ("step_us", "batch", *RATES)} for row in saved(ENGINE_TURNS)]
+    rates = ["{:.0f} ({:.0f} to {:.0f})".format(*(row[name] for name in RATES)) for row in rows]
+    (share,) = {f"{row['step_us'] * row['tokens_per_s'] / row['batch'] / 1e6:.2f}" for row in rows}
+    text = f"{rates[0]} tokens/s with FlashAttention and {rates[1]} with ours, and the GPU's share {share}"
+    yield Sourced(SERVERS, ENGINE_TURNS, [text])
+
+
 V3 = "v3", "auto"  # a model and a cache of bench_sglang.py
 
 
@@ -252,6 +304,8 @@ SOURCES: tuple[Callable[[], Iterator[Sourced]], ...] = (
     engine,
     engines_that_select,
     engines_in_turns,
+    engine_turns,
+    followups,
     sglang_engine,
     sglang_prompts,
     sglang_kernels,
