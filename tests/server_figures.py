@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import vllm_engine
 import vllm_server
 import vllm_sparse_engine
-from saved_figures import DECODE, README, Sourced, saved, span
+from saved_figures import DECODE, README, SERVING, Sourced, saved, span
 from vllm_model import medians
 from vllm_server import Load
 
@@ -20,6 +20,8 @@ ENGINE_ROUNDS, ENGINE_CALLS = (f"benchmarks/results/vllm/h200_{what}.csv" for wh
 ENGINE_FOLLOWUPS, ENGINE_TURNS = (f"benchmarks/results/vllm/h200_{what}.csv" for what in ("followups", "turns"))
 SGLANG, SGLANG_KERNELS = "benchmarks/results/sglang/h200.csv", "benchmarks/results/sglang/h200_kernels.csv"
 SGLANG_PROMPTS = "benchmarks/results/sglang/h200_prompts.csv"
+SERVED, WIDENED = (f"benchmarks/results/served/h200_{what}.csv" for what in ("prompts", "widened"))
+ENGINE_PROMPTS = "benchmarks/results/vllm/h200_v32_fp8_prompts.csv"
 SERVER = "benchmarks/results/vllm/h200_server.csv"
 SERVERS = "docs/servers_measured.md"
 RATES = ("tokens_per_s", "least_tokens_per_s", "most_tokens_per_s")
@@ -200,6 +202,25 @@ def engine_turns() -> Iterator[Sourced]:
     yield Sourced(SERVERS, ENGINE_TURNS, [text])
 
 
+def served_prompts() -> Iterator[Sourced]:
+    """Prompts among decodes, behind cached keys and over records, by `bench_served.py` and in vLLM's engine."""
+    ratio = {row["row"]: f"{float(row['ratio']):.2f}" for path in (SERVED, WIDENED) for row in saved(path)}
+    mixed = [
+        [ratio[f"8 tokens of one and 1 of {others} sequences, H{heads}, apart beside together"] for others in (31, 127)]
+        for heads in (128, 16)
+    ]
+    words = f"{mixed[0][0]} and {mixed[0][1]} of the time with 128 heads, {mixed[1][0]} and {mixed[1][1]} with 16"
+    behind = [ratio[f"{n} tokens of 128 heads behind 16384 keys, absorbed beside expanded"] for n in (64, 256)]
+    alone = f"took {behind[0]} of the time of expansion and cuDNN's attention for 64 tokens of 128 heads"
+    yield Sourced(SERVING, SERVED, [words, alone, f"behind 16,384, and {behind[1]} for 256"])
+    over = [ratio[f"8192 tokens of {heads} heads over 65536 keys, widened beside v32"] for heads in (128, 64, 16)]
+    words = f"{over[0]} of the time with 128 heads, {over[1]} with 64 and {over[2]} with 16"
+    yield Sourced(SERVING, WIDENED, [words])
+    theirs, ours = (f"{int(row['prompt_tokens_per_s']):,}" for row in saved(ENGINE_PROMPTS))
+    words = f"was read at {ours} tokens/s, with `FLASHMLA_SPARSE` at {theirs}"
+    yield Sourced(SERVERS, ENGINE_PROMPTS, [words])
+
+
 V3 = "v3", "auto"  # a model and a cache of bench_sglang.py
 
 
@@ -306,6 +327,7 @@ SOURCES: tuple[Callable[[], Iterator[Sourced]], ...] = (
     engines_in_turns,
     engine_turns,
     followups,
+    served_prompts,
     sglang_engine,
     sglang_prompts,
     sglang_kernels,
