@@ -32,9 +32,9 @@ class MLASuiteDecodeMetadata(MLACommonDecodeMetadata):
 def prompts_gain(step: Any, most_drafts: int, longest: int) -> bool:
     """Returns whether a step's short prompts take less time with absorbed weights than with expanded keys.
 
-    Absorbed, each query token costs something for each key that it sees; expanded, each key behind which the prompts
-    stand costs as much as `longest` of these, and hardly more with every token. New keys are expanded in the
-    same products in which the others' queries are absorbed.
+    Absorbed, each query token costs something for each key that it sees. Expanded, each cached key costs as much as
+    `longest` such tokens, however many there are. The prompts' own keys are expanded in products as large as those that
+    absorb their queries and results, so they count for neither side.
 
     step     vLLM's CommonAttentionMetadata
     longest  as `absorbed_prompt` has it: the query tokens for which both take as long

@@ -138,6 +138,40 @@ def test_which_prompts_gain_where(monkeypatch, arch, bf16, fp8, narrow, many_hea
     assert integrations.widened_rows(here, 31) == few_heads
 
 
+@pytest.mark.parametrize(
+    ("change", "threshold"),
+    [
+        ({}, 384),
+        (dict(cache_dtype="fp8"), 288),
+        (dict(head_size=400), 8),
+        (dict(use_ubatching=True), 8),
+        (dict(enable_adaptive_verification=True), 8),
+        (dict(ranks=2), 8),
+        (dict(invariant=True), 1),
+    ],
+    ids=str,
+)
+def test_how_long_a_prompt_may_be(monkeypatch, change, threshold):
+    """vLLM orders the sequences of a step by this; whether such prompts gain is asked in each step."""
+
+    def of_vllm(self, *_, **__):
+        self.dcp_world_size, self.cp_kv_cache_interleave_size = change.get("ranks", 1), 1
+
+    monkeypatch.setattr(integration.MLACommonMetadataBuilder, "__init__", of_vllm)
+    monkeypatch.setattr(integrations, "current_arch", lambda tensor: archs.get("sm_90"))
+    envs = SimpleNamespace(VLLM_BATCH_INVARIANT=change.get("invariant", False))
+    monkeypatch.setattr(integration, "envs", envs)
+    adaptive = change.get("enable_adaptive_verification", False)
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(enable_adaptive_verification=adaptive),
+        parallel_config=SimpleNamespace(use_ubatching=change.get("use_ubatching", False)),
+        cache_config=SimpleNamespace(cache_dtype=change.get("cache_dtype", "auto")),
+    )
+    spec = SimpleNamespace(head_size=change.get("head_size", WIDTH))
+    builder = integration.MLASuiteMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
+    assert builder.reorder_batch_threshold == threshold
+
+
 @pytest.mark.parametrize("q_len", [1, 3])
 def test_invariant_partials_follow_the_lengths(monkeypatch, q_len):
     """A table as wide as the longest context costs no memory in an eager step, and no bits anywhere."""
