@@ -21,6 +21,7 @@ ENGINE_FOLLOWUPS, ENGINE_TURNS = (f"benchmarks/results/vllm/h200_{what}.csv" for
 SGLANG, SGLANG_KERNELS = "benchmarks/results/sglang/h200.csv", "benchmarks/results/sglang/h200_kernels.csv"
 SGLANG_PROMPTS = "benchmarks/results/sglang/h200_prompts.csv"
 SERVED, WIDENED = (f"benchmarks/results/served/h200_{what}.csv" for what in ("prompts", "widened"))
+V4_TURNS = "benchmarks/results/vllm/h200_v4_turns.csv"
 ENGINE_PROMPTS = "benchmarks/results/vllm/h200_v32_fp8_prompts.csv"
 SERVER = "benchmarks/results/vllm/h200_server.csv"
 SERVERS = "docs/servers_measured.md"
@@ -202,6 +203,17 @@ def engine_turns() -> Iterator[Sourced]:
     yield Sourced(SERVERS, ENGINE_TURNS, [text])
 
 
+def v4_turns() -> Iterator[Sourced]:
+    rows = [{name: float(row[name]) for name in ("step_us", "batch", *RATES)} for row in saved(V4_TURNS)]
+    of = ["{:,.0f} ({:,.0f} to {:,.0f})".format(*(row[name] for name in RATES)) for row in rows]
+    shares = [row["step_us"] * row["tokens_per_s"] / row["batch"] / 1e6 for row in rows]
+    texts = [
+        f"at 1 x 4096 {of[0]} tokens/s with FlashMLA and {of[1]} with ours",
+        f"at 8 x 4096 {of[2]} and {of[3]}, of which the GPU's share was {span(shares)}",
+    ]
+    yield Sourced(SERVERS, V4_TURNS, texts)
+
+
 def served_prompts() -> Iterator[Sourced]:
     """Prompts among decodes, behind cached keys and over records, by `bench_served.py` and in vLLM's engine."""
     ratio = {row["row"]: f"{float(row['ratio']):.2f}" for path in (SERVED, WIDENED) for row in saved(path)}
@@ -328,6 +340,7 @@ SOURCES: tuple[Callable[[], Iterator[Sourced]], ...] = (
     engine_turns,
     followups,
     served_prompts,
+    v4_turns,
     sglang_engine,
     sglang_prompts,
     sglang_kernels,
