@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 from mla_suite.core import checks
 
-allowed: ContextVar[bool] = ContextVar("mla_suite_early_launch", default=True)
+_never = checks.env_flag("MLA_SUITE_NO_EARLY_LAUNCH", os.environ.get("MLA_SUITE_NO_EARLY_LAUNCH", ""), "1")
+allowed: ContextVar[bool] = ContextVar("mla_suite_early_launch", default=not _never)
 
 
 @contextmanager

@@ -1,6 +1,10 @@
-"""A slice of soak_streaming.py: some thousand captured calls of the cases that differ most."""
+"""Slices of the soaks: some thousand captured calls of the cases that differ most, and some seconds of processes."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,3 +18,11 @@ def test_alternating_calls_repeat_their_bits_beside_a_busy_stream():
     require_kernels("sm_90")
     wrong = soak(list(QUICK), 100_000, busy=True, process=False, step=lambda name, count: None)
     assert set(wrong.values()) == {0}
+
+
+def test_long_calls_of_several_processes():
+    require_kernels("sm_90")
+    program = Path(__file__).with_name("soak_processes.py")
+    command = [sys.executable, str(program), "--processes", "4", "--seconds", "5", "--kinds", "extend,batch,fp8"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]

@@ -2,6 +2,9 @@
 
 import ctypes
 import dataclasses
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -259,6 +262,14 @@ def test_early_launch_is_switched_off_where_a_call_runs(rig):
         rig.launch(overlap=True)
     attributes = [call.text.split()[5] for call in rig.launches()]
     assert attributes == ["1", "0", "1", "1"] * 2 + ["1"]
+
+
+@pytest.mark.parametrize(("value", "allowed"), [("", True), ("0", True), ("1", False)])
+def test_a_variable_switches_early_launch_off(value, allowed):
+    program = "from mla_suite.launch.early_launch import allowed; print(allowed.get())"
+    environment = {**os.environ, "MLA_SUITE_NO_EARLY_LAUNCH": value}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(allowed)
 
 
 @pytest.mark.parametrize("rig", ["cuda"], indirect=True)
