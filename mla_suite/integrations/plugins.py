@@ -77,6 +77,9 @@ def sglang() -> None:
         server_args.add_attention_backend_choices([SGLANG_NAME])
         server_args.add_deterministic_attention_backend_choices([SGLANG_NAME])
         server_args.add_radix_supported_deterministic_attention_backend_choices([SGLANG_NAME])
+    expanding = getattr(server_args, "CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS", [SGLANG_NAME])
+    if SGLANG_NAME not in expanding:
+        expanding.append(SGLANG_NAME)  # to others SGLang hands no expanded keys of a cached prefix
     attention_registry.register_attention_backend(SGLANG_NAME)(_sglang_backend)
     _keep_drafts_on_triton()
     _offer_v41_records()
@@ -228,9 +231,11 @@ def _with_trees(backend: str, original: Any, *args: Any) -> Any:
 
 
 def _sglang_backend(model_runner: Any) -> Any:
+    from mla_suite.integrations import sglang_prompts
     from mla_suite.integrations.sglang import MLASuiteAttnBackend
 
     _ask_for_parts(model_runner)
+    sglang_prompts.register(SGLANG_NAME)
     return MLASuiteAttnBackend(model_runner)
 
 

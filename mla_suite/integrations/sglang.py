@@ -6,10 +6,11 @@
 
 Installing mla_suite registers the backend in every process of a server. Decode, verification of drafts and extends of
 up to 8 tokens per sequence go to `mla_suite.decode`; all else is SGLang's Triton backend, from which the class is
-derived, but on H100 and H200 our plugin sends prompts over 16-bit caches to another. Drafts are a chain, or a tree of
-at most 64 from n-grams or from EAGLE with a top-k above 1; larger trees are SGLang's. In deterministic inference
-every extend is SGLang's. Where decode gains from it, SGLang's kernel quantises the queries of an fp8 cache. Tested
-with the server and the classes of SGLang 0.5.23 on a CPU, and its engine on an H200.
+derived, but for prompts on H100 and H200: over 16-bit caches our plugin sends them to another backend, and over fp8
+caches they are expanded for FlashAttention 3 or decoded (`sglang_prompts`). Drafts are a chain, or a tree of at most 64
+from n-grams or from EAGLE with a top-k above 1; larger trees are SGLang's. In deterministic inference every extend is
+SGLang's. Where `MLA_SUITE_PRECISION` or the GPU asks for it, SGLang's kernel quantises the queries of an fp8 cache.
+Tested with the server and the classes of SGLang 0.5.23 on a CPU, and its engine on an H200.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ from mla_suite.integrations import (
     joined_queries,
     needs,
     refuse,
+    sglang_prompts,
     sglang_trees,
 )
 from mla_suite.integrations.interface import Interface
+from mla_suite.launch import current_arch
 
 with needs("SGLang with its Triton attention backend of 2026", __name__, "decode from a backend of your own"):
     from sglang import __version__
@@ -62,7 +65,7 @@ BATCH = {
 }
 MODES = ("is_target_verify", "is_extend", "is_decode_or_idle")
 READ = ("req_to_token", "token_to_kv_pool", "enable_deterministic", "split_tile_size", "num_draft_tokens", "topk")
-SHORT_EXTEND = 8  # new tokens per sequence that are decoded absorbed: a choice, not a measurement
+SHORT = 8  # new tokens per sequence: longer prompts have no plan, whose partial results grow with them
 WIDE_PAGE = 64  # smaller pages make page tables so long that reading the lengths on the host is cheaper
 
 
@@ -132,6 +135,7 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         self._plan: torch.Tensor | None = None
         self._tree_mask: torch.Tensor | None = None
         self._fp8_queries = False
+        self.prompts = sglang_prompts.over(getattr(model_runner, "kv_cache_dtype", None), self.req_to_token)
         self._one = torch.ones(1, dtype=torch.float32, device=self.req_to_token.device)
         # Whose masks are of drafts alone: SGLang's own extend cannot read these, and is never given them.
         self._trees = sglang_trees.drafted(model_runner, self.topk, self.num_draft_tokens)
@@ -156,6 +160,18 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         if not forward_batch.forward_mode.is_decode_or_idle():
             super().init_forward_metadata_out_graph(forward_batch, *args, **kwargs)
 
+    def can_run_prefill_cuda_graph(self, forward_batch: Any) -> bool:
+        """SGLang asks before it replays a graph of prompts."""
+        return self._fits_graph(forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu)
+
+    def vote_prefill_cuda_graph(self, batch: Any) -> bool:
+        """The same, of a batch of its scheduler, before ranks with batches of their own agree."""
+        return self._fits_graph(batch.extend_lens, batch.prefix_lens)
+
+    def _fits_graph(self, new: Any, cached: Any) -> bool:
+        expands = self.prompts is not None and not self.enable_deterministic
+        return not (expands and sglang_prompts.gains_expanded(new, cached, sglang_prompts.EAGER_PAIRS))
+
     def shared_read_ends(self, fm: Any) -> Any:
         """The first layer reads the token table and the lengths, so they may change only after the replay."""
         ends = super().shared_read_ends(fm)
@@ -170,12 +186,18 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         return self._attend(call)
 
     def forward_extend(self, *args: Any, **kwargs: Any) -> Any:
-        """Verification of drafts and short extends as `forward_decode`; all else is SGLang's."""
+        """Verification of drafts and absorbed extends as `forward_decode`, expanded ones as `Prompts.attend`; all else
+        is SGLang's."""
         call = _Call(*args, **kwargs)
-        plain = not call.options and call.k is not None
-        if plain and _absorbed(call.layer, self._pool(call.forward_batch)) and self._is_short(call):
+        absorbed = _absorbed(call.layer, self._pool(call.forward_batch))
+        if not call.options and call.k is not None and absorbed and self._is_decoded(call):
             _check_layer(call.layer)
             return self._attend(call)
+        if self.prompts is not None and not absorbed and self.prompts.takes(call.forward_batch):
+            for name in call.options:
+                refuse(NAME, f"{name} is given", f"scores are plain softmax: {OTHERWISE}")
+            _check_layer(call.layer)
+            return self.prompts.attend(call)
         if self._trees and call.forward_batch.forward_mode.is_target_verify():
             given = f"verification of a tree of drafts with {', '.join(call.options) or 'keys of each head'}"
             refuse(NAME, given, f"scores are plain softmax over latents: {OTHERWISE}")
@@ -183,8 +205,8 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         q = call.q if call.q_rope is None else call.joined_queries().flatten(1)
         return super().forward_extend(q, k, call.v, call.layer, call.forward_batch, call.save_kv_cache, **call.options)
 
-    def _is_short(self, call: _Call) -> bool:
-        """Returns whether these query tokens are drafts of `tree_mask`'s kind, or extends of few tokens a sequence."""
+    def _is_decoded(self, call: _Call) -> bool:
+        """Returns whether these query tokens are drafts of `tree_mask`'s kind, or extends that ours attends to."""
         forward_batch, tokens = call.forward_batch, call.q.shape[0]
         mode = forward_batch.forward_mode
         if mode.is_target_verify():
@@ -197,7 +219,8 @@ class MLASuiteAttnBackend(TritonAttnBackend):
             return False
         lens = [int(length) for length in lens]
         # Tokens that pad a captured prefill belong to no sequence.
-        return len(lens) > 0 and sum(lens) == tokens and max(lens) <= SHORT_EXTEND
+        longest = tokens if self.prompts is not None else SHORT
+        return len(lens) > 0 and sum(lens) == tokens and max(lens) <= longest
 
     def _attend(self, call: _Call) -> torch.Tensor:
         layer, forward_batch, q = call.layer, call.forward_batch, call.q
@@ -261,7 +284,7 @@ class MLASuiteAttnBackend(TritonAttnBackend):
             own = forward_batch.extend_seq_lens
             self._cu_seqlens_q = torch.nn.functional.pad(own.cumsum(0), (1, 0)).int()
             self._max_seqlen_q = max(map(int, forward_batch.extend_seq_lens_cpu))
-        fewest = fp8_query_rows(self._one, self.page_size)
+        fewest = _quantised_rows(self._one, self.page_size)
         # As many drafts as the server verifies count in every pass, so that a token's queries are of one kind.
         rows = heads * (self.num_draft_tokens or 1)
         self._fp8_queries = scaled_fp8_quant is not None and fewest is not None and rows >= fewest
@@ -275,13 +298,15 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         self._table = (pages[forward_batch.req_pool_indices.long()] // self.page_size).int()
         given = by_token.Batch(self._lens, self._table, self._cu_seqlens_q, self._max_seqlen_q)
         self._lens, self._table, self._cu_seqlens_q, self._max_seqlen_q = by_token.arranged(given, tokens, heads)
-        self._plan = mla_suite.plan(
-            self._lens,
-            num_heads=heads,
-            max_seqlen_q=self._max_seqlen_q,
-            max_seqlen_kv=self._table.shape[1] * self.page_size if self._split_size else 0,
-            split_size=self._split_size,
-        )
+        self._plan = None
+        if drafts or self._max_seqlen_q <= SHORT:
+            self._plan = mla_suite.plan(
+                self._lens,
+                num_heads=heads,
+                max_seqlen_q=self._max_seqlen_q,
+                max_seqlen_kv=self._table.shape[1] * self.page_size if self._split_size else 0,
+                split_size=self._split_size,
+            )
 
 
 def _check_interface() -> Interface:
@@ -298,6 +323,17 @@ def _check_interface() -> Interface:
     interface.has("MLATokenToKVPool", MLATokenToKVPool, ("get_key_buffer", "set_kv_buffer", "set_mla_kv_buffer"))
     interface.warn_if_newer(stacklevel=3)
     return interface
+
+
+def _quantised_rows(like: torch.Tensor, page_size: int) -> int | None:
+    """Returns `fp8_query_rows`, but in full precision none on an H100 or H200.
+
+    With fp8 queries of 128 heads a step took an H200 0.99 as long at 128 sequences and 1.00 at 1 and 32, and results
+    moved by 2.3 % of their norm (2026-11-29).
+    """
+    arch = current_arch(like)
+    exact = PRECISION == "full" and arch is not None and arch.name == "sm_90"
+    return None if exact else fp8_query_rows(like, page_size)
 
 
 def is_chain(drafts: Any) -> bool:
