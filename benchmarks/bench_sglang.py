@@ -21,13 +21,15 @@ step us    the step's CUDA graph replayed, median of three rounds; SGLang's own 
 period us  the median time between two steps of the scheduler, host included
 tokens/s   batch / that time
 
-With `--prompts` there is one column instead, the ms until one prompt's first token, a median of three behind another;
-prompts come in chunks of 8,192 tokens. NAME+OTHER is a backend NAME whose prompts go to OTHER.
+With `--prompts` there is one column instead, the ms until one prompt's first token, a median of three behind another.
+Prompts come in chunks of `--chunk` tokens. By default SGLang captures those of up to 2,048 tokens in graphs with
+absorbed weights; here it does with `--prefill-graphs`. NAME+OTHER is a backend NAME whose prompts go to OTHER.
 
 Before anything is timed, a check: eight prompts of different lengths are prefilled and decoded. Attention outputs of
-eager steps are compared with their definition in fp32 over SGLang's own pool and selection, with queries in e4m3 over
-an fp8 cache of V3. Greedy tokens are compared with the first backend's; a token may differ only where that backend's
-best two lie close together. Errors of SGLang's own backends are printed, and those of ours must be small.
+eager steps and of absorbed prompts are compared with their definition in fp32 over SGLang's own pool and selection,
+with queries in e4m3 where a backend quantises them. Greedy tokens are compared with the first backend's; a token may
+differ only where that backend's best two lie close together. Errors of SGLang's own backends are printed, and those of
+ours must be small.
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ from vllm_sparse_engine import config_of
 from mla_suite.bench.environment import version
 from mla_suite.bench.saving import Table
 from mla_suite.cli import sizes
+from mla_suite.integrations import PRECISION
 from mla_suite.integrations.plugins import SGLANG_NAME
 
 HERE = Path(__file__).parent
@@ -76,6 +79,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batches", type=sizes, default=(1, 8, 32, 128), help="sequences of a step")
     parser.add_argument("--contexts", type=sizes, default=(4096,), help="tokens of a prompt")
     parser.add_argument("--prompts", type=sizes, default=(), help="tokens of single prompts, to time these, not steps")
+    parser.add_argument("--chunk", type=int, default=8192, help="tokens of prompts in a batch (default: 8192)")
+    parser.add_argument("--prefill-graphs", action="store_true", help="capture short prompts, as SGLang does by itself")
     parser.add_argument("--layers", type=int, default=16, help="layers of the model (default: 16)")
     parser.add_argument("--heads", type=int, default=128, help="attention heads (default: 128)")
     parser.add_argument("--kv-cache-dtype", default="auto", help="auto (bf16) or fp8_e4m3")
@@ -129,8 +134,8 @@ def start_engine(options: argparse.Namespace, folder: Path) -> Any:
         page_size=PAGE,
         sampling_backend="pytorch",
         disable_radix_cache=True,
-        chunked_prefill_size=8192,
-        cuda_graph_backend_prefill="disabled",
+        chunked_prefill_size=options.chunk,
+        cuda_graph_backend_prefill="breakable" if options.prefill_graphs else "disabled",
         cuda_graph_bs_decode=sorted({*options.batches, len(LENGTHS)}),
         max_running_requests=max(*options.batches, len(LENGTHS)),
         max_total_tokens=max(*options.batches, len(LENGTHS)) * longest,
@@ -197,6 +202,7 @@ def started(options: argparse.Namespace, backend: str, run: int) -> Iterator[tup
         (installed / "entry_points.txt").write_text(f"[{GROUP}]\nbench = sglang_steps:install\n")
         skipped = options.skip_check or run > 0
         asked = {"path": str(rows), "layers": options.layers, "batches": options.batches, "compare": not skipped}
+        asked["fp8_queries"] = PRECISION == "fp8" or backend == "flashmla"
         (installed / ASKED).write_text(json.dumps(asked))
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, str(HERE.parent), *sys.path])}
         command = [sys.executable, *sys.argv, "--alone", backend, "--rows", str(rows), *["--skip-check"] * skipped]
@@ -240,6 +246,8 @@ def main() -> int:
         raise SystemExit("bench_sglang: no GPU here; on a CPU, `tox -e sglang` runs the server and compares its tokens")
     facts = {"model": options.model, "kv_cache_dtype": options.kv_cache_dtype, "versions": versions()}
     facts |= {"layers": options.layers, "heads": options.heads}
+    if options.prompts:
+        facts |= {"chunk": options.chunk, "prefill_graphs": options.prefill_graphs}
     print(*facts.values(), sep="; ")
     rows, table, status = list[Row](), Table(options.csv), 0
     first: Row | None = None

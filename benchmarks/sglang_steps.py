@@ -26,6 +26,7 @@ NAME, ASKED = "mla_suite_bench", "asked.json"  # the distribution, and its file
 GROUP = "sglang.srt.plugins"
 RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 COMPARED_STEPS = 8  # of a process, not replayed but eager, so that each layer's arguments can be read
+COMPARED_PROMPTS = 8  # batches of prompts with absorbed weights
 WARM_STEPS, TIMED_STEPS, PROFILED_STEPS = 8, 40, 5
 STEPS = WARM_STEPS + TIMED_STEPS + PROFILED_STEPS + 1  # of a batch, after which its row is written
 ROUNDS, REPLAYS = 3, 8
@@ -55,10 +56,13 @@ def use_random_weights(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Non
             weight.data.normal_(std=0.02, generator=torch.Generator(weight.device).manual_seed(weight.numel()))
 
 
-def exact(layer: Any, q: torch.Tensor, batch: Any, b: int, selected: torch.Tensor | None) -> torch.Tensor:
-    """What the definition makes, in fp32, of the query q [heads, 576] of sequence b and its keys in SGLang's pool.
+def exact(
+    layer: Any, q: torch.Tensor, batch: Any, b: int, selected: torch.Tensor | None, fp8_queries: bool
+) -> torch.Tensor:
+    """What the definition makes, in fp32, of the last query q [heads, 576] of sequence b and its keys in SGLang's pool.
 
-    selected int32 [batch, topk]: slots of the keys, -1 for none; without it all keys of the sequence count.
+    selected     int32 [batch, topk]: slots of the keys, -1 for none; without it all keys of the sequence count
+    fp8_queries  over an fp8 cache of rows the backend quantises queries, by a scale of 1
     """
     from sglang.srt.model_executor.forward_context import get_req_to_token_pool, get_token_to_kv_pool
 
@@ -76,8 +80,8 @@ def exact(layer: Any, q: torch.Tensor, batch: Any, b: int, selected: torch.Tenso
         keys = caches.gather(RECORDS, rows.view(torch.uint8)[:, None], slots)
     else:
         keys = rows[slots].float()
-        if rows.dtype in FP8:
-            q = q.to(rows.dtype).float()  # as ours and FlashMLA's backend quantise queries, by a scale of 1
+        if rows.dtype in FP8 and fp8_queries:
+            q = q.to(rows.dtype).float()
     return attended(q[None], keys, layer.scaling)[0]
 
 
@@ -94,11 +98,13 @@ class Steps:
     layers   of the model
     batches  sizes that are timed
     compare  whether the first steps are eager and compared with the definition
+    fp8_queries  as in `exact`
     """
 
-    def __init__(self, path: str, layers: int, batches: list[int], compare: bool) -> None:
-        self.path, self.layers, self.batches = path, layers, batches
+    def __init__(self, path: str, layers: int, batches: list[int], compare: bool, fp8_queries: bool) -> None:
+        self.path, self.layers, self.batches, self.fp8_queries = path, layers, batches, fp8_queries
         self.eager = COMPARED_STEPS if compare else 0
+        self.prompts = COMPARED_PROMPTS if compare else 0
         self.comparing = False
         self.errors: list[float] = []
         self.batch = self.done = 0
@@ -116,20 +122,27 @@ class Steps:
         return False
 
     def attend(self, original: Any, layer: Any, q: Any, k: Any, v: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """One layer's attention, compared with the definition in the first and the last layer of an eager step."""
+        """One layer's attention, compared with the definition in the first and the last layer of an eager step, and for
+        the last tokens of absorbed prompts without a selection."""
         out = original(layer, q, k, v, batch, *args, **kwargs)
-        ends = (0, self.layers - 1)
-        if self.comparing and batch.forward_mode.is_decode() and layer.layer_id in ends:
-            heads = layer.tp_q_head_num
-            parts = [
-                part.reshape(len(batch.seq_lens), heads, -1) for part in (q, kwargs.get("q_rope")) if part is not None
-            ]
-            queries = torch.cat(parts, dim=-1)
-            for b, own in enumerate(out.view(len(queries), heads, -1)):
-                expected = exact(layer, queries[b], batch, b, kwargs.get("topk_indices"))
-                self.errors.append(float((own.float() - expected).norm() / expected.norm()))
-            if layer.layer_id == ends[1] and not self.eager:
-                say(self.path, "compared", {"compared": len(self.errors), "error": max(self.errors)})
+        ends, mode, selected = (0, self.layers - 1), batch.forward_mode, kwargs.get("topk_indices")
+        if layer.layer_id not in ends:
+            return out
+        if self.comparing and mode.is_decode():
+            last = torch.arange(len(batch.seq_lens), device=q.device)
+        elif self.prompts and batch.rids and mode.is_extend() and layer.tp_k_head_num == 1 and selected is None:
+            last = batch.extend_seq_lens.cumsum(0) - 1
+            self.prompts -= layer.layer_id == ends[1]
+        else:
+            return out
+        heads = layer.tp_q_head_num
+        parts = [part.reshape(len(q), heads, -1)[last] for part in (q, kwargs.get("q_rope")) if part is not None]
+        queries = torch.cat(parts, dim=-1)
+        for b, own in enumerate(out.view(len(q), heads, -1)[last]):
+            expected = exact(layer, queries[b], batch, b, selected, self.fp8_queries)
+            self.errors.append(float((own.float() - expected).norm() / expected.norm()))
+        if mode.is_decode() and layer.layer_id == ends[1] and not self.eager:
+            say(self.path, "compared", {"compared": len(self.errors), "error": max(self.errors)})
         return out
 
     def execute(self, original: Any, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
