@@ -23,6 +23,9 @@ SGLANG_PROMPTS = "benchmarks/results/sglang/h200_prompts.csv"
 SERVED, WIDENED = (f"benchmarks/results/served/h200_{what}.csv" for what in ("prompts", "widened"))
 V4_TURNS = "benchmarks/results/vllm/h200_v4_turns.csv"
 ENGINE_PROMPTS = "benchmarks/results/vllm/h200_v32_fp8_prompts.csv"
+SGLANG_V3, SGLANG_FP8_PROMPTS, SGLANG_EXPANDED = (
+    f"benchmarks/results/sglang/h200_{what}.csv" for what in ("v3", "prompts_fp8", "expanded")
+)
 SERVER = "benchmarks/results/vllm/h200_server.csv"
 SERVERS = "docs/servers_measured.md"
 RATES = ("tokens_per_s", "least_tokens_per_s", "most_tokens_per_s")
@@ -284,6 +287,56 @@ def sglang_prompts() -> Iterator[Sourced]:
     yield Sourced(SERVERS, SGLANG_PROMPTS, lines)
 
 
+def sglang_fp8() -> Iterator[Sourced]:
+    """V3 over an fp8 cache, and a step over bf16 rows in the same run."""
+    of: dict[tuple[str, ...], list[float]] = {}
+    errors: dict[str, float] = {}
+    for row in saved(SGLANG_V3):
+        kind = row["kv_cache_dtype"], row["backend"], row["fp8_queries"]
+        of.setdefault(kind, []).append(float(row["busy_us"]))
+        errors[row["fp8_queries"]] = float(row["error"])
+    theirs, ours = of["auto", "fa3", ""], of["auto", "mla_suite", ""]
+    ratios = [after / before for before, after in zip(theirs, ours, strict=True)]
+    quantised, plain = (of["fp8_e4m3", "mla_suite", given] for given in ("True", "False"))
+    three = "{:.0f}, {:.0f} and {:.0f}"
+    phrases = [
+        f"for {three} us with `fa3` and for {three} with ours: {{:.2f}}, {{:.2f}} and {{:.2f}}".format(
+            *theirs, *ours, *ratios
+        ),
+        f"took {three} us, and {three} with queries in bf16".format(*quantised, *plain),
+        f"up to {100 * errors['False']:.1f} % away",
+    ]
+    yield Sourced(SERVERS, SGLANG_V3, phrases)
+
+
+def sglang_fp8_prompts() -> Iterator[Sourced]:
+    ms = {
+        tuple(row[name] for name in ("kv_cache_dtype", "backend", "code", "graphs", "tokens")): float(
+            row["first_token_ms"]
+        )
+        for row in saved(SGLANG_FP8_PROMPTS)
+    }
+    lines = []
+    for graphs, tokens in (("False", "2000"), ("False", "4096"), ("False", "16384"), ("True", "512"), ("True", "2000")):
+        before, now = (ms["fp8_e4m3", "mla_suite", code, graphs, tokens] for code in ("before", "now"))
+        theirs = ms.get(("fp8_e4m3", "fa3", "", graphs, tokens))
+        cells = tokens, "no" if graphs == "False" else "yes", f"{before:.1f}", f"{now:.1f}", f"{before / now:.1f}"
+        lines.append(f"| {' | '.join(cells)} | {'-' if theirs is None else f'{theirs:.1f}'} |")
+    alone, in_graph = (ms["auto", "fa3", "", graphs, "2000"] for graphs in ("False", "True"))
+    lines.append(f"`fa3` took {alone:.1f} ms for 2,000 tokens, and {in_graph:.1f} in a graph")
+    yield Sourced(SERVERS, SGLANG_FP8_PROMPTS, lines)
+
+
+def sglang_expanded() -> Iterator[Sourced]:
+    lines = []
+    for row in saved(SGLANG_EXPANDED):
+        absorbed = float(row["absorbed"])
+        expanded = sum(float(row[part]) for part in ("gather", "up", "join", "attend"))
+        cells = row["new"], row["cached"], f"{absorbed:.0f}", f"{expanded:.0f}", f"{absorbed / expanded:.2f}"
+        lines.append(f"| {' | '.join(cells)} |")
+    yield Sourced(SERVERS, SGLANG_EXPANDED, lines)
+
+
 def sglang_kernels() -> Iterator[Sourced]:
     """The kernel of each, by a part of its name that no other row of the model, backend and batch has."""
 
@@ -343,6 +396,9 @@ SOURCES: tuple[Callable[[], Iterator[Sourced]], ...] = (
     v4_turns,
     sglang_engine,
     sglang_prompts,
+    sglang_fp8,
+    sglang_fp8_prompts,
+    sglang_expanded,
     sglang_kernels,
     server,
 )
