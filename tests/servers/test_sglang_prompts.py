@@ -154,6 +154,19 @@ def test_expanded_prompts_at_once(expanding, extends, decodes, cached):
     assert (extends, decodes) == ([], [])
 
 
+def test_a_batch_that_the_server_uses_again(expanding):
+    """Its lengths are measured anew in a pass, which begins with a layer that is not further up."""
+    backend, _ = expanding()
+    batch, layer, q, k, v = expanded([30, 4, 17], [0, 0, 0])
+    layer.layer_id = 1
+    backend.forward_extend(q, k, v, layer, batch, False)
+    again, layer, q, k, v = expanded([9, 40, 2], [0, 0, 0])
+    vars(batch).update(vars(again))
+    out = backend.forward_extend(q, k, v, layer, batch, False)
+    want = attended([9, 40, 2], [0, 0, 0], layer, q, k, v)
+    torch.testing.assert_close(out.double(), want, rtol=2**-8, atol=2e-4)
+
+
 def test_a_prefix_in_chunks(expanding, extends):
     """Each call gives the logarithms with which SGLang merges the new tokens' result and that of each chunk."""
     new, cached, chunk = [30, 4, 17], [70, 0, 100], 64
