@@ -14,12 +14,16 @@ from pathlib import Path
 import pytest
 import saved_figures
 import scale_figures
-import server_figures
+import sglang_figures
+import vllm_figures
 from saved_figures import README, ROOT, Sourced
 
 PAGES = [README, *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 EXPECTED = [
-    each for source in (*saved_figures.SOURCES, *scale_figures.SOURCES, *server_figures.SOURCES) for each in source()
+    each
+    for module in (saved_figures, scale_figures, vllm_figures, sglang_figures)
+    for source in module.SOURCES
+    for each in source()
 ]
 UNIT = r"(?:us|ms|%|times|clocks|GB/s|TB/s|TFLOP/s|tokens/s)"
 FIGURE = re.compile(rf"(?<![\w.,])(?:\d[\d,]*\.\d+x?(?![\w.+])|\d[\d,]*(?= {UNIT}(?!\w))|\d+x(?!\w))")

@@ -71,9 +71,9 @@ class ArchKernels(Protocol):
         selecting 2,048 of such rows; 0: it gains nothing, or it is not known."""
         ...
 
-    def fp8_query_rows(self, precision: str, page_size: int) -> int | None:
+    def fp8_query_rows(self, precision: str, page_size: int, joined: bool) -> int | None:
         """Rows of a sequence from which fp8 queries of an fp8 cache beat 16-bit ones, with decode's `precision`; None:
-        none do."""
+        none do. joined: the kernel that joins the two parts of a query rounds it, too, else one of its own does."""
         ...
 
     def scheduler_costs(self, num_q_rows: int) -> SchedulerCosts:

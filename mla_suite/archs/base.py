@@ -25,7 +25,7 @@ class CommonKernels:
     def __init__(self, arch: ArchSpec) -> None:
         self.arch = arch
 
-    def fp8_query_rows(self, precision: str, page_size: int) -> int | None:
+    def fp8_query_rows(self, precision: str, page_size: int, joined: bool) -> int | None:
         return None
 
     def widened_rows(self, num_heads: int) -> int:

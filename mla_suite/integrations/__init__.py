@@ -30,15 +30,15 @@ PRECISION = (
 """decode's `precision` for other projects' calls, which have no argument for it."""
 
 
-def fp8_query_rows(like: torch.Tensor, page_size: int) -> int | None:
+def fp8_query_rows(like: torch.Tensor, page_size: int, joined: bool = True) -> int | None:
     """Returns from how many heads x tokens of a sequence on decode over an fp8 cache gains from fp8 queries.
 
-    On the device of `like`, in pages of `page_size` tokens, with PRECISION, and with the kernel that quantises them;
-    None: it never does.
+    On the device of `like`, in pages of `page_size` tokens, with PRECISION, and with the kernel that quantises them,
+    which joins their two parts as well or, with joined False, is one of its own; None: it never does.
     """
     arch = current_arch(like)
     kernels = None if arch is None else archs.kernels(arch)
-    return None if kernels is None else kernels.fp8_query_rows(PRECISION, page_size)
+    return None if kernels is None else kernels.fp8_query_rows(PRECISION, page_size, joined)
 
 
 def absorbed_prompt(like: torch.Tensor, head_dim: int, fp8: bool) -> int:

@@ -34,7 +34,6 @@ from mla_suite.integrations import (
     sglang_trees,
 )
 from mla_suite.integrations.interface import Interface
-from mla_suite.launch import current_arch
 
 with needs("SGLang with its Triton attention backend of 2026", __name__, "decode from a backend of your own"):
     from sglang import __version__
@@ -169,8 +168,9 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         return self._fits_graph(batch.extend_lens, batch.prefix_lens)
 
     def _fits_graph(self, new: Any, cached: Any) -> bool:
-        expands = self.prompts is not None and not self.enable_deterministic
-        return not (expands and sglang_prompts.gains_expanded(new, cached, sglang_prompts.EAGER_PAIRS))
+        if self.prompts is None or self.enable_deterministic:
+            return True
+        return not self.prompts.gain_expanded(new, cached, sglang_prompts.EAGER_PAIRS)
 
     def shared_read_ends(self, fm: Any) -> Any:
         """The first layer reads the token table and the lengths, so they may change only after the replay."""
@@ -284,7 +284,7 @@ class MLASuiteAttnBackend(TritonAttnBackend):
             own = forward_batch.extend_seq_lens
             self._cu_seqlens_q = torch.nn.functional.pad(own.cumsum(0), (1, 0)).int()
             self._max_seqlen_q = max(map(int, forward_batch.extend_seq_lens_cpu))
-        fewest = _quantised_rows(self._one, self.page_size)
+        fewest = fp8_query_rows(self._one, self.page_size, joined=False)
         # As many drafts as the server verifies count in every pass, so that a token's queries are of one kind.
         rows = heads * (self.num_draft_tokens or 1)
         self._fp8_queries = scaled_fp8_quant is not None and fewest is not None and rows >= fewest
@@ -323,17 +323,6 @@ def _check_interface() -> Interface:
     interface.has("MLATokenToKVPool", MLATokenToKVPool, ("get_key_buffer", "set_kv_buffer", "set_mla_kv_buffer"))
     interface.warn_if_newer(stacklevel=3)
     return interface
-
-
-def _quantised_rows(like: torch.Tensor, page_size: int) -> int | None:
-    """Returns `fp8_query_rows`, but in full precision none on an H100 or H200.
-
-    With fp8 queries of 128 heads a step took an H200 0.99 as long at 128 sequences and 1.00 at 1 and 32, and results
-    moved by 2.3 % of their norm (2026-11-29).
-    """
-    arch = current_arch(like)
-    exact = PRECISION == "full" and arch is not None and arch.name == "sm_90"
-    return None if exact else fp8_query_rows(like, page_size)
 
 
 def is_chain(drafts: Any) -> bool:

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from mla_suite.integrations import FP8
-from mla_suite.launch import current_arch
+from mla_suite.integrations import FP8, absorbed_prompt
 
 try:
     from sglang.kernels.ops.attention.flash_attention import flash_attn_varlen_func
@@ -23,14 +22,10 @@ try:
 except ImportError:  # versions that keep these elsewhere: prompts stay with SGLang's Triton backend
     flash_attn_varlen_func = handlers = resolve_attn_backend = None
 
-PAIRS = 192
-"""Pairs of a query and a key for each token of a prefix from which a batch is expanded.
-
-On an H200 with 128 heads a pair took 0.51 ns absorbed over an fp8 cache and 0.12 ns expanded, and a token of a prefix
-74 ns to expand (2026-11-29). With fewer heads all three are less in proportion.
-"""
+WIDTH = 576  # of a row
 EAGER_PAIRS = 2**19
-"""As many more from which a batch stays out of SGLang's graphs of prompts, whose weights are absorbed.
+"""Pairs of a query and a key, beyond those that pay for prefixes, from which a batch stays out of SGLang's graphs of
+prompts, whose weights are absorbed.
 
 A choice: 1,024 tokens without a prefix. 2,000 tokens took the model of bench_sglang.py 17 ms expanded, without a graph,
 and 31 ms in one.
@@ -39,9 +34,8 @@ and 31 ms in one.
 
 def over(dtype: torch.dtype | None, like: torch.Tensor) -> Prompts | None:
     """Returns what takes prompts over a cache of this dtype on the device of `like`; None where that is SGLang's."""
-    arch = current_arch(like)
-    taken = flash_attn_varlen_func is not None and dtype in FP8 and arch is not None and arch.name == "sm_90"
-    return Prompts() if taken else None
+    pairs = absorbed_prompt(like, WIDTH, fp8=True) if flash_attn_varlen_func is not None and dtype in FP8 else 0
+    return Prompts(pairs) if pairs else None
 
 
 def register(name: str) -> None:
@@ -57,29 +51,19 @@ def forward_method(attn: Any, forward_batch: Any) -> Any:
     SGLang does that from 8,192 tokens on, however many queries there are. A layer with a scale of its cache is never
     expanded, since SGLang then writes rows without it. Else the method is that of SGLang's Triton backend.
     """
-    if getattr(resolve_attn_backend(forward_batch), "prompts", None) is None:
+    prompts = getattr(resolve_attn_backend(forward_batch), "prompts", None)
+    if prompts is None:
         return handlers.handle_attention_triton(attn, forward_batch)
     if attn.attn_mqa.k_scale_float not in (None, 1.0):
         return handlers.AttnForwardMethod.MLA
-    return handlers.handle_attention_fa3(_Layer(attn, forward_batch), forward_batch)
-
-
-def gains_expanded(new: Sequence[int] | None, cached: Sequence[int] | None, beside: int = 0) -> bool:
-    """Whether it is cheaper to expand a batch of sequences with so many new and cached tokens.
-
-    beside  pairs that have to be saved beyond those that pay for the prefixes
-    """
-    if new is None or cached is None:
-        return False  # of no prompt
-    pairs = sum(q_len * (prefix + q_len / 2) for q_len, prefix in zip(new, cached, strict=True))
-    return pairs >= PAIRS * sum(cached) + beside
+    expanded = prompts.gain_expanded(forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu)
+    return handlers.handle_attention_fa3(_Layer(attn, expanded), forward_batch)
 
 
 class _Layer:
     """A layer of SGLang's with another number of cached tokens from which it expands a prefix."""
 
-    def __init__(self, attn: Any, forward_batch: Any) -> None:
-        expanded = gains_expanded(forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu)
+    def __init__(self, attn: Any, expanded: bool) -> None:
         self._attn, self.chunked_prefix_cache_threshold = attn, 0 if expanded else float("inf")
 
     def __getattr__(self, name: str) -> Any:
@@ -87,13 +71,27 @@ class _Layer:
 
 
 class Prompts:
-    """Attention of prompts whose heads have keys of their own, with the lengths of the last batch."""
+    """Attention of prompts whose heads have keys of their own, with the lengths of the last batch.
 
-    def __init__(self) -> None:
+    pairs  of a query and a key for each token of a prefix from which a batch is expanded, as `absorbed_prompt` has it
+    """
+
+    def __init__(self, pairs: int) -> None:
+        self.pairs = pairs
         self._batch: Any = None
         self._layer = -1
         self._starts: tuple[torch.Tensor, torch.Tensor]
         self._longest: tuple[int, int]
+
+    def gain_expanded(self, new: Sequence[int] | None, cached: Sequence[int] | None, beside: int = 0) -> bool:
+        """Whether it is cheaper to expand a batch of sequences with so many new and cached tokens.
+
+        beside  pairs that have to be saved beyond those that pay for the prefixes
+        """
+        if new is None or cached is None:
+            return False  # of no prompt
+        pairs = sum(q_len * (prefix + q_len / 2) for q_len, prefix in zip(new, cached, strict=True))
+        return pairs >= self.pairs * sum(cached) + beside
 
     @staticmethod
     def takes(forward_batch: Any) -> bool:

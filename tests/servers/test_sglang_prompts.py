@@ -29,6 +29,7 @@ from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods
 from test_sglang_classes import LENGTHS, POOL_ROWS, decodes, extends, filled, made, step
 
 import mla_suite
+from mla_suite import archs, integrations
 from mla_suite.integrations import plugins, sglang_prompts
 from mla_suite.integrations import sglang as integration
 
@@ -42,13 +43,13 @@ MOST = 128 * 1024  # keys that SGLang expands at once
 def expanding(monkeypatch):
     """A server as on an H100 with an fp8 cache, with torch code in the place of FlashAttention 3."""
     monkeypatch.setattr(sglang_prompts, "flash_attn_varlen_func", sglang_expanded.varlen)
-    monkeypatch.setattr(sglang_prompts, "current_arch", lambda like: SimpleNamespace(name="sm_90"))
+    monkeypatch.setattr(integrations, "current_arch", lambda like: archs.get("sm_90"))
     return lambda **changes: made(monkeypatch, **{"dtype": torch.float8_e4m3fn, **changes})
 
 
 def method(monkeypatch, new, cached, *, prompts=True, mode=ForwardMode.EXTEND, scale=None, captured=False, **settings):
     """The forward method that SGLang's models take for a batch of new tokens behind cached ones."""
-    backend = SimpleNamespace(prompts=sglang_prompts.Prompts() if prompts else None)
+    backend = SimpleNamespace(prompts=sglang_prompts.Prompts(192) if prompts else None)
     deterministic = SimpleNamespace(enable_deterministic_inference=settings.pop("deterministic", False))
     monkeypatch.setattr(sglang_prompts, "resolve_attn_backend", lambda batch: backend)
     monkeypatch.setattr(handlers, "get_exec", lambda: SimpleNamespace(deterministic=deterministic))
@@ -232,9 +233,11 @@ def test_sglang_asks_by_these_names():
     assert fields >= {"extend_lens", "prefix_lens"}
 
 
-@pytest.mark.parametrize("missing", ["flash_attn_varlen_func", "current_arch"])
-def test_without_flash_attention_or_its_gpu(monkeypatch, expanding, missing):
-    monkeypatch.setattr(sglang_prompts, missing, None if missing == "flash_attn_varlen_func" else lambda like: None)
+@pytest.mark.parametrize(
+    ("module", "missing"), [(sglang_prompts, "flash_attn_varlen_func"), (integrations, "current_arch")], ids=str
+)
+def test_without_flash_attention_or_its_gpu(monkeypatch, expanding, module, missing):
+    monkeypatch.setattr(module, missing, None if module is sglang_prompts else lambda like: None)
     assert expanding()[0].prompts is None
 
 
@@ -262,16 +265,17 @@ def test_fp8_rows_are_read_in_the_models_type(monkeypatch):
 
 
 def test_where_queries_of_an_fp8_cache_stay_as_they_are(monkeypatch):
-    """In full precision on sm_90, where nothing is gained."""
-    monkeypatch.setattr(integration, "fp8_query_rows", lambda like, page_size: 64)
-    like = torch.ones(1)
+    """In full precision on sm_90, where nothing is gained unless the kernel that joins queries rounds them."""
     found = {}
     for name in ("sm_90", "gfx950"):
-        monkeypatch.setattr(integration, "current_arch", lambda tensor, name=name: SimpleNamespace(name=name))
+        monkeypatch.setattr(integrations, "current_arch", lambda tensor, name=name: archs.get(name))
         for precision in ("full", "fp8"):
-            monkeypatch.setattr(integration, "PRECISION", precision)
-            found[name, precision] = integration._quantised_rows(like, 64)
-    assert found == {("sm_90", "full"): None, ("sm_90", "fp8"): 64, ("gfx950", "full"): 64, ("gfx950", "fp8"): 64}
+            monkeypatch.setattr(integrations, "PRECISION", precision)
+            rows = [integrations.fp8_query_rows(torch.ones(1), 64, joined) for joined in (True, False)]
+            found[name, precision] = rows
+    assert found["sm_90", "full"] == [128, None]
+    assert found["sm_90", "fp8"] == [64, 64]
+    assert found["gfx950", "full"] == found["gfx950", "fp8"] == [1, 1]
 
 
 @pytest.mark.parametrize("at_once", [MOST, 32])

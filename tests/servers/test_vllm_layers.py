@@ -124,7 +124,7 @@ def test_vllm_is_asked_for_fp8_queries_where_they_are_faster(monkeypatch, arch, 
 
 @pytest.mark.parametrize(
     ("arch", "bf16", "fp8", "narrow", "many_heads", "few_heads"),
-    [("sm_90", 384, 288, 384, 170, 70), ("gfx942", 0, 0, 0, 0, 0), (None, 0, 0, 0, 0, 0)],
+    [("sm_90", 384, 192, 384, 170, 70), ("gfx942", 0, 0, 0, 0, 0), (None, 0, 0, 0, 0, 0)],
 )
 def test_which_prompts_gain_where(monkeypatch, arch, bf16, fp8, narrow, many_heads, few_heads):
     """By absorbed weights, with rows that there are native kernels for, and by records that are turned into bf16."""
@@ -142,7 +142,7 @@ def test_which_prompts_gain_where(monkeypatch, arch, bf16, fp8, narrow, many_hea
     ("change", "threshold"),
     [
         ({}, 384),
-        (dict(cache_dtype="fp8"), 288),
+        (dict(cache_dtype="fp8"), 192),
         (dict(head_size=400), 8),
         (dict(use_ubatching=True), 8),
         (dict(enable_adaptive_verification=True), 8),

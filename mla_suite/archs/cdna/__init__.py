@@ -27,7 +27,7 @@ class CdnaKernels(CommonKernels):
     config: type[CdnaConfig]
     sparse_config: type[CdnaSparseConfig]
 
-    def fp8_query_rows(self, precision: str, page_size: int) -> int:
+    def fp8_query_rows(self, precision: str, page_size: int, joined: bool) -> int:
         """fp8 is multiplied as it is stored where the queries are fp8, too."""
         return 1
 
