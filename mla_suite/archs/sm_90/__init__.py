@@ -22,7 +22,7 @@ FP8_QUERY_ROWS = {"full": 128, "fp8": 64}
 
 # By keys of 16-bit rows, and of e4m3 ones. In vLLM's engine on an H200 a layer with a prompt of 256 tokens of 128 heads
 # behind 16,384 keys in bf16 took 0.72 of what it does with expanded keys, with one of 512 tokens 1.16; of 16 heads 0.79
-# and 0.89 behind 1,024. Over e4m3 a pair of a token and a key took 0.51 ns absorbed and 0.12 ns expanded, and a key took
+# and 0.89 behind 1,024. Over e4m3 a pair of a token and a key took 0.51 ns absorbed and 0.12 expanded, and a key took
 # 74 ns to expand.
 ABSORBED_PROMPT = {False: 384, True: 192}
 
