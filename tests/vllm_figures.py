@@ -189,6 +189,9 @@ def followups() -> Iterator[Sourced]:
         f"beside decodes {ratios(32, 128, (*short, 256), attention)} and {ratios(32, 16, (*short, 256), attention)}",
         "{:.0f}, {:.0f} and {:.0f} tokens".format(*(equal(128, prefix) for prefix in (1024, 4096, 16384))),
     ]
+    of_readme = [ratios(decodes, 128, (*short, 256), attention) for decodes in (0, 32)]
+    text = f"takes **{of_readme[0]}** of the time, and beside 32 sequences that decode {of_readme[1]}"
+    yield Sourced(README, ENGINE_FOLLOWUPS, [text])
     yield Sourced(SERVERS, ENGINE_FOLLOWUPS, lines + phrases)
 
 
