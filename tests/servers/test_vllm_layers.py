@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("vllm", reason="this needs vLLM for CPUs: tox -e vllm")
 
-import vllm_engine
+import vllm_cpu
 from vllm.config import VllmConfig, set_current_vllm_config
 
 import mla_suite
@@ -72,7 +72,7 @@ def assert_attended(found, q, q_lens, cache, table, lengths, tolerance):
     for b, (count, length) in enumerate(zip(q_lens, lengths, strict=True)):
         tokens = slice(first, first := first + count)
         keys = cache[table[b].long()].flatten(0, 1)[:length]
-        out, lse = vllm_engine.exact(q[tokens], keys, SCALE)
+        out, lse = vllm_cpu.exact(q[tokens], keys, SCALE)
         torch.testing.assert_close(found[0][tokens].double(), out, **tolerance)
         torch.testing.assert_close(found[1][tokens].double(), lse, rtol=1e-5, atol=1e-5)
     assert found[0].shape == (first, HEADS, LATENT)

@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="this needs vLLM for CPUs: tox -e vllm")
 import http_server
 import installed_plugins
 import tiny_deepseek
-import vllm_engine
+import vllm_cpu
 import vllm_engine_plugin
 
 LENGTHS = [5, 40, 17, 33]
@@ -30,7 +30,7 @@ def server(model, folder):
         "--max-model-len": str(tiny_deepseek.MAX_LEN),
         "--attention-backend": "CPU_MLA",
         "--gpu-memory-utilization": "0.05",  # the name is for CPUs as well
-        "--compilation-config": json.dumps(vllm_engine.COMPILATION),
+        "--compilation-config": json.dumps(vllm_cpu.COMPILATION),
     }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--skip-tokenizer-init", "--enforce-eager"]
     command += [text for option in options.items() for text in option]

@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("vllm", reason="this needs vLLM for CPUs: tox -e vllm")
 
 import tiny_deepseek
-import vllm_engine
+import vllm_cpu
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
@@ -243,7 +243,7 @@ def test_what_vllms_selector_is_told():
     plugins.vllm()  # a process may load its plugins twice
     backend = AttentionBackendEnum["MLA_SUITE_SPARSE"].get_class()
     assert backend is integration.MLASuiteSparseBackend
-    good = vllm_engine.ASKED | dict(kv_cache_dtype="fp8_ds_mla", block_size=64, use_sparse=True)
+    good = vllm_cpu.ASKED | dict(kv_cache_dtype="fp8_ds_mla", block_size=64, use_sparse=True)
     assert backend.validate_configuration(**good) == []
     for change, reason in (
         (dict(use_pcp=True), "PCP not supported"),

@@ -71,11 +71,11 @@ def context_parallel_on_cpu() -> None:
 
 
 def main() -> None:
-    import vllm_engine
+    import vllm_cpu
 
     folder, batch, settings = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
-    with vllm_engine.engine(folder, ours=False, tensor_parallel_size=2, **settings) as llm:
-        tokens, _ = vllm_engine.generate(llm, batch)
+    with vllm_cpu.engine(folder, ours=False, tensor_parallel_size=2, **settings) as llm:
+        tokens, _ = vllm_cpu.generate(llm, batch)
     print(json.dumps(tokens))
 
 
