@@ -154,10 +154,25 @@ def test_counted_limits_pick_the_tile():
             assert choice.supported.config.rows == tile
             assert row.position in choice.supported.reason
             beyond = choose(batch, context + 1, heads=rows, q_len=1, **kind)
-            if batch == count_crossovers.FULL and context == count_crossovers.FEW_KEYS:
-                assert beyond.supported.config.rows < tile
+            if context == count_crossovers.CONTEXTS[-1]:
+                assert beyond.supported.config.rows == cdna_decode.tile_rows(rows)
             else:
-                assert beyond.supported.config.rows > tile
+                assert beyond.supported.config.rows != tile
+
+
+@pytest.mark.parametrize(
+    ("heads", "q_len", "batch", "context", "tile"),
+    [
+        (128, 4, 1, 1024, 16),  # 512 query rows: four tiles of 128 rows would leave most compute units idle
+        (128, 2, 4, 2048, 16),
+        (64, 4, 256, 8192, 128),  # full of large tiles
+        (16, 3, 1, 1024, 16),  # 48 rows
+    ],
+)
+def test_several_query_tokens_of_many_heads_take_small_tiles(heads, q_len, batch, context, tile):
+    assert choose(batch, context, heads=heads, q_len=q_len).supported.config.rows == tile
+    planned = choose(batch, context, heads=heads, q_len=q_len, planned=True)
+    assert planned.supported.config.rows == cdna_decode.tile_rows(heads * q_len)
 
 
 def test_a_row_of_tiles_that_are_not_built_leaves_it_to_the_rule(monkeypatch, caplog):
