@@ -7,7 +7,7 @@ and absorbed prompts gain, queries whose parts come apart, one-sentence errors, 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -30,14 +30,18 @@ PRECISION = (
 """decode's `precision` for other projects' calls, which have no argument for it."""
 
 
+def _kernels(like: torch.Tensor) -> archs.ArchKernels | None:
+    arch = current_arch(like)
+    return None if arch is None else archs.kernels(arch)
+
+
 def fp8_query_rows(like: torch.Tensor, page_size: int, joined: bool = True) -> int | None:
     """Returns from how many heads x tokens of a sequence on decode over an fp8 cache gains from fp8 queries.
 
     On the device of `like`, in pages of `page_size` tokens, with PRECISION, and with the kernel that quantises them,
     which joins their two parts as well or, with joined False, is one of its own; None: it never does.
     """
-    arch = current_arch(like)
-    kernels = None if arch is None else archs.kernels(arch)
+    kernels = _kernels(like)
     return None if kernels is None else kernels.fp8_query_rows(PRECISION, page_size, joined)
 
 
@@ -46,9 +50,20 @@ def absorbed_prompt(like: torch.Tensor, head_dim: int, fp8: bool) -> int:
 
     On the device of `like`, over rows of head_dim 16-bit or fp8 values; 0: it is not known.
     """
-    arch = current_arch(like)
-    kernels = None if arch is None else archs.kernels(arch)
+    kernels = _kernels(like)
     return 0 if kernels is None else kernels.absorbed_prompt(head_dim, fp8)
+
+
+def pairs_saved(new: Iterable[int], cached: Iterable[int], per_key: int) -> float:
+    """Returns how many pairs a batch saves that is expanded, beyond those that its cached keys cost.
+
+    A pair is what a query token costs for a key that it sees with absorbed weights. Keys of the new tokens are expanded
+    in products as large as those that absorb queries and results, so they count for neither side.
+
+    new, cached  tokens of each sequence
+    per_key      as `absorbed_prompt` has it: the pairs that a cached key costs
+    """
+    return sum(q_len * (prefix + q_len / 2) - per_key * prefix for q_len, prefix in zip(new, cached, strict=True))
 
 
 def widened_rows(like: torch.Tensor, num_heads: int) -> int:
@@ -56,8 +71,7 @@ def widened_rows(like: torch.Tensor, num_heads: int) -> int:
 
     On the device of `like`; 0: it gains nothing, or it is not known.
     """
-    arch = current_arch(like)
-    kernels = None if arch is None else archs.kernels(arch)
+    kernels = _kernels(like)
     return 0 if kernels is None else kernels.widened_rows(num_heads)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mla_suite.integrations import FP8, absorbed_prompt
+from mla_suite.integrations import FP8, absorbed_prompt, pairs_saved
 
 try:
     from sglang.kernels.ops.attention.flash_attention import flash_attn_varlen_func
@@ -90,8 +90,7 @@ class Prompts:
         """
         if new is None or cached is None:
             return False  # of no prompt
-        pairs = sum(q_len * (prefix + q_len / 2) for q_len, prefix in zip(new, cached, strict=True))
-        return pairs >= self.pairs * sum(cached) + beside
+        return pairs_saved(new, cached, self.pairs) >= beside
 
     @staticmethod
     def takes(forward_batch: Any) -> bool:

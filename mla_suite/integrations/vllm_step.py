@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.attention.mla_attention import MLACommonDecodeMetadata
 
+from mla_suite.integrations import pairs_saved
+
 
 @dataclass
 class MLASuiteDecodeMetadata(MLACommonDecodeMetadata):
@@ -32,10 +34,6 @@ class MLASuiteDecodeMetadata(MLACommonDecodeMetadata):
 def prompts_gain(step: Any, most_drafts: int, longest: int) -> bool:
     """Returns whether a step's short prompts take less time with absorbed weights than with expanded keys.
 
-    Absorbed, each query token costs something for each key that it sees. Expanded, each cached key costs as much as
-    `longest` such tokens, however many there are. The prompts' own keys are expanded in products as large as those that
-    absorb their queries and results, so they count for neither side.
-
     step     vLLM's CommonAttentionMetadata
     longest  as `absorbed_prompt` has it: the query tokens for which both take as long
     """
@@ -45,10 +43,9 @@ def prompts_gain(step: Any, most_drafts: int, longest: int) -> bool:
     longer = lens > longest
     first_long = int(longer.int().argmax()) if bool(longer.any()) else len(lens)
     short = lens[:first_long] > most_drafts
-    tokens = lens[:first_long][short].long()
+    tokens = lens[:first_long][short]
     context = end[:first_long][short] - tokens
-    seen = tokens * context + tokens * tokens // 2
-    return 0 < int(seen.sum()) <= longest * int(context.sum())
+    return len(tokens) > 0 and pairs_saved(tokens.tolist(), context.tolist(), longest) <= 0
 
 
 def query_lengths(query_start_loc: torch.Tensor, tokens: int, max_query_len: int) -> tuple[int, bool]:

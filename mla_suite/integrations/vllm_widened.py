@@ -29,12 +29,14 @@ class Prompts:
     tokens      their query tokens
     table       int32 [sequences, width], the pages of each in the workspace
     slots       int64 [rows], where these pages lie in the cache
+    rows        int64 [rows], where they lie in the workspace: one behind the other
     """
 
     sequences: slice
     tokens: slice
     table: torch.Tensor
     slots: torch.Tensor
+    rows: torch.Tensor
 
 
 @dataclass(kw_only=True)
@@ -74,8 +76,9 @@ def prompts_of(
         owner, column, starts = (part.to(device, non_blocking=True) for part in (owner, column, starts))
         stored = step.block_table[sequences][owner, column].long()
         table = starts[:, None] + torch.arange(int(counts.max()), device=device)
-        offsets = torch.arange(page, device=device)
-        found.append(Prompts(sequences, tokens, table.int(), (stored[:, None] * page + offsets).flatten()))
+        rows = torch.arange(total * page, device=device)
+        slots = (stored[:, None] * page + rows[:page]).flatten()
+        found.append(Prompts(sequences, tokens, table.int(), slots, rows))
     return found
 
 
@@ -104,8 +107,6 @@ def workspace(rows: int, width: int) -> torch.Tensor:
 
 def widen(prompts: Prompts, cache: torch.Tensor, kv_format: str, width: int, most_rows: int) -> torch.Tensor:
     """Returns the sequences' keys as a cache of bf16, [pages, page, width] as `prompts.table` has them."""
-    rows, page = len(prompts.slots), cache.shape[1]
-    made = workspace(most_rows, width)[:rows].view(rows // page, page, width)
-    slots = torch.arange(rows, device=cache.device)
-    mla_suite.convert_kv(cache, made, prompts.slots, slots, source_format=kv_format, destination_format=FORMAT)
+    made = workspace(most_rows, width)[: len(prompts.rows)].unflatten(0, (-1, cache.shape[1]))
+    mla_suite.convert_kv(cache, made, prompts.slots, prompts.rows, source_format=kv_format, destination_format=FORMAT)
     return made
