@@ -6,11 +6,14 @@ Each process repeats the calls of a prompt's layers, append_kv and then decode, 
 one bit for bit. Kinds are dealt out to the processes:
 
 extend  one sequence of --tokens query tokens of 128 heads over bf16 rows, whose row tiles share keys in pairs
+short   the same, of a quarter of the tokens, so that row tiles begin and end more often
 fp8     the same over e4m3 rows, where no tiles share keys
 batch   as many sequences of one token each over bf16 rows, with a plan
+splits  8 sequences of one token of 16 heads and 32,768 keys, whose splits merge in clusters
+sparse  --tokens tokens of 128 heads that select 2,048 V3.2 records each, whose row tiles share keys in pairs
 
-The exit status is 1 where a process ended early or a result differed. In a run of SGLang's and of such processes on an
-H200 calls over bf16 rows ended in an unspecified launch failure (docs/serving_engineer.md): this is to find out when.
+The exit status is 1 where a process ended early or a result differed. Calls whose row tiles share keys failed so within
+some hundred until 2026-11-30 (D79 in csrc/sm_90/decode/PERF.md).
 """
 
 from __future__ import annotations
@@ -27,11 +30,18 @@ import torch
 import mla_suite
 
 HEADS, WIDTH, PAGE, SCALE = 128, 576, 64, 192**-0.5
-KINDS = ("extend", "fp8", "batch")
+KINDS = ("extend", "short", "fp8", "batch", "splits", "sparse")
+TOPK = 2048
 
 
 def call_of(kind: str, tokens: int, device: str) -> Callable[[], torch.Tensor]:
-    """A layer's two calls: new rows go into the cache, and their queries attend."""
+    """A layer's calls: new rows go into the cache, and their queries attend."""
+    if kind == "sparse":
+        return sparse_call(tokens, device)
+    if kind == "splits":
+        return splits_call(device)
+    if kind == "short":
+        tokens //= 4
     dtype, kv_format = (torch.float8_e4m3fn, "fp8") if kind == "fp8" else (torch.bfloat16, "bf16")
     pages = -(-tokens // PAGE)
     cache = torch.zeros(pages, PAGE, WIDTH, device=device, dtype=dtype)
@@ -55,6 +65,24 @@ def call_of(kind: str, tokens: int, device: str) -> Callable[[], torch.Tensor]:
         return mla_suite.decode(*given, **options)[0]
 
     return call
+
+
+def splits_call(device: str) -> Callable[[], torch.Tensor]:
+    keys = 32768
+    pages = keys // PAGE
+    cache = torch.randn(8 * pages, PAGE, WIDTH, device=device).bfloat16()
+    table = torch.randperm(8 * pages, device=device).int().view(8, pages)
+    lens = torch.full((8,), keys, device=device, dtype=torch.int32)
+    q = torch.randn(8, 1, 16, WIDTH, device=device).bfloat16()
+    return lambda: mla_suite.decode(q, cache, lens, table, softmax_scale=SCALE)[0]
+
+
+def sparse_call(tokens: int, device: str) -> Callable[[], torch.Tensor]:
+    rows = torch.randn(4 * TOPK, WIDTH, device=device).bfloat16()
+    cache = mla_suite.kv_formats.pack("v32", rows.view(-1, PAGE, WIDTH))
+    indices = torch.randint(0, len(rows), (tokens, TOPK), device=device, dtype=torch.int32)
+    q = torch.randn(tokens, HEADS, WIDTH, device=device).bfloat16()
+    return lambda: mla_suite.sparse_decode(q, [cache], [indices], kv_formats=["v32"], softmax_scale=SCALE)[0]
 
 
 def work(kind: str, given: argparse.Namespace) -> int:

@@ -2,7 +2,8 @@
 
 The blocks of a cluster are threads of one scheduler. What they copy to each other is read when it arrives, now and then
 far later than the rest. Boxes for two blocks reach them at different times, and a block that has ended can neither be
-copied to nor from.
+copied to nor from. Now and then a block that shares keys stops behind an arrival at its peer until the others wait for
+it: so does one of a process that another interrupts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ CLUSTERS = {"share_kv": (2, 1), "share_and_reduce": (2, 2), "reduce_four": (1, 4
 
 def clusters(mode):
     x, y = CLUSTERS[mode]
-    return {"CLUSTER_MODE": mode, "HOST_BLOCK_THREADS": 512, "HOST_CLUSTER_X": x, "HOST_CLUSTER_Y": y}
+    stops = {"HOST_STOPS": 16} if mode.startswith("share") else {}
+    return {"CLUSTER_MODE": mode, "HOST_BLOCK_THREADS": 512, "HOST_CLUSTER_X": x, "HOST_CLUSTER_Y": y} | stops
 
 
 SPARSE_PROBLEMS = {
@@ -176,6 +178,7 @@ DENSE_PROBLEMS = {
     "share_kv": [
         *("128 1 64 1 1 plain 70 1 0 33", "100 1 64 2 3 sink 128 300 0 40", "40 4 64 1 2 ragged 33 64 200 100 90 80"),
         *("100 1 64 3 2 planned 100 330 20", "70 1 64 1 1 sharp 20 31 1 40 5 70 2 33 9 64 3 12"),
+        "128 1 64 1 1 plain " + " ".join(str(20 + length % 12) for length in range(24)),
     ],
     "exchange_p": TWO_SPLITS,
     "reduce_o": TWO_SPLITS,
@@ -238,7 +241,19 @@ EXCHANGE_P, REDUCE_O, MERGE = (f"cluster/{name}.hpp" for name in ("exchange_p", 
 DENSE_FAULTS = {
     "share_kv: keys over those that the peer multiplies": without(
         *(PRODUCER, "    this->wait_for_tma_stage(to);\n"),
-        behind="    if (warpgroup_thread() % 32 != 0) return;\n    mbarrier_expect_tx(to.full, Traits::KEY_BYTES);",
+        behind="    if (warpgroup_thread() % 32 != 0) return;\n    mbarrier_expect_tx(to.full, BYTES);",
+    ),
+    "share_kv: stages that one block loads alone, ahead of a peer that is stopped": (
+        *(PRODUCER, "      at = number * BOX_BYTES;\n      block += number * Traits::BOX_BLOCKS;\n    }\n"),
+        "      for (int box = 0; number == 0 && box < BYTES; box += BOX_BYTES, block += Traits::BOX_BLOCKS)\n"
+        "        tma_load_multicast(to.at + box, params_.kv_map, kv_map_column<Traits>(block), row,\n"
+        "                           kv_map_block<Traits>(block), page, to.full, hint_);\n"
+        "      at = BYTES;\n    }\n",
+    ),
+    "share_kv: queries released ahead of a peer that is stopped": (
+        *(QK, "      if constexpr (!Cluster::SHARES_KV) release_q_stage(kv_.stage);\n      kv_.next();\n    }\n"),
+        "      release_q_stage(kv_.stage);\n      kv_.next();\n    }\n"
+        "    if constexpr (Cluster::SHARES_KV) return fence_proxy_async(), named_barrier_sync<128>(QK_BARRIER);\n",
     ),
     "share_kv: an end before the peer's readers have arrived": without(
         PRODUCER, "    if constexpr (Cluster::SHARES_KV) this->wait_for_peer_readers(kv);\n"

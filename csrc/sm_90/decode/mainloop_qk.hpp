@@ -98,10 +98,20 @@ class QkSoftmax : QkRows<Traits> {
     for (int half = 0; half < 2; ++half) {
       mbarrier_wait(barriers_.kv_full(kv_.stage), kv_.parity);
       q_.take(place, half, shared_ + Storage::KV + kv_.stage * Traits::STAGE_BYTES, box, shared_ + Storage::Q, power);
-      release_q_stage();
+      if constexpr (!Cluster::SHARES_KV) release_q_stage(kv_.stage);
+      kv_.next();
     }
     fence_proxy_async();
     named_barrier_sync<128>(QK_BARRIER);
+    if constexpr (Cluster::SHARES_KV) release_q_behind_keys();
+  }
+
+  // A part of the tile's first keys comes from the peer, which has by then found the stages of its own queries empty. So
+  // it has counted all arrivals of their last release before it gets those of this one.
+  MLA_DEVICE void release_q_behind_keys() {
+    mbarrier_wait(keys_full(), keys_parity());
+    for (int back = 2; back > 0; --back)
+      release_q_stage(kv_.stage < back ? kv_.stage + Traits::STAGES - back : kv_.stage - back);
   }
 
   // The powers of two of this thread's rows, and what their scores are then multiplied by.
@@ -119,16 +129,16 @@ class QkSoftmax : QkRows<Traits> {
 
   // Releases a Q stage. kv_empty expects the arrivals of the PV warpgroups, which never read Q: these 128 threads
   // arrive for them, twice where there are 256.
-  MLA_DEVICE void release_q_stage() {
+  MLA_DEVICE void release_q_stage(int stage) {
     __syncwarp();
-    consumer_release<Traits>(barriers_.kv_empty(kv_.stage));
-    if constexpr (!Cluster::EXCHANGES_P) consumer_release<Traits>(barriers_.kv_empty(kv_.stage));
-    kv_.next();
+    consumer_release<Traits>(barriers_.kv_empty(stage));
+    if constexpr (!Cluster::EXCHANGES_P) consumer_release<Traits>(barriers_.kv_empty(stage));
   }
 
   MLA_DEVICE void skip_q_stage() {
     mbarrier_wait(barriers_.kv_full(kv_.stage), kv_.parity);
-    release_q_stage();
+    release_q_stage(kv_.stage);
+    kv_.next();
   }
 
   // S = Q K^T for the ring's next stage; `between(k)` is called after step k was issued.

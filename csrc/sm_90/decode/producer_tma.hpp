@@ -1,6 +1,6 @@
 // The producer for pages that are multiples of 32 keys. Its four warps issue TMA loads of keys and of queries, publish
 // work tiles, and prefetch, so that none waits for another. Keys are loaded ahead of their use by up to the ring's
-// stages. With ClusterShareKv the two CTAs take turns at loading a stage of keys for both.
+// stages. With ClusterShareKv each of the two CTAs loads a part of every stage of keys for both.
 #pragma once
 
 #include "sm_90/decode/producer.hpp"
@@ -72,25 +72,7 @@ class ProducerTma : protected ProducerBase<Traits> {
 
   // Loads a stage of keys from `first` on.
   MLA_DEVICE void load_stage(const int32_t* pages, int first, int, const KvState& kv) {
-    if constexpr (Cluster::SHARES_KV)
-      load_in_turn(pages, first, this->kv_stage(kv));
-    else
-      load_boxes<Traits::KEY_BYTES>(pages, first, 0, this->kv_stage(kv));
-  }
-
-  // The same for both CTAs of a cluster, if it is this one's turn; a stage is empty when both have read it. Each expects
-  // the bytes on its own mbarrier, which may come before.
-  MLA_DEVICE void load_in_turn(const int32_t* pages, int first, const Stage& to) {
-    static_assert(Traits::BOX_BLOCKS == Traits::COLUMN_BLOCKS, "a stage is one box");
-    const bool in_turn = stages_++ % 2 == cluster_rank();
-    const int in_table = this->page_of(first);
-    const int page = in_turn ? __ldg(pages + in_table) : 0;
-    this->wait_for_tma_stage(to);
-    if (warpgroup_thread() % 32 != 0) return;
-    mbarrier_expect_tx(to.full, Traits::KEY_BYTES);
-    if (in_turn)
-      tma_load_multicast(to.at, params_.kv_map, kv_map_column<Traits>(0), first - in_table * params_.page,
-                         kv_map_block<Traits>(0), page, to.full, hint_);
+    load_boxes<Traits::KEY_BYTES>(pages, first, 0, this->kv_stage(kv));
   }
 
   // The first tile's queries are loaded before the sequence's length is known, and so even for an empty tile.
@@ -173,22 +155,40 @@ class ProducerTma : protected ProducerBase<Traits> {
 
   // Loads BYTES of a stage, whose keys are rows of one page: [column blocks from `block` on][BLOCK_N][64]. Splits begin
   // at multiples of BLOCK_N. Keys past the tile's end come along; the QK warpgroup makes them harmless.
+  //
+  // With ClusterShareKv the boxes go to both CTAs, each of which loads every other one and expects all on its own mbarrier,
+  // where they may come before. A stage is empty when both CTAs have read it, and full only once both have found it empty:
+  // so none releases it again while the other still counts arrivals of the release before, however long a warp of that
+  // one is stopped between two instructions, as it is when another process gets the GPU (D79 in PERF.md).
   template <int BYTES>
   MLA_DEVICE void load_boxes(const int32_t* pages, int first, int block, const Stage& to) {
+    constexpr int BOX_BYTES = Traits::BOX_BLOCKS * Traits::BLOCK_BYTES, LOADERS = Cluster::SHARES_KV ? 2 : 1;
+    static_assert(BYTES >= LOADERS * BOX_BYTES, "each CTA has a box");
     const int in_table = this->page_of(first);
     const int row = first - in_table * params_.page;
     const int page = __ldg(pages + in_table);
     this->wait_for_tma_stage(to);
     if (warpgroup_thread() % 32 != 0) return;
     mbarrier_expect_tx(to.full, BYTES);
+    int at = 0;
+    if constexpr (Cluster::SHARES_KV) {
+      const int number = (stages_++ ^ cluster_rank()) % 2;
+      at = number * BOX_BYTES;
+      block += number * Traits::BOX_BLOCKS;
+    }
 #pragma unroll 1
-    for (int at = 0; at < BYTES; at += Traits::BOX_BLOCKS * Traits::BLOCK_BYTES, block += Traits::BOX_BLOCKS)
-      tma_load(to.at + at, params_.kv_map, kv_map_column<Traits>(block), row, kv_map_block<Traits>(block), page, to.full,
-               hint_);
+    for (; at < BYTES; at += LOADERS * BOX_BYTES, block += LOADERS * Traits::BOX_BLOCKS) {
+      if constexpr (Cluster::SHARES_KV)
+        tma_load_multicast(to.at + at, params_.kv_map, kv_map_column<Traits>(block), row, kv_map_block<Traits>(block),
+                           page, to.full, hint_);
+      else
+        tma_load(to.at + at, params_.kv_map, kv_map_column<Traits>(block), row, kv_map_block<Traits>(block), page,
+                 to.full, hint_);
+    }
   }
 
   uint64_t hint_;         // for the keys that are loaded next
-  uint32_t stages_ = 0;  // of keys so far, with ClusterShareKv
+  uint32_t stages_ = 0;  // of keys so far, with ClusterShareKv: which CTA has a stage's first box
 };
 
 }  // namespace mla::sm_90

@@ -222,8 +222,13 @@ class Sm90Config:
 
     @property
     def box_blocks(self) -> int:
-        """Blocks of 64 values of 32 keys that the copy engine brings at a time."""
-        return 1 if self.cluster_mode == "exchange_p" or self.load.rotates or self.width % 64 else self.width // 64
+        """Blocks of 64 values of 32 keys that the copy engine brings at a time: BOX_BLOCKS in decode/traits.hpp."""
+        if self.cluster_mode == "exchange_p" or self.load.rotates or self.width % 64:
+            return 1
+        blocks = self.width // 64
+        if self.cluster_mode == "share_kv":
+            return blocks // (2 if blocks % 2 == 0 else 3)
+        return blocks
 
     def tiles(self, rows: int) -> int:
         """CTAs that share the keys of one work tile."""

@@ -1,6 +1,7 @@
 // Runs a block, or the blocks of a cluster, on a CPU: in every round all threads that have not ended run until they wait,
 // in an order that changes; some warps sleep for a round, one for many, and copies arrive late, some of them very late, and
-// in any order. Shared memory begins as NaN of every type, and ends with the last thread of its block.
+// in any order. With HOST_STOPS a block stops now and then behind an arrival at a peer, until the others wait for it.
+// Shared memory begins as NaN of every type, and ends with the last thread of its block.
 #pragma once
 
 #include <ucontext.h>
@@ -27,13 +28,17 @@ class Block {
     for (int thread = 0; thread < THREADS; ++thread) start(thread);
     std::vector<int> order(THREADS);
     for (int thread = 0; thread < THREADS; ++thread) order[thread] = thread;
-    uint64_t late = 0;  // a bit for the warp that falls behind
+    uint64_t late = 0;     // a bit for the warp that falls behind
+    uint64_t stopped = 0;  // bits for the warps of a block that is
     for (int left = THREADS, quiet = 0, round = 0; left != 0; ++round) {
       const long before = events;
       if (random_() % 4 == 0) std::shuffle(order.begin(), order.end(), random_);
       if (round % (2 * LATE_ROUNDS) == 0) late = uint64_t{1} << random_() % (THREADS / 32);
       if (round % (2 * LATE_ROUNDS) == LATE_ROUNDS) late = 0;
-      const uint64_t asleep = bits_for_warps() | late;  // a bit for each warp
+      if (quiet > STOPPED_QUIET_ROUNDS) stopped = 0;
+      if (sent_to_peer >= 0 && stopped == 0 && random_() % max(HOST_STOPS, 1) == 0) stopped = bits_of_block(sent_to_peer);
+      sent_to_peer = -1;
+      const uint64_t asleep = bits_for_warps() | late | stopped;  // a bit for each warp
       for (const int thread : order)
         if (!ended_[thread] && (asleep >> thread / 32 & 1) == 0 && !waits(thread)) resume(thread);
       for (BulkCopy& each : bulk_copies)
@@ -73,6 +78,7 @@ class Block {
   static constexpr size_t STACK_BYTES = 128 << 10;
   static constexpr int LATE_ROUNDS = 200;  // longer than a warp takes for a product
   static constexpr int LATE_COPIES = 16;   // one of so many arrives as late
+  static constexpr int STOPPED_QUIET_ROUNDS = LATE_ROUNDS + 50;  // a block is stopped longer than any other warp
 #if defined(MLA_MAX_TRIES)
   static constexpr int MAX_QUIET_ROUNDS = 2 * MLA_MAX_TRIES;  // a debug build ends by itself; some warps sleep
 #else
@@ -83,6 +89,11 @@ class Block {
   uint64_t bits_for_warps() {
     const auto half = [&] { return static_cast<uint64_t>(random_() & random_()); };
     return THREADS <= 1024 ? half() : half() << 32 | half();
+  }
+
+  static uint64_t bits_of_block(int number) {
+    constexpr int WARPS = BLOCK_THREADS / 32;
+    return ((uint64_t{1} << WARPS % 64) - 1) << number * WARPS;
   }
 
   // A switch by setjmp and longjmp needs no system call, which one of ucontext does; that begins a thread.

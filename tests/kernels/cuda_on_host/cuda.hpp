@@ -35,6 +35,9 @@ inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
 #ifndef HOST_BLOCK_THREADS
 #define HOST_BLOCK_THREADS 384
 #endif
+#ifndef HOST_STOPS
+#define HOST_STOPS 0  // or one of so many rounds in which blocks arrive at a peer stops one of them
+#endif
 #ifndef HOST_CLUSTER_X
 #define HOST_CLUSTER_X 1
 #endif
@@ -45,6 +48,7 @@ constexpr int BLOCK_THREADS = HOST_BLOCK_THREADS;
 constexpr int CLUSTER_X = HOST_CLUSTER_X, CLUSTER_Y = HOST_CLUSTER_Y, CLUSTER_BLOCKS = CLUSTER_X * CLUSTER_Y;
 inline int current = 0;        // the thread that runs
 inline int current_block = 0;  // its block's number in the cluster, counted along x first
+inline int sent_to_peer = -1;  // the block that last arrived at a peer in this round, with HOST_STOPS
 inline bool ended_blocks[CLUSTER_BLOCKS] = {};  // whose shared memory is no longer there
 
 // What each block has for itself.

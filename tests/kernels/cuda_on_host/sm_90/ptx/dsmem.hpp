@@ -13,9 +13,14 @@ uint32_t map_to_peer(uint32_t address) {
   if (CLUSTER_BLOCKS == 1) fail("no cluster", 0);
   return in_block(current_block ^ APART, address);
 }
-// PTX promises no order of arrivals at a peer: one may come before those that its block sent earlier.
+// PTX promises no order of arrivals at a peer: one may come before those that its block sent earlier. The block may be
+// stopped behind it, as in a process that another one interrupts.
 inline void peer_mbarrier_arrive(uint32_t barrier, bool active) {
   if (active) bulk_copies.push_back({{}, barrier, 0});
+  if (HOST_STOPS == 0) return;
+  __syncwarp();
+  sent_to_peer = current_block;
+  yield();
 }
 inline void peer_store_async(uint32_t to, uint32_t value, uint32_t barrier) {
   bulk_copies.push_back({{{to, nullptr, 4, value}}, barrier, 4});

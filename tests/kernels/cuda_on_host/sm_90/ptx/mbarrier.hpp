@@ -14,12 +14,24 @@ struct Mbarrier {
   int pending;
   long bytes = 0;  // announced and not yet copied; negative where copies came first
   uint32_t phase = 0;
+  uint32_t arrived[CLUSTER_BLOCKS * BLOCK_THREADS] = {};                    // how often each thread has
+  std::vector<uint32_t> phases_of_warps[CLUSTER_BLOCKS * BLOCK_THREADS / 32];  // in which its warp did so
 
   void settle() {
     if (pending != 0 || bytes != 0) return;
     phase ^= 1;
     pending = arrivals;
     ++events;
+  }
+
+  // A warp's lanes arrive at once. Hardware takes more arrivals than the phase waits for as an illegal instruction, where
+  // lanes one by one would have been the first of the next phase.
+  void arrive_with_warp(uint32_t barrier) {
+    const int thread = current_block * BLOCK_THREADS + current;
+    std::vector<uint32_t>& phases = phases_of_warps[thread / 32];
+    const uint32_t number = arrived[thread]++;
+    if (number == phases.size()) phases.push_back(phase);
+    if (phases[number] != phase) fail("more arrivals of a warp than the phase waits for at", barrier);
   }
 };
 inline std::map<uint32_t, Mbarrier> mbarriers;  // by their addresses in the cluster
@@ -31,12 +43,16 @@ inline Mbarrier& mbarrier_at(uint32_t address) {
   return found->second;
 }
 inline void mbarrier_init(uint32_t barrier, int arrivals) { mbarriers[of_cluster(barrier)] = {arrivals, arrivals}; }
-inline void mbarrier_init_fence() {}
-inline void mbarrier_arrive(uint32_t barrier) {
-  Mbarrier& at = mbarrier_at(barrier);
+inline void settle_arrival(Mbarrier& at, uint32_t barrier) {
   if (at.pending == 0) fail("one arrival too many at", barrier);
   --at.pending;
   at.settle();
+}
+inline void mbarrier_init_fence() {}
+inline void mbarrier_arrive(uint32_t barrier) {
+  Mbarrier& at = mbarrier_at(barrier);
+  at.arrive_with_warp(barrier);
+  settle_arrival(at, barrier);
 }
 inline void mbarrier_expect_tx(uint32_t barrier, int bytes) {
   mbarrier_at(barrier).bytes += bytes;

@@ -37,7 +37,7 @@ struct BulkCopy {
 
   void land() const {
     for (const Piece& piece : pieces) piece.land();
-    if (transactions == 0) return mbarrier_arrive(barrier);
+    if (transactions == 0) return settle_arrival(mbarrier_at(barrier), barrier);
     mbarrier_at(barrier).bytes -= transactions;
     mbarrier_at(barrier).settle();
   }
