@@ -167,7 +167,7 @@ FEW_HEADS_FAULTS = {
     "values of other keys": ("mainloop.hpp", "k * 2 * Traits::GROUP_BYTES)", "k * Traits::GROUP_BYTES)"),
 }
 SHOWN_BY = {
-    "16 rows": ["5 4 1 1 absent 7 40 270", "5 2 1 1 sharp 1 400 400", "5 1 1 1 plain 64 6 3000"],
+    "16 rows": ["5 4 1 1 absent 7 40 270", "5 2 1 1 sharp 1 400 400", "5 2 1 1 plain 64 6 2000"],
     "few heads, dsv4": [
         *("5 4 1 1 absent 7 40 270", "12 2 1 1 sharp 1 400 400", "16 1 1 1 plain 64 6 3000"),
         "3 5 1 2 absent 16 9 90",

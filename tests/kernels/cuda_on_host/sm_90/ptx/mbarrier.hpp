@@ -25,8 +25,9 @@ struct Mbarrier {
   }
 
   // A warp's lanes arrive at once. Hardware takes more arrivals than the phase waits for as an illegal instruction, where
-  // lanes one by one would have been the first of the next phase.
+  // lanes one by one would have been the first of the next phase. That can be where a phase waits for a peer's, too.
   void arrive_with_warp(uint32_t barrier) {
+    if (CLUSTER_BLOCKS == 1 || arrivals % 32 == 0) return;
     const int thread = current_block * BLOCK_THREADS + current;
     std::vector<uint32_t>& phases = phases_of_warps[thread / 32];
     const uint32_t number = arrived[thread]++;
