@@ -128,7 +128,7 @@ void load_to_lds(Wave& wave, const Inst& in, const u64* address, u64 lanes, u64 
       const u8* from = global_access(wave, in, l, address[l], bytes, alignment_of(bytes), READ, PLAIN);
       if (from) memcpy(landing.data[l], from, bytes);
     }
-    if (!lds_in_bounds(wave, l, to[l], landing.bytes, landing.bytes == 12 ? 4 : landing.bytes)) return;
+    if (!lds_in_bounds(wave, l, to[l], landing.bytes, 4)) return;  // whole dwords: Triton pads copies of 16 bytes by 8
     landing.lanes |= 1ull << l;
     landing.address[l] = to[l];
     if (checks) {

@@ -78,6 +78,14 @@ def test_lds_misaligned(arch, line, step, expected):
     assert kinds(state) == expected
 
 
+@pytest.mark.parametrize(("start", "expected"), [(2, {"lds_misaligned"}), (8, set())])
+def test_loads_to_lds_come_to_whole_dwords(start, expected):
+    lines = [f"s_mov_b32 m0, {start}", "s_nop 0", "global_load_lds_dwordx4 v0, s[0:1]", "s_waitcnt vmcnt(0)"]
+    buffers = [Memory.of("x", WORDS, "r")]
+    state = run_snippet("gfx950", lines, {"v0": 0}, {"s0": WORDS.ctypes.data}, lds=256, exec_mask=1, buffers=buffers)
+    assert kinds(state) == expected
+
+
 @pytest.mark.parametrize(
     ("line", "offset", "expected"),
     [
