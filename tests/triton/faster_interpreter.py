@@ -67,7 +67,10 @@ def _shape(*lengths: int) -> _Shape:
     return _Shape(of_type, str(of_type), tl.tuple(map(tl.constexpr, lengths)), type_numel, tl.constexpr(type_numel))
 
 
-_SCALAR = tl.tuple([]), tl.constexpr(1)
+@cache
+def _scalar() -> tuple[tl.tuple, tl.constexpr]:
+    """The shape of scalars and their one value, made when `install` has replaced what a tuple is."""
+    return tl.tuple([]), tl.constexpr(1)
 
 
 def _init_block_type(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:
@@ -83,7 +86,7 @@ def _init_block_type(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> N
 def _init_tensor(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
     self.handle, self.type, self.dtype = handle, type, type.scalar
     block = type.is_block()
-    self.shape, self.numel = (type.common.of_tensor, type.common.numel) if block else _SCALAR
+    self.shape, self.numel = (type.common.of_tensor, type.common.numel) if block else _scalar()
 
 
 def _init_tuple(self: tl.tuple, args: Any, type: Any = None) -> None:
