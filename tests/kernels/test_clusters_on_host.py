@@ -18,13 +18,13 @@ CLUSTERS = {"share_kv": (2, 1), "share_and_reduce": (2, 2), "reduce_four": (1, 4
 """Mode -> blocks of a cluster along both dimensions of the grid."""
 
 
+STOPS = {"HOST_STOPS": 16}
+
+
 def clusters(mode):
     x, y = CLUSTERS[mode]
-    return {"CLUSTER_MODE": mode, "HOST_BLOCK_THREADS": 512, "HOST_CLUSTER_X": x, "HOST_CLUSTER_Y": y}
-
-
-def with_stops(mode):
-    return clusters(mode) | {"HOST_STOPS": 16}
+    size = {"CLUSTER_MODE": mode, "HOST_BLOCK_THREADS": 512, "HOST_CLUSTER_X": x, "HOST_CLUSTER_Y": y}
+    return size | STOPS if mode.startswith("share") else size  # faults of other modes show without
 
 
 SPARSE_PROBLEMS = {
@@ -65,7 +65,7 @@ IN_DEFAULT = ("v32, share_kv", "dsv4, share_and_reduce", "dsv4, reduce_four", "b
 
 
 def sparse(record, mode):
-    return {"KV_FORMAT": record, "D_V": 512} | (with_stops(mode) if mode.startswith("share") else clusters(mode))
+    return {"KV_FORMAT": record, "D_V": 512} | clusters(mode)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_results_of_selected_keys_are_those_of_fp64(tmp_path, name):
             f"100 4 {splits} {4 * splits} lengths 64 3 97 16f 9 140",
             f"128 3 {splits} {3 * splits} sink 7fi 20 70 32i 9 45",
         ]
-    SPARSE.check(tmp_path, sparse(record, mode) | with_stops(mode), problems)
+    SPARSE.check(tmp_path, sparse(record, mode) | STOPS, problems)
 
 
 SPARSE_FAULTS = {
@@ -231,7 +231,7 @@ def dense_problems(mode, kind):
     ],
 )
 def test_results_are_those_of_fp64(tmp_path, mode, kind):
-    DENSE.check(tmp_path, KINDS[kind] | with_stops(mode), dense_problems(mode, kind))
+    DENSE.check(tmp_path, KINDS[kind] | clusters(mode) | STOPS, dense_problems(mode, kind))
 
 
 def without(header, removed, before="", behind=""):
@@ -351,5 +351,4 @@ def test_a_fault_is_found(tmp_path, name):
     instance = name.split(": ")[0]
     mode, kind = instance.split(", ") if ", " in instance else (instance, "bf16")
     problems = dense_problems(mode, kind) + (["128 1 64 2 3 sink 33 386 331"] if mode == "share_kv" else [])
-    constants = with_stops(mode) if mode == "share_kv" else clusters(mode)  # others' faults show without
-    DENSE.assert_found(tmp_path, KINDS[kind] | constants, DENSE_FAULTS[name], problems)
+    DENSE.assert_found(tmp_path, KINDS[kind] | clusters(mode), DENSE_FAULTS[name], problems)

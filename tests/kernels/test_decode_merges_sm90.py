@@ -107,9 +107,12 @@ def test_two_row_tiles_share_keys(monkeypatch, options, shared):
     """A sequence's, of a batch that leaves few SMs free and has no splits that a cluster merges."""
     args, kwargs = long_call(**{"lens": (700, 90) * 70} | options)
     kwargs["max_seqlen_kv"] = 50_000 if options.get("planned") else 0
-    (instance, grid, *_), _, _ = launched(monkeypatch, None, given=(args, kwargs))
+    boxes = []
+    (instance, grid, *_), _, _ = launched(monkeypatch, None, (args, kwargs), boxes)
     assert ("clustermode-share_kv" in instance) == shared
-    assert not shared or grid[0] % 2 == 0
+    if shared:
+        assert grid[0] % 2 == 0
+        assert boxes[0][-1] == (64, 32, 4 if options.get("rope") == 0 else 3, 1), "of which each CTA loads every other"
 
 
 @pytest.mark.parametrize(("keys", "exchange", "blocks"), [(4000, "reduce_o", 9), (1000, "exchange_p", 1)])
