@@ -105,7 +105,7 @@ def exact_decode(*tensors: torch.Tensor | None, **options: Any) -> Exact:
 
     Rows of query tokens behind the last sequence's, which decode does not write, are NaN.
     """
-    args = register.get("decode").Args(*tensors, **options)
+    args = register.get("decode").Args(*tensors, **options).joined()
     found = [
         attention(own.queries, own.keys, own.seen, args.softmax_scale, args.head_dim_v, own.sink)
         for own in _sequences(args)
@@ -135,7 +135,7 @@ def sums_rounding(queries: torch.Tensor, longest: torch.Tensor) -> torch.Tensor:
 
 def score_rounding(*tensors: torch.Tensor | None, **options: Any) -> torch.Tensor:
     """`sums_rounding` of a decode, with the arguments of `exact_decode`."""
-    args = register.get("decode").Args(*tensors, **options)
+    args = register.get("decode").Args(*tensors, **options).joined()
     found = []
     for own in _sequences(args):
         longest = torch.cat((own.keys.norm(dim=1), own.keys.new_zeros(1))).amax()
@@ -157,7 +157,7 @@ def fp8_weights_bound(*tensors: torch.Tensor | None, **options: Any) -> torch.Te
     off by a share of itself or by a share of its row's largest. The second is what remains where the values of the
     keys with large weights are 0: a bound by the sum of p |v| alone would not hold there.
     """
-    args = register.get("decode").Args(*tensors, **options)
+    args = register.get("decode").Args(*tensors, **options).joined()
     found = []
     for own in _sequences(args):
         p, _ = _weights(own.queries, own.keys, own.seen, args.softmax_scale, own.sink)

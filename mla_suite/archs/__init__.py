@@ -76,6 +76,10 @@ class ArchKernels(Protocol):
         none do. joined: the kernel that joins the two parts of a query rounds it, too, else one of its own does."""
         ...
 
+    def takes_query_parts(self, num_heads: int, q_len: int) -> bool:
+        """Whether decode over 16-bit rows reads 16-bit queries in two tensors (q_rope) where they lie."""
+        ...
+
     def scheduler_costs(self, num_q_rows: int) -> SchedulerCosts:
         """Costs for the load balancer of plan, with this number of query rows per sequence."""
         ...

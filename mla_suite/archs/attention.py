@@ -50,18 +50,20 @@ class Rows(NamedTuple):
         """Whether 16-byte accesses reach every row."""
         return self.aligned and self.strides[-1] == 1 and gcd(*self.strides[:-1]) * self.dtype.itemsize % 16 == 0
 
-    def copied(self) -> Rows:
-        """The same rows in contiguous memory of their own."""
+    def copied(self, beside: Rows | None = None) -> Rows:
+        """The same rows in contiguous memory of their own, with the values of others behind them."""
+        shape = (*self.shape[:-1], self.shape[-1] + (0 if beside is None else beside.shape[-1]))
         strides = [1]
-        for size in reversed(self.shape[1:]):
+        for size in reversed(shape[1:]):
             strides.append(strides[-1] * size)
-        return Rows(self.dtype, self.shape, tuple(reversed(strides)), True)
+        return Rows(self.dtype, shape, tuple(reversed(strides)), True)
 
 
 class Shape(NamedTuple):
     """Sizes of a call, from metadata alone."""
 
     q: Rows
+    q_rope: Rows | None  # of queries in two tensors, of which q is then the latent part
     out: Rows
     batch: int
     heads: int
@@ -172,7 +174,14 @@ def decode_shape(args: DecodeArgs, out: torch.Tensor) -> Shape:
     heads, ragged = args.q.shape[-2], args.cu_seqlens_q is not None
     sizes = args.seq_lens.shape[0], heads, args.q_len, heads * args.q_len
     plan_words = 0 if args.plan is None else args.plan.shape[0]
-    return Shape(Rows.of(args.q), Rows.of(out), *sizes, ragged, args.kv_cache.shape[1], args.max_keys, plan_words)
+    queries = Rows.of(args.q), None if args.q_rope is None else Rows.of(args.q_rope)
+    return Shape(*queries, Rows.of(out), *sizes, ragged, args.kv_cache.shape[1], args.max_keys, plan_words)
+
+
+def decode_query_copy(args: DecodeArgs, shape: Shape) -> tuple[Rows, Copy]:
+    """The queries as the kernels take them where the caller's are not so, and how they are made."""
+    beside = None if shape.q_rope is None else DECODE_INPUTS["q_rope"]
+    return shape.q.copied(shape.q_rope), Copy(DECODE_INPUTS["q"], args.softmax_scale < 0, beside=beside)
 
 
 def decode_numbers(args: DecodeArgs, shape: Shape, out: Rows, splits: Splits) -> dict[str, int | float]:
@@ -201,8 +210,10 @@ def decode_numbers(args: DecodeArgs, shape: Shape, out: Rows, splits: Splits) ->
 
 
 def decode_pointers(args: DecodeArgs, partials: bool) -> dict[str, Slot]:
-    """All arguments, the results, and partials where there are some."""
-    return {**present(args, DECODE_INPUTS), **OUTPUTS, **(PARTIALS if partials else NO_PARTIALS)}
+    """All arguments but q_rope, the results, and partials where there are some."""
+    pointers = {**present(args, DECODE_INPUTS), **OUTPUTS, **(PARTIALS if partials else NO_PARTIALS)}
+    pointers.pop("q_rope")
+    return pointers
 
 
 def decode_mask_copies(args: DecodeArgs) -> list[Copy]:

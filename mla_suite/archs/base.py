@@ -28,6 +28,9 @@ class CommonKernels:
     def fp8_query_rows(self, precision: str, page_size: int, joined: bool) -> int | None:
         return None
 
+    def takes_query_parts(self, num_heads: int, q_len: int) -> bool:
+        return False
+
     def widened_rows(self, num_heads: int) -> int:
         return 0
 

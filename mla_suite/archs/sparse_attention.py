@@ -125,7 +125,7 @@ def sparse_shape(args: SparseDecodeArgs, out: torch.Tensor) -> Shape:
     tokens, heads, _ = results.shape
     keys = sum([index.numel() for index in args.indices]) // max(tokens, 1)
     plan_words = 0 if args.plan is None else args.plan.shape[0]
-    return Shape(queries, results, tokens, heads, 1, heads, False, 0, keys, plan_words)
+    return Shape(queries, None, results, tokens, heads, 1, heads, False, 0, keys, plan_words)
 
 
 def sparse_queries(args: SparseDecodeArgs, shape: Shape, reached: bool) -> tuple[Shape, list[Copy], list[str]]:

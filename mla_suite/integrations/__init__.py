@@ -66,6 +66,16 @@ def pairs_saved(new: Iterable[int], cached: Iterable[int], per_key: int) -> floa
     return sum(q_len * (prefix + q_len / 2) - per_key * prefix for q_len, prefix in zip(new, cached, strict=True))
 
 
+def takes_query_parts(like: torch.Tensor, num_heads: int, q_len: int) -> bool:
+    """Returns whether decode over 16-bit rows reads the two parts of 16-bit queries where they lie.
+
+    On the device of `like`, where each sequence has up to q_len query tokens. Else a server's own kernel joins them in
+    less time than decode does.
+    """
+    kernels = _kernels(like)
+    return kernels is not None and kernels.takes_query_parts(num_heads, q_len)
+
+
 def widened_rows(like: torch.Tensor, num_heads: int) -> int:
     """Returns how many records become bf16 rows in the time that a query token gains if it selects from such rows.
 

@@ -32,6 +32,7 @@ from mla_suite.integrations import (
     refuse,
     sglang_prompts,
     sglang_trees,
+    takes_query_parts,
 )
 from mla_suite.integrations.interface import Interface
 
@@ -92,12 +93,15 @@ class _Call:
         self.save_kv_cache, self.q_rope, self.k_rope = save_kv_cache, q_rope, k_rope
         self.options = {name: value for name, value in options.items() if value is not None}
 
+    def query_parts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns q [tokens, heads, 512] and q_rope [tokens, heads, 64]."""
+        layer, q_rope = self.layer, cast(torch.Tensor, self.q_rope)
+        heads, width, width_v = layer.tp_q_head_num, layer.head_dim, layer.v_head_dim
+        return self.q.view(-1, heads, width_v), q_rope.view(-1, heads, width - width_v)
+
     def joined_queries(self) -> torch.Tensor:
         """Returns q and q_rope as one tensor [tokens, heads, 576]."""
-        layer, q, q_rope = self.layer, self.q, cast(torch.Tensor, self.q_rope)
-        heads, width, width_v = layer.tp_q_head_num, layer.head_dim, layer.v_head_dim
-        parts = q.view(-1, heads, width_v), q_rope.view(-1, heads, width - width_v)
-        return joined_queries(*parts, concat_mla_absorb_q_general)
+        return joined_queries(*self.query_parts(), concat_mla_absorb_q_general)
 
 
 class MLASuiteAttnBackend(TritonAttnBackend):
@@ -228,21 +232,27 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         if call.k is not None and call.save_kv_cache:
             _write(pool, call)
         heads, width, width_v = layer.tp_q_head_num, layer.head_dim, layer.v_head_dim
-        queries = q.reshape(-1, heads, width) if call.q_rope is None else call.joined_queries()
+        queries, q_rope = (q.reshape(-1, heads, width), None) if call.q_rope is None else call.query_parts()
         # A new pass begins with another batch, or with a layer that is not further up.
         if forward_batch is not self._batch or layer.layer_id <= self._layer:
             self._begin(forward_batch, heads, queries.shape[0])
         self._batch, self._layer = forward_batch, layer.layer_id
         packed = self._cu_seqlens_q is not None
         cache = pool.get_key_buffer(layer.layer_id).view(-1, self.page_size, width)
+        in_parts = cache.dtype not in FP8 and takes_query_parts(queries, heads, self._max_seqlen_q)
+        if q_rope is not None and not in_parts:
+            queries, q_rope = call.joined_queries(), None
         q_descale, descale = None, getattr(layer, "k_scale", None) if cache.dtype in FP8 else None
         descale = None if descale is None else torch.as_tensor(descale, device=cache.device).float().reshape(1)
         if self._fp8_queries and cache.dtype in FP8 and queries.dtype == torch.bfloat16:
             # As SGLang's backend of FlashMLA does it, by the scale of the keys.
             q_descale = self._one if descale is None else descale
             queries = scaled_fp8_quant(queries.reshape(-1, width), q_descale)[0].view(queries.shape)
+        if not packed:
+            queries = queries.unflatten(0, (self._lens.shape[0], -1))
+            q_rope = None if q_rope is None else q_rope.unflatten(0, (self._lens.shape[0], -1))
         out, _ = mla_suite.decode(
-            queries if packed else queries.view(self._lens.shape[0], self._max_seqlen_q, heads, width),
+            queries,
             cache,
             self._lens,
             self._table,
@@ -251,6 +261,7 @@ class MLASuiteAttnBackend(TritonAttnBackend):
             kv_descale=descale,
             plan=self._plan,
             tree_mask=self._tree_mask,
+            q_rope=q_rope,
             softmax_scale=layer.scaling,
             max_seqlen_q=self._max_seqlen_q,
             head_dim_v=width_v,

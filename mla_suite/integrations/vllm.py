@@ -28,6 +28,7 @@ from mla_suite.integrations import (
     joined_queries,
     needs,
     refuse,
+    takes_query_parts,
 )
 
 with needs("vLLM with its V1 MLA backend interface of 2026", __name__, "decode from a backend of your own"):
@@ -264,20 +265,26 @@ class MLASuiteImpl(MLASuiteLayer, MLACommonImpl):
         layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """q [tokens, heads, 576] or its two parts; cache [pages, page, 576]; -> out [tokens, heads, 512], lse."""
-        queries = joined(*q) if isinstance(q, tuple) else q
+        parts = q if isinstance(q, tuple) else (q,)
         cache, kv_format = self._as_stored(kv_c_and_k_pe_cache)
         step = attn_metadata.decode
         if step.prompts is None:
-            return self._attended(queries, cache, kv_format, step, layer)
-        ahead, behind = queries.tensor_split([step.prompts.first_token])
+            return self._attended(parts, cache, kv_format, step, layer)
+        ahead, behind = zip(*(part.tensor_split([step.prompts.first_token]) for part in parts), strict=True)
         out, lse = self._attended(ahead, cache, kv_format, step, layer)
         prompts_out, prompts_lse = self._attended(behind, cache, kv_format, step.prompts, layer)
         return torch.cat((out, prompts_out)), torch.cat((lse, prompts_lse))
 
     def _attended(
-        self, queries: torch.Tensor, cache: torch.Tensor, kv_format: str, decode: MLASuiteDecodeMetadata, layer: Any
+        self,
+        parts: tuple[torch.Tensor, ...],
+        cache: torch.Tensor,
+        kv_format: str,
+        decode: MLASuiteDecodeMetadata,
+        layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Out and lse of the queries of a step, or of one of its two calls."""
+        """Out and lse of the queries of a step, or of one of its two calls, in one or in two parts."""
+        queries = parts[0]
         several_ranks = decode.dcp_tot_seq_lens is not None
         split_size = 0
         if decode.batch_invariant:
@@ -294,9 +301,13 @@ class MLASuiteImpl(MLASuiteLayer, MLACommonImpl):
                 max_seqlen_kv=_longest(decode, cache.shape[1]) if split_size else 0,
                 split_size=split_size,
             )
-        packed = decode.cu_seqlens_q is not None
+        heads, packed = queries.shape[-2], decode.cu_seqlens_q is not None
+        if len(parts) > 1 and (cache.dtype in FP8 or not takes_query_parts(queries, heads, decode.max_seqlen_q)):
+            parts = (joined(*parts),)
+        if not packed:
+            parts = tuple(part.unflatten(0, (decode.seq_lens.shape[0], -1)) for part in parts)
         out, lse = mla_suite.decode(
-            queries if packed else queries.unflatten(0, (decode.seq_lens.shape[0], -1)),
+            parts[0],
             cache,
             decode.seq_lens,
             decode.block_table,
@@ -304,6 +315,7 @@ class MLASuiteImpl(MLASuiteLayer, MLACommonImpl):
             q_descale=layer._q_scale.reshape(1) if queries.dtype in FP8 else None,
             kv_descale=layer._k_scale.reshape(1) if kv_format in FP8.values() else None,
             plan=decode.plan,
+            q_rope=parts[1] if len(parts) > 1 else None,
             # Also for one query token: vLLM's lengths of a rank may count drafts that were rejected since.
             cp_tot_seq_lens=decode.dcp_tot_seq_lens,
             softmax_scale=self.scale,

@@ -200,7 +200,8 @@ def _places(
         kinds[source.__class__].append(source)
     parts = {slot: Input(slot.position, slot.item) for slot in kinds[Input] if slot.first or slot.length}
     wanted = [*kinds[Input], *kinds[Output], *[one.address for one in kinds[TensorMap]], *parts.values()]
-    named = [*wanted, *[copy.of for copy in call.copies], *[temporary.of for temporary in call.temporaries]]
+    copied = [slot for copy in call.copies for slot in (copy.of, copy.beside) if slot is not None]
+    named = [*wanted, *copied, *[temporary.of for temporary in call.temporaries]]
     lists = sorted({slot.position for slot in named if slot.__class__ is Input and slot.item >= 0})
     lengths = [len(tensors[position]) for position in lists]
     begins = dict(zip(lists, accumulate(lengths, initial=len(tensors) + len(outputs)), strict=False))
@@ -242,13 +243,19 @@ def _picker(positions: list[int], length: int) -> Callable[[Any], Any] | None:
 
 def _replacement(call: CallSpec, places: _Places) -> Callable[[list[Any]], None]:
     """A function that puts copies and temporaries in the places of arguments and outputs."""
-    copies = [(places.position_of[copy.of], copy.negated, copy.dtype) for copy in call.copies]
+    at = places.position_of
+    copies = [(at[copy.of], copy.beside and at[copy.beside], copy.negated, copy.dtype) for copy in call.copies]
     temporaries = [places.position_of[temporary.of] for temporary in call.temporaries]
 
     def replace(values: list[Any]) -> None:
-        for position, negated, dtype in copies:
-            tensor = _negated(values[position]) if negated else values[position]
-            values[position] = tensor.to(dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format)
+        for position, beside, negated, dtype in copies:
+            own = tensor = values[position]
+            if beside is not None:
+                tensor = torch.cat((tensor, values[beside]), dim=-1)
+            if negated:
+                tensor = _negated(tensor)
+            tensor = tensor.to(dtype or tensor.dtype).contiguous()
+            values[position] = tensor.clone() if tensor is own else tensor
         for position in temporaries:
             values[position] = torch.empty_like(values[position], memory_format=torch.contiguous_format)
 

@@ -83,11 +83,15 @@ class LaunchSpec(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """An argument that the kernels take as a contiguous copy, of the negated values if `negated`, or in a `dtype`."""
+    """An argument that the kernels take as a contiguous copy, of the negated values if `negated`, or in a `dtype`.
+
+    beside  another argument, whose rows go on where those of the first end
+    """
 
     of: Input
     negated: bool = False
     dtype: torch.dtype | None = None
+    beside: Input | None = None
 
 
 class Temporary(NamedTuple):
@@ -135,7 +139,8 @@ class CallSpec(NamedTuple):
 
         lines = [f"  scratch {name}: {' x '.join(map(str, shape))} fp32" for name, shape in self.scratch.items()]
         lines += [
-            f"  first copied: {text(copy.of)}{', negated' * copy.negated}{f', as {copy.dtype}' if copy.dtype else ''}"
+            f"  first copied: {text(copy.of)}{f' with {text(copy.beside)}' if copy.beside else ''}"
+            f"{', negated' * copy.negated}{f', as {copy.dtype}' if copy.dtype else ''}"
             for copy in self.copies
         ]
         for launch in self.launches:

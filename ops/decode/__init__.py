@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +43,7 @@ class DecodeArgs:
     plan: torch.Tensor | None = None
     cp_tot_seq_lens: torch.Tensor | None = None
     tree_mask: torch.Tensor | None = None
+    q_rope: torch.Tensor | None = None
     _: KW_ONLY
     softmax_scale: float
     max_seqlen_q: int = 1
@@ -58,6 +59,17 @@ class DecodeArgs:
     window_left: int = -1
     precision: str = "full"
     plus_inf_lse: bool = False
+
+    def joined(self) -> DecodeArgs:
+        """The arguments with the queries in one tensor."""
+        if self.q_rope is None:
+            return self
+        return replace(self, q=torch.cat((self.q, self.q_rope), dim=-1), q_rope=None)
+
+    @property
+    def head_dim(self) -> int:
+        """Values of a query row, in one tensor or in two."""
+        return self.q.shape[-1] + (0 if self.q_rope is None else self.q_rope.shape[-1])
 
     @property
     def q_len(self) -> int:
@@ -116,6 +128,7 @@ def decode(
     plan: torch.Tensor | None = None,
     cp_tot_seq_lens: torch.Tensor | None = None,
     tree_mask: torch.Tensor | None = None,
+    q_rope: torch.Tensor | None = None,
     *,
     softmax_scale: float,
     max_seqlen_q: int = 1,
@@ -157,6 +170,9 @@ def decode(
     tree_mask     [batch, q_len] int64, [tokens] with cu_seqlens_q: a tree of at most 64 drafts takes the place of the
                   causal limit. Query token i sees query token j's key where bit j of its word is set, and all earlier
                   keys. A chain has the words 1, 3, 7, ... Not with window_left or cp_world_size
+    q_rope        [batch, q_len, heads, head_dim - head_dim_v], or [tokens, ...] like q, in q's dtype: the last values
+                  of each query row, of which q then has the first head_dim_v alone. Both may be strided, as what
+                  absorption and rotation leave is. `explain` says whether they are read where they lie, or joined first
     softmax_scale multiplies q . k
     max_seqlen_kv an upper bound of seq_lens, which helps to choose the kernel; 0 if unknown
     head_dim_v    values of V; a row has head_dim
@@ -192,7 +208,7 @@ def decode(
     """
     tensors = (
         *(q, kv_cache, seq_lens, block_table, kv_indptr, kv_indices, cu_seqlens_q),
-        *(q_descale, kv_descale, attn_sink, rope_cos_sin, plan, cp_tot_seq_lens, tree_mask),
+        *(q_descale, kv_descale, attn_sink, rope_cos_sin, plan, cp_tot_seq_lens, tree_mask, q_rope),
     )
     options = (
         *(softmax_scale, max_seqlen_q, max_seqlen_kv, head_dim_v, causal, kv_format, num_splits, split_size),
@@ -206,7 +222,9 @@ def check(args: DecodeArgs) -> tuple[Output, ...]:
     ragged = args.cu_seqlens_q is not None
     names = "[tokens, heads, head_dim] with cu_seqlens_q" if ragged else "[batch, q_len, heads, head_dim]"
     checks.tensor("decode", "q", args.q, rank=3 if ragged else 4, dtypes=Q_DTYPES, names=names)
-    heads, head_dim = args.q.shape[-2:]
+    if args.q_rope is not None:
+        _check_parts(args, args.q_rope)
+    heads, head_dim = args.q.shape[-2], args.head_dim
     caches.check(fmt, args.kv_cache, head_dim, op="decode", argument="kv_cache", like=args.q)
     checks.tensor("decode", "seq_lens", args.seq_lens, rank=1, dtypes=checks.INDEX, like=args.q)
     batch = args.seq_lens.shape[0]
@@ -279,6 +297,16 @@ def _check_ranks(args: DecodeArgs, batch: int) -> None:
         checks.fail("decode", "window_left", f"is {args.window_left} with cp_world_size {world}", possible)
 
 
+def _check_parts(args: DecodeArgs, q_rope: torch.Tensor) -> None:
+    names = f"{list(args.q.shape[:-1])} and the rope part, beside q"
+    checks.tensor("decode", "q_rope", q_rope, rank=args.q.dim(), dtypes=(args.q.dtype,), like=args.q, names=names)
+    if q_rope.shape[:-1] != args.q.shape[:-1]:
+        checks.fail("decode", "q_rope", f"has shape {tuple(q_rope.shape)}", f"it takes {names}")
+    if args.q.shape[-1] != args.head_dim_v:
+        possible = f"beside q_rope it takes the first head_dim_v = {args.head_dim_v} values of each row"
+        checks.fail("decode", "q", f"has rows of {args.q.shape[-1]} values", possible)
+
+
 def _check_tree(args: DecodeArgs, tree_mask: torch.Tensor, batch: int) -> None:
     ragged = args.cu_seqlens_q is not None
     shape, words = ((args.q.shape[0],), "[tokens]") if ragged else ((batch, args.q.shape[1]), "[batch, q_len]")
@@ -331,7 +359,7 @@ def describe(args: DecodeArgs) -> Problem:
         context=context,
         context_from=context_from,
         page_size=page_size,
-        head_dim=args.q.shape[-1],
+        head_dim=args.head_dim,
         head_dim_v=args.head_dim_v,
         q_dtype=args.q.dtype,
         kv_format=args.kv_format,

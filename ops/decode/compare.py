@@ -64,7 +64,7 @@ def _sums_off(args: Any) -> torch.Tensor:
 
 
 def _scaled_queries(args: Any) -> torch.Tensor:
-    queries = args.q.double() * args.softmax_scale
+    queries = args.joined().q.double() * args.softmax_scale
     return queries if args.q_descale is None else queries * args.q_descale
 
 

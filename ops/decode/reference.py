@@ -40,6 +40,7 @@ def pages_read(args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     """Fill out and lse; given a third output for sum(p |v|), that too, and all in its dtype instead of fp32."""
     out, lse, *magnitude = outputs
+    args = args.joined()
     dtype = magnitude[0].dtype if magnitude else torch.float32
     width = args.head_dim_v * (1 + len(magnitude))
     heads, page = args.q.shape[-2], args.kv_cache.shape[1]

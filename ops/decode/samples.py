@@ -36,6 +36,7 @@ def decode_sample(
     ranks: tuple[int, int, int] = (1, 0, 1),
     window_left: int = -1,
     tree: bool = False,
+    parts: bool = False,
     precision: str = "full",
     pages: int = 0,
     seed: int = 0,
@@ -44,7 +45,8 @@ def decode_sample(
 
     In varlen mode sequence b has 1 + b % q_len query tokens. With `ranks`, which is the number of ranks, a rank and the
     keys in a row on one, `lens` count the keys of all ranks, and the problem is that rank's. With `tree` the query
-    tokens are a random tree of drafts.
+    tokens are a random tree of drafts. With `parts` queries are two tensors, as the product with absorbed weights and
+    a slice of the un-absorbed queries are.
     Values are drawn on the device they are for: a CPU takes seconds for the caches of long contexts.
     """
     batch, head_dim = len(lens), latent + rope
@@ -61,6 +63,7 @@ def decode_sample(
         draw: dict[str, Any] = dict(generator=generator, device=device)
         shape = (sum(q_lens), heads, head_dim) if varlen else (batch, q_len, heads, head_dim)
         q = torch.randn(shape, **draw).to(dtype)
+        q, q_rope = in_parts(q, head_dim_v) if parts else (q, None)
         descale = torch.tensor(0.02, device=device) if fmt.per_tensor_descale else None
         kv_cache = caches.as_bytes(caches.pack(fmt, torch.randn(pages, page, head_dim, **draw), descale=descale))
         order = torch.randperm(pages, **draw).to(torch.int32).cpu()
@@ -90,7 +93,7 @@ def decode_sample(
         cp_tot_seq_lens = torch.tensor(totals, dtype=torch.int32) if ranks[0] > 1 else None
         tensors = (
             *(q, kv_cache, seq_lens, *paging, cu_seqlens_q, None, descale, attn_sink, cos_sin, plan),
-            *(cp_tot_seq_lens, random_tree(q_lens, varlen, seed) if tree else None),
+            *(cp_tot_seq_lens, random_tree(q_lens, varlen, seed) if tree else None, q_rope),
         )
         moved = tuple(None if tensor is None else tensor.to(device) for tensor in tensors)
         options: dict[str, Any] = {"kv_format": kv_format, "num_splits": num_splits, "split_size": split_size}
@@ -121,10 +124,18 @@ def decode_sample(
         *([f"rank{ranks[1]}of{ranks[0]}"] if ranks[0] > 1 else []),
         *([f"w{window_left}"] if window_left >= 0 else []),
         *(["tree"] if tree else []),
+        *(["parts"] if parts else []),
         *([precision] if precision != "full" else []),
     ]
     shape_name = f"b{batch}-h{heads}-q{q_len}-kv{longest}-p{page}-{kv_format}"
     return Sample("-".join((shape_name, *flags)), make, moved_bytes, flops)
+
+
+def in_parts(q: torch.Tensor, latent: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The latent part in the order [heads, ..., latent], and the rope part at the end of rows three times as wide."""
+    by_head = q[..., :latent].movedim(-2, 0).contiguous().movedim(0, -2)
+    rope = q[..., latent:]
+    return by_head, torch.cat((rope, rope, rope), dim=-1)[..., -rope.shape[-1] :]
 
 
 def _cos_sin(positions: int, rope: int) -> torch.Tensor:
@@ -157,4 +168,5 @@ def samples() -> Sequence[Sample]:
         decode_sample([96, 40], q_len=2, page=1, rotate=True, causal=False, split_size=64),
         decode_sample([500, 0, 90, 131], heads=8, q_len=3, page=16, window_left=100, varlen=True),
         decode_sample([300, 5], heads=8, q_len=5, tree=True, num_splits=2),
+        decode_sample([70, 0, 300], heads=32, q_len=2, parts=True, num_splits=2),
     )

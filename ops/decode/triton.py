@@ -292,6 +292,7 @@ def tile_for(rows: int, dot: torch.dtype, rotated: bool, arch: ArchSpec | None, 
 
 
 def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
+    args = args.joined()
     kv_cache = args.kv_cache
     out, lse = outputs
     batch, heads, page = args.seq_lens.shape[0], args.q.shape[-2], kv_cache.shape[1]

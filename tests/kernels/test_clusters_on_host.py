@@ -140,8 +140,8 @@ SPARSE_FAULTS = {
     ),
     "reduce_o: queries of which a peer without keys loads none": (
         "producer.hpp",
-        "if constexpr (!Cluster::MERGES_SPLITS || Traits::SELECTED)",
-        "if (!Cluster::MERGES_SPLITS || half == static_cast<int>(cluster_rank()))",
+        "SHARES_Q = Cluster::MERGES_SPLITS && !Traits::SELECTED;",
+        "SHARES_Q = Cluster::MERGES_SPLITS;",
     ),
 }
 
@@ -174,13 +174,14 @@ MODES = {
 """Mode -> kinds of its instances."""
 TWO_SPLITS = [
     *("16 1 64 2 4 plain 128 300", "64 1 64 4 8 sink 70 330", "33 2 32 2 6 ragged 1 0 100", "17 3 64 6 6 sharp 500"),
-    *("100 1 96 4 8 all_keys 300 33", "64 1 64 2 8 plain 40 20 70 1"),
+    *("100 1 96 4 8 all_keys 300 33", "64 1 64 2 8 plain 40 20 70 1", "64 2 64 2 4 parts 70 330"),
 ]
 """Each block has one split."""
 DENSE_PROBLEMS = {
     "share_kv": [
         *("128 1 64 1 1 plain 70 1 0 33", "100 1 64 2 3 sink 128 300 0 40", "40 4 64 1 2 ragged 33 64 200 100 90 80"),
         *("100 1 64 3 2 planned 100 330 20", "70 1 64 1 1 sharp 20 31 1 40 5 70 2 33 9 64 3 12"),
+        "128 2 64 1 1 parts 70 2 33",
         "128 1 64 1 1 plain " + " ".join(str(20 + length % 12) for length in range(24)),
     ],
     "exchange_p": TWO_SPLITS,
@@ -189,7 +190,7 @@ DENSE_PROBLEMS = {
     "reduce_last": [
         *("16 1 64 3 4 paired+planned 128 300 100", "33 2 32 4 2 ragged+paired+planned 1 64 100"),
         *("100 1 96 3 6 sink+paired+planned 300 33 200", "40 1 64 5 8 paired+planned 300 1 0 200"),
-        *("64 1 64 2 4 paired+planned 70 330", "16 1 64 3 2 planned 100 330 200"),
+        *("64 1 64 2 4 parts+paired+planned 70 330", "16 1 64 3 2 planned 100 330 200"),
     ],
     "folded": [
         *("100 1 64 2 2 fold32 100 330 200", "128 1 64 5 2 planned+sink+fold64 300 260 130 40"),
@@ -247,11 +248,8 @@ DENSE_FAULTS = {
         behind="    if (warpgroup_thread() % 32 != 0) return;\n    mbarrier_expect_tx(to.full, BYTES);",
     ),
     "share_kv: stages that one block loads alone, ahead of a peer that is stopped": (
-        *(PRODUCER, "      at = number * BOX_BYTES;\n      block += number * Traits::BOX_BLOCKS;\n    }\n"),
-        "      for (int box = 0; number == 0 && box < BYTES; box += BOX_BYTES, block += Traits::BOX_BLOCKS)\n"
-        "        tma_load_multicast(to.at + box, params_.kv_map, kv_map_column<Traits>(block), row,\n"
-        "                           kv_map_block<Traits>(block), page, to.full, hint_);\n"
-        "      at = BYTES;\n    }\n",
+        *(PRODUCER, "      else\n        tma_load_multicast(to.at + BOX_BYTES"),
+        "      if (stages_ % 2 != cluster_rank())\n        tma_load_multicast(to.at + BOX_BYTES",
     ),
     "share_kv: queries released ahead of a peer that is stopped": (
         *(QK, "      if constexpr (!Cluster::SHARES_KV) release_q_stage(kv_.stage);\n      kv_.next();\n    }\n"),

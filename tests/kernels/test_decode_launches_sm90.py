@@ -39,7 +39,7 @@ def test_the_record_of_a_call_in_splits():
             ),
             **dict(page_ids_stride=11, page_ids_width=11, kv_page_stride=64 * 576, page=64, page_shift=6),
             **dict(page_reciprocal=2**31, splits_reciprocal=-(-(2**33) // 3), splits_shift=2, split_size=0),
-            **dict(fold_size=0, fold_slot=0),
+            **dict(fold_size=0, fold_slot=0, in_parts=0),
             **dict(causal=1, window_left=-1, softmax_scale=576**-0.5),
         )
     )
@@ -50,7 +50,8 @@ def test_the_record_of_a_call_in_splits():
     pointers |= {"q": Input(0), "kv_cache": Input(1), "seq_lens": Input(2), "page_ids": Input(3)}
     maps = {
         "kv_map": TensorMap(Input(1), torch.bfloat16, (64, 64, 9, 15), (1152, 128, 64 * 1152), (64, 32, 9, 1)),
-        "q_map": TensorMap(Input(0), torch.bfloat16, (32, 240, 18), (1152, 64), (32, 64, 9)),
+        "q_map": TensorMap(Input(0), torch.bfloat16, (32, 240, 1, 18), (1152, 1152, 64), (32, 64, 1, 9)),
+        **dict.fromkeys(("kv_rest_map", "q_rope_map")),
     }
     merged = rows | dict(
         **dict(partial_split_stride=80 * 512, partial_row_stride=512, partial_lse_split_stride=80),
@@ -238,7 +239,7 @@ def test_an_unrotated_cache(monkeypatch, page, mapped):
     assert (fields["rope_cos_sin"], fields["streaming"]) == (args[10].data_ptr(), 0)
     assert (fields["kv_cache"], fields["batch"], fields["rows"]) == (args[1].data_ptr(), 2, 128)
     assert (fields["kv_map_0"] != 0) == mapped
-    boxes = [box for *_, box in asked if len(box) == 4]
+    boxes = [box for *_, box in asked if box[0] == 64]
     assert boxes == ([(64, 32, 1, 1)] if mapped else [])
 
 

@@ -15,7 +15,8 @@ TYPES = {name: {"DTYPE": name} for name in ("bf16", "fp16", "fp8")}
 SOURCES = {name: {"KV_SOURCE": name} for name in ("tma", "cp_async", "fp8", "fp8_scores")}
 WIDTHS = {320: 256, 288: 256, 160: 128}  # narrow rows and their latents
 NARROW = {width: {"D_QK": width, "D_V": latent} for width, latent in WIDTHS.items()}
-KINDS = {"un-rotated": {"MASKED": 1, "UNROTATED": 1}, "scaled": {"SCALE_Q": 1}, "folded": {"FOLD": 1}, "scores": {}}
+KINDS = {"un-rotated": {"MASKED": 1, "UNROTATED": 1}, "scaled": {"SCALE_Q": 1}, "folded": {"FOLD": 1}}
+KINDS |= {"plain": {}, "scores": {}}
 INSTANCES = [
     *(("un-rotated", dtype, source) for dtype in ("bf16", "fp16") for source in ("tma", "cp_async")),
     *(
@@ -32,6 +33,10 @@ DEFAULT = (
 )
 """Each kind with each source of keys."""
 
+IN_PARTS = [
+    *("16 1 64 1 1 parts 128 300 1 0 33 64", "128 1 64 1 2 parts 200 33", "20 1 64 2 1 parts+sink 200 33"),
+    *("8 2 32 1 3 parts+ragged 100 30 200", "32 4 7 3 2 parts+planned 100 330 200", "4 3 64 1 1 parts+sharp 50 70"),
+]
 PLANNED_FOLDS = ["16 1 64 3 2 planned+fold32 100 330 200", "16 1 64 3 1 planned+fold32 100 330 200"]
 OUTGROWN = (
     "16 1 64 1 1 sink+planned+fold64 300 60"  # the plan's only work tile of the first sequence is five splits long
@@ -91,6 +96,17 @@ def problems(kind, source):
 )
 def test_results_are_those_of_fp64(tmp_path, kind, dtype, source):
     KERNEL.check(tmp_path, constants(kind, dtype, source), problems(kind, source))
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [("plain", "tma"), ("plain", "cp_async")]
+    + [pytest.param(*point, marks=pytest.mark.full) for point in (("scaled", "fp8"), (288, "tma"), (320, "cp_async"))],
+)
+def test_queries_in_two_tensors(tmp_path, kind, source):
+    """With heads that fill a block, with fewer and with some that a block's rows are not full of."""
+    problems = [text for text in IN_PARTS if source == "cp_async" or " 7 " not in text]
+    KERNEL.check(tmp_path, constants(kind, "bf16", source), problems)
 
 
 BOXES, GATHERED = ("un-rotated", "bf16", "tma"), ("un-rotated", "bf16", "cp_async")
@@ -184,6 +200,20 @@ FOLD_FAULTS = {
         "i < 1; ++i) o_[0][i] = o_[LAST_PRODUCT][i] = 0.0f;\n      command = next_command();\n",
     ),
 }
+PLAIN_BOXES = "plain", "bf16", "tma"
+PARTS_FAULTS = {
+    "a rope part of the latent part's map": (
+        *(PLAIN_BOXES, "producer.hpp"),
+        *("latent ? params_.q_map : params_.q_rope_map", "params_.q_map"),
+    ),
+    "rope blocks counted behind the latent ones": (
+        *(PLAIN_BOXES, "producer.hpp", "latent ? block : block - LATENT_BLOCKS", "block"),
+    ),
+    "boxes over each other": (PLAIN_BOXES, "producer.hpp", "++block, to += Traits::q_box_bytes(params_)", "++block"),
+    "each block from its token's first head": (
+        *(PLAIN_BOXES, "producer.hpp", "head = heads.head(first_row(), in_sequence);", "head = 0;"),
+    ),
+}
 AS_STORED = "scores", "fp8", "fp8_scores"
 SCORE_FAULTS = {
     "half of a row's queries twice": (
@@ -212,6 +242,7 @@ SCORE_FAULTS = {
     ),
 }
 SHOWN_BY = {
+    "plain": IN_PARTS[:2],
     "un-rotated": [PLAIN],
     **{width: [PLAIN, "64 1 32 1 1 plain 700 700"] for width in WIDTHS},
     "scaled": [f"64 1 64 1 1 {what} 300 90" for what in ("plain", "large", "small")],
@@ -219,8 +250,11 @@ SHOWN_BY = {
     "scores": ["64 1 64 1 1 plain 300 90", "64 1 32 1 2 planned 700 40 330"],
 }
 MASKED = {"NaN before the window": [WINDOW], "siblings seen": [TREE]}
-FAULTS = UNROTATED_FAULTS | NARROW_FAULTS | SCALED_FAULTS | FOLD_FAULTS | SCORE_FAULTS
-PLANTED = ("rotated before they arrive", "not scaled", "a split not scaled", "half of a row's queries twice")
+FAULTS = UNROTATED_FAULTS | NARROW_FAULTS | SCALED_FAULTS | FOLD_FAULTS | PARTS_FAULTS | SCORE_FAULTS
+PLANTED = (
+    *("rotated before they arrive", "not scaled", "a split not scaled", "boxes over each other"),
+    "half of a row's queries twice",
+)
 
 
 @KERNEL.each_of({name: fault for name, (_, *fault) in FAULTS.items()}, *PLANTED)

@@ -13,7 +13,7 @@ from mla_suite.archs.sm_90 import tensor_maps
 from mla_suite.build import params
 from mla_suite.core import allocation
 from mla_suite.launch import DriverError, declared_kernels, tensor_map
-from mla_suite.launch.spec import Input
+from mla_suite.launch.spec import Copy, Input, TensorMap
 from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
@@ -24,7 +24,8 @@ from mla_suite.ops.sparse_decode.samples import sample as sparse_sample
 def test_the_maps_lie_on_64_bytes():
     struct = params.load("decode_tma")
     assert struct.size % 64 == 0, "the driver would copy more than the host packs"
-    assert [item.name for item in struct.fields[:32]] == [f"{what}_map_{i}" for what in ("kv", "q") for i in range(16)]
+    maps = ("kv", "kv_rest", "q", "q_rope")
+    assert [item.name for item in struct.fields[:64]] == [f"{what}_map_{i}" for what in maps for i in range(16)]
 
 
 class FakeDriver:
@@ -103,10 +104,61 @@ def test_queries_in_boxes(monkeypatch, q_len, rows):
             call, _, _ = launched(patch, None, ((q, *args[1:]), kwargs), asked)
         buffers = call[-1]
         address, _, sizes, strides, box = asked[1]
-        assert (sizes, strides, box) == ((32, 3 * q_len * 16, 18), (1152, 64), (32, rows, 9))
+        assert (sizes, strides, box) == ((32, 3 * q_len * 16, 1, 18), (1152, 1152, 64), (32, rows, 1, 9))
         assert address == buffers["q"].tensor.data_ptr()
         assert (address != q.data_ptr()) == copied
         assert torch.equal(buffers["q"].tensor, q)
+
+
+@pytest.mark.parametrize(
+    ("heads", "q_len", "box"),
+    [
+        *((128, 1, (64, 1)), (128, 4, (64, 1)), (16, 1, (16, 1)), (16, 4, (16, 4)), (16, 8, (16, 4)), (20, 1, (24, 1))),
+        *((96, 1, (64, 1)), (4, 3, (4, 4)), (96, 2, None), (20, 2, None), (12, 3, None)),
+    ],
+)
+def test_queries_in_two_parts(heads, q_len, box):
+    """Parts as absorption and a slice of wider rows leave them are read there, if a block's rows are a box of heads and
+    tokens."""
+    args, kwargs = decode_sample((700, 90, 5), heads=heads, q_len=q_len, num_splits=1, parts=True).make(CPU)
+    call = call_of(args, kwargs)
+    launch = call.launches[0]
+    assert launch.numbers["in_parts"] == (box is not None)
+    if box is None:
+        assert call.copies == (Copy(Input(0), beside=Input(14)),)
+        assert launch.maps["q_rope_map"] is None
+        return
+    assert not call.copies
+    latent, rope = launch.maps["q_map"], launch.maps["q_rope_map"]
+    tokens = 3 * q_len
+    sizes, strides = (32, heads, tokens, 16), (tokens * 1024, 1024, 64)
+    assert latent == TensorMap(Input(0), torch.bfloat16, sizes, strides, (32, *box, 1))
+    sizes, strides = (32, heads, tokens, 2), (384, heads * 384, 64)
+    assert rope == TensorMap(Input(14), torch.bfloat16, sizes, strides, (32, *box, 1))
+
+
+def call_of(args, kwargs):
+    given = DECODE.Args(*args, **kwargs)
+    with declared_kernels():
+        config = DECODE.backends[0].supports(DECODE.describe(given), archs.get("sm_90")).config
+        return config.spec(allocation.empty(DECODE.check(given), CPU), given)
+
+
+@pytest.mark.parametrize(
+    ("options", "laid_out", "scale"),
+    [
+        (dict(kv_format="fp8", heads=8), lambda part: part, 0.1),
+        (dict(heads=16), lambda part: part, -0.1),
+        (dict(heads=16), lambda part: within(part, (0, 0, 0, 4)), 0.1),
+        (dict(heads=16), lambda part: part[:, :, :1].expand_as(part), 0.1),
+    ],
+    ids=["keys first", "a negative scale", "rows of an odd stride", "one head for all"],
+)
+def test_parts_that_the_kernel_does_not_take_are_joined(options, laid_out, scale):
+    args, kwargs = decode_sample((700, 90), num_splits=1, parts=True, **options).make(CPU)
+    call = call_of([laid_out(args[0]), *args[1:]], kwargs | {"softmax_scale": scale})
+    assert call.copies == (Copy(Input(0), scale < 0, beside=Input(14)),)
+    assert "the two parts of the queries are joined by a copy" in call.notes
 
 
 def within(q, more):

@@ -243,3 +243,17 @@ def test_splitting_anywhere_and_combining_equals_not_splitting(splits, length, s
         partial_out, partial_lse, attn_sink=args[9], num_splits=len(parts), out_dtype=torch.float32
     )
     assert_close(out.view(1, 1, 4, 16), lse.view(1, 1, 4), whole)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(heads=4, q_len=2), dict(heads=4, q_len=3, varlen=True), dict(kv_format="fp8", dtype=torch.float8_e4m3fn)],
+    ids=["bf16", "ragged", "fp8"],
+)
+def test_queries_in_two_tensors(options):
+    args, kwargs = decode_sample((70, 33), latent=16, rope=8, page=16, parts=True, **options).make(CPU)
+    q, q_rope = args[0], args[-1]
+    assert not q.is_contiguous() or q.shape[-2] == 1
+    found = mla_suite.decode(*args, **kwargs)
+    joined = mla_suite.decode(torch.cat((q, q_rope), dim=-1), *args[1:-1], **kwargs)
+    assert all(map(torch.equal, found, joined))

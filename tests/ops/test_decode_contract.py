@@ -29,6 +29,7 @@ REFERENCE = BackendCalls(DECODE, "reference")
 
 CPU = torch.device("cpu")
 Q, CACHE, LENS, TABLE, INDPTR, INDICES, CU_SEQLENS, Q_DESCALE, KV_DESCALE, SINK, ROPE, PLAN = range(12)
+Q_ROPE = 14
 
 
 def problem(lens=(70, 33), width=0, **options):
@@ -147,6 +148,16 @@ BAD = [
         "kv_cache has strides .*; tokens of kv_format 'bf16' lie exactly",
     ),
     ({CACHE: torch.zeros(9, 16, 24, device="meta").bfloat16()}, "kv_cache is on meta; the other tensors are on cpu"),
+    (
+        {Q_ROPE: torch.zeros(2, 1, 4, 8).bfloat16()},
+        "q has rows of 24 values; beside q_rope it takes the first head_dim_v = 16",
+    ),
+    ({Q_ROPE: torch.zeros(2, 1, 4, 8)}, "q_rope is float32; it takes bfloat16"),
+    ({Q_ROPE: torch.zeros(2, 4, 8).bfloat16()}, r"q_rope has shape \(2, 4, 8\); it takes 4 dimensions"),
+    (
+        {Q_ROPE: torch.zeros(2, 1, 5, 8).bfloat16()},
+        r"q_rope has shape \(2, 1, 5, 8\); it takes \[2, 1, 4\] and the rope part",
+    ),
     ({LENS: ints(70, 33).long()}, "seq_lens is int64; it takes int32"),
     ({LENS: ints(70, -3)}, r"seq_lens\[1\] is -3; it takes 0\.\."),
     ({LENS: ints(70, 81)}, r"seq_lens\[1\] is 81; block_table has 5 pages of 16 each"),

@@ -327,6 +327,17 @@ def test_the_parts_of_a_query_are_joined_by_sglangs_kernel(monkeypatch, decodes)
     assert decodes == [1] * 2
 
 
+@pytest.mark.parametrize(("dtype", "joins"), [(torch.bfloat16, 0), (torch.float8_e4m3fn, 2)], ids=str)
+def test_parts_are_joined_only_where_no_kernel_takes_them(monkeypatch, dtype, joins):
+    """On an H100 or H200 decode reads both parts of 16-bit queries, over rows of 16 bits."""
+    joined = []
+    real = integration.joined_queries
+    monkeypatch.setattr(integration, "joined_queries", lambda *parts: joined.append(parts) or real(*parts))
+    monkeypatch.setattr(integration, "takes_query_parts", lambda like, heads, q_len: True)
+    step(*made(monkeypatch, dtype=dtype), ForwardMode.DECODE, LENGTHS, [1, 1, 1], None, in_two=True)
+    assert len(joined) == joins
+
+
 @pytest.mark.parametrize("name", ["sinks", "score_mod", "aux_tensors"])
 def test_scores_that_are_not_plain_are_refused(monkeypatch, decodes, name):
     theirs.settings(monkeypatch)

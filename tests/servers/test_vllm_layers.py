@@ -81,6 +81,25 @@ def assert_attended(found, q, q_lens, cache, table, lengths, tolerance):
 ROUNDED = dict(rtol=2**-8, atol=2e-5)
 
 
+@pytest.mark.parametrize("taken", [True, False])
+@pytest.mark.parametrize("q_lens", [[1, 1, 1], [2, 2, 2], [1, 1, 4]], ids=str)
+def test_the_two_parts_of_queries(monkeypatch, q_lens, taken):
+    """As vLLM makes them: by head, and a slice of wider rows. They are joined only where no kernel takes them so."""
+    lengths = [300, 9, 64]
+    cache, table = paged(lengths, 16)
+    latent = torch.randn(HEADS, sum(q_lens), LATENT).bfloat16().transpose(0, 1)
+    rope = torch.randn(sum(q_lens), HEADS, 96).bfloat16()[..., 32:]
+    given = []
+    monkeypatch.setattr(integration, "takes_query_parts", lambda like, heads, q_len: taken)
+    monkeypatch.setattr(
+        mla_suite, "decode", lambda *args, real=mla_suite.decode, **kw: given.append(kw) or real(*args, **kw)
+    )
+    found = impl_of().forward_mqa((latent, rope), cache, step_of(lengths, table, q_lens), layer_of())
+    assert_attended(found, torch.cat((latent, rope), -1).float(), q_lens, cache.float(), table, lengths, ROUNDED)
+    assert [call["q_rope"] is not None for call in given] == [taken]
+    assert not taken or given[0]["q_rope"].untyped_storage().data_ptr() == rope.untyped_storage().data_ptr()
+
+
 @pytest.mark.parametrize("q_len", [1, 4])
 def test_queries_that_vllm_quantised(q_len):
     lengths = [300, 9, 64]

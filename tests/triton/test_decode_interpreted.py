@@ -61,8 +61,8 @@ def test_inputs_that_are_parts_of_larger_tensors() -> None:
 
     args, kwargs = decode_sample([130, 40], heads=2, latent=64, page=16, q_len=3, tree=True, **FP32).make(CPU)
     expected = mla_suite.decode(*args, **kwargs)
-    q, cache, lens, table, *rest, tree = args
-    given = (apart(q, 2, 3), apart(cache, 1), lens, apart(table, 1), *rest, apart(tree, 1))
+    q, cache, lens, table, *rest, tree, q_rope = args
+    given = (apart(q, 2, 3), apart(cache, 1), lens, apart(table, 1), *rest, apart(tree, 1), q_rope)
     for mine, reference in zip(run(decode, "decode", given, kwargs), expected, strict=True):
         torch.testing.assert_close(mine, reference, atol=3e-6, rtol=1e-5)
 

@@ -11,8 +11,10 @@ namespace mla {
 // and ceil(log2(n)): numbers below 2^31 are divided by n by one multiplication.
 struct alignas(64) DecodeTmaParams {
   uint64_t kv_map[16];           // the 128-byte TMA map of kv_cache; zeros where keys come without one
-  uint64_t q_map[16];            // the TMA map of the queries as one matrix of rows; zeros where they are e4m3
-  const void* q;                 // [tokens, heads, D_QK], rows q_row_stride apart
+  uint64_t kv_rest_map[16];      // the same in boxes of the columns that a box of kv_map leaves of a row; or zeros
+  uint64_t q_map[16];            // the TMA map of the queries, or of their latent part; zeros where they are e4m3
+  uint64_t q_rope_map[16];       // the TMA map of their rope part, if they are in_parts; else zeros
+  const void* q;                 // [tokens, heads, D_QK], rows q_row_stride apart; unused where they are in_parts
   const void* kv_cache;          // [pages, page, D_QK]
   const int32_t* seq_lens;       // [batch]
   const int32_t* page_ids;       // [batch, page_ids_stride], or [kv_indptr[batch]]
@@ -41,6 +43,7 @@ struct alignas(64) DecodeTmaParams {
   uint32_t heads_reciprocal;     // 2^32 / heads, rounded up, of more than one: row / heads by one multiplication
   int32_t q_len;                 // of the longest sequence
   int32_t rows;                  // q_len * heads
+  int32_t in_parts;              // 1: the queries are two tensors, which have maps by head and token
   int32_t page;                  // keys per page
   uint32_t page_reciprocal;      // of page
   uint32_t page_shift;           // of page

@@ -125,31 +125,56 @@ class ProducerBase {
     publish(tile, info, tiles, leader);
   }
 
-  // Issues the TMA load of one half of the queries of a block's rows, which begin at `row` of all rows; by one thread.
-  MLA_DEVICE void load_q_half(int row, int half, const KvState& kv) const {
+  // Issues the TMA loads of one half of every row of the block's queries, whose bytes count on `full`; by one thread. The
+  // rows begin with head `head` of query token `token`. Dense decode's may be in two tensors, of which boxes of 32 values
+  // come.
+  MLA_DEVICE void load_q_half(int token, int head, int half, uint32_t to, uint32_t full) const {
+    constexpr int LATENT_BLOCKS = Traits::Problem::HEAD_DIM_V / 32;
+    int block = half * Traits::Q_BOXES;
+    if constexpr (!Traits::SELECTED && Traits::HEAD_DIM_QK > Traits::Problem::HEAD_DIM_V)
+      if (params_.in_parts) {
+        const int end = block + Traits::Q_BOXES;
+#pragma unroll 1
+        for (; block < end; ++block, to += Traits::q_box_bytes(params_)) {
+          const bool latent = block < LATENT_BLOCKS;
+          load_q_box(to, latent ? params_.q_map : params_.q_rope_map, head, token,
+                     latent ? block : block - LATENT_BLOCKS, full);
+        }
+        return;
+      }
+    load_q_box(to, params_.q_map, token * params_.heads + head, 0, block, full);
+  }
+  // A box of queries. Both CTAs of two splits have the same, and each loads half for both; but where keys are selected, a
+  // CTA without keys has ended before it would.
+  static constexpr bool SHARES_Q = Cluster::MERGES_SPLITS && !Traits::SELECTED;
+  MLA_DEVICE static void load_q_box(uint32_t to, const void* map, int head, int token, int block, uint32_t full) {
+    if constexpr (SHARES_Q)
+      tma_load_multicast(to, map, 0, head, token, block, full);
+    else
+      tma_load(to, map, 0, head, token, block, full);
+  }
+
+  // Loads one half of every row into a stage.
+  MLA_DEVICE void load_q_half(int token, int head, int half, const KvState& kv) const {
     const uint32_t full = barriers_.kv_full(kv.stage);
-    const uint32_t to = shared_ + kv.stage * Traits::STAGE_BYTES;
     mbarrier_expect_tx(full, Traits::Q_BOXES * Traits::q_box_bytes(params_));
-    // Both CTAs of two splits have the same queries, and each loads half for both; but where keys are selected, a CTA
-    // without keys has ended before it would.
-    if constexpr (!Cluster::MERGES_SPLITS || Traits::SELECTED)
-      tma_load(to, params_.q_map, 0, row, half * Traits::Q_BOXES, full);
-    else if (half == static_cast<int>(cluster_rank()))
-      tma_load_multicast(to, params_.q_map, 0, row, half * Traits::Q_BOXES, full);
+    if (SHARES_Q && half != static_cast<int>(cluster_rank())) return;
+    load_q_half(token, head, half, shared_ + kv.stage * Traits::STAGE_BYTES, full);
   }
 
   // A tile's queries take the two stages before its keys, so that they, too, arrive before they are needed: first one
   // half of every row, then the other. Rows past the sequence's last belong to the next sequence, or are zeros past the
   // very last; their results are never stored. Thread `leader` issues the loads.
   MLA_DEVICE void load_q(int sequence, KvState& kv, int leader) {
-    const Queries queries(params_, sequence);
-    const int row = static_cast<int>(queries.first_token * params_.heads) + first_row();
+    const Heads heads(params_);
+    const int in_sequence = heads.token(first_row()), head = heads.head(first_row(), in_sequence);
+    const int token = static_cast<int>(Queries(params_, sequence).first_token) + in_sequence;
     const int lane = warpgroup_thread() - leader;
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
       wait_for_tma_stage(kv_stage(kv));
       if (lane == 0)
-        load_q_half(row, half, kv);
+        load_q_half(token, head, half, kv);
       else if (Traits::LOAD != KvLoad::tma)
         mbarrier_arrive(barriers_.kv_full(kv.stage));
       if constexpr (Traits::ROTATES)
@@ -169,8 +194,7 @@ class ProducerBase {
       mbarrier_expect_tx(barriers_.q_full(), 2 * half_bytes);
 #pragma unroll 1
       for (int half = 0; half < 2; ++half)
-        tma_load(shared_ - Storage::KV + Storage::Q + half * half_bytes, params_.q_map, 0, token * params_.heads,
-                 half * Traits::Q_BOXES, barriers_.q_full());
+        load_q_half(token, 0, half, shared_ - Storage::KV + Storage::Q + half * half_bytes, barriers_.q_full());
     }
     parity ^= 1;
     __syncwarp();

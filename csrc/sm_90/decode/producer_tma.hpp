@@ -156,39 +156,37 @@ class ProducerTma : protected ProducerBase<Traits> {
   // Loads BYTES of a stage, whose keys are rows of one page: [column blocks from `block` on][BLOCK_N][64]. Splits begin
   // at multiples of BLOCK_N. Keys past the tile's end come along; the QK warpgroup makes them harmless.
   //
-  // With ClusterShareKv the boxes go to both CTAs, each of which loads every other one and expects all on its own mbarrier,
-  // where they may come before. A stage is empty when both CTAs have read it, and full only once both have found it empty:
-  // so none releases it again while the other still counts arrivals of the release before, however long a warp of that
-  // one is stopped between two instructions, as it is when another process gets the GPU (D79 in PERF.md).
+  // With ClusterShareKv a stage is two boxes, of nearly equal size, that go to both CTAs. Each CTA loads one, in turn the
+  // first and the rest, and expects both on its own mbarrier, where they may come before. A stage is empty when both CTAs
+  // have read it, and full only once both have found it empty: so none releases it again while the other still counts
+  // arrivals of the release before, however long a warp of that one is stopped between two instructions, as it is when
+  // another process gets the GPU (D79 in PERF.md).
   template <int BYTES>
   MLA_DEVICE void load_boxes(const int32_t* pages, int first, int block, const Stage& to) {
-    constexpr int BOX_BYTES = Traits::BOX_BLOCKS * Traits::BLOCK_BYTES, LOADERS = Cluster::SHARES_KV ? 2 : 1;
-    static_assert(BYTES >= LOADERS * BOX_BYTES, "each CTA has a box");
+    constexpr int BOX_BYTES = Traits::BOX_BLOCKS * Traits::BLOCK_BYTES;
     const int in_table = this->page_of(first);
     const int row = first - in_table * params_.page;
     const int page = __ldg(pages + in_table);
     this->wait_for_tma_stage(to);
     if (warpgroup_thread() % 32 != 0) return;
     mbarrier_expect_tx(to.full, BYTES);
-    int at = 0;
     if constexpr (Cluster::SHARES_KV) {
-      const int number = (stages_++ ^ cluster_rank()) % 2;
-      at = number * BOX_BYTES;
-      block += number * Traits::BOX_BLOCKS;
-    }
-#pragma unroll 1
-    for (; at < BYTES; at += LOADERS * BOX_BYTES, block += LOADERS * Traits::BOX_BLOCKS) {
-      if constexpr (Cluster::SHARES_KV)
-        tma_load_multicast(to.at + at, params_.kv_map, kv_map_column<Traits>(block), row, kv_map_block<Traits>(block),
-                           page, to.full, hint_);
+      static_assert(BYTES > BOX_BYTES && BYTES <= 2 * BOX_BYTES, "each CTA has a box");
+      if ((stages_++ ^ cluster_rank()) % 2 == 0)
+        tma_load_multicast(to.at, params_.kv_map, 0, row, block, page, to.full, hint_);
       else
+        tma_load_multicast(to.at + BOX_BYTES, params_.kv_rest_map, 0, row, block + Traits::BOX_BLOCKS, page, to.full,
+                           hint_);
+    } else {
+#pragma unroll 1
+      for (int at = 0; at < BYTES; at += BOX_BYTES, block += Traits::BOX_BLOCKS)
         tma_load(to.at + at, params_.kv_map, kv_map_column<Traits>(block), row, kv_map_block<Traits>(block), page,
                  to.full, hint_);
     }
   }
 
   uint64_t hint_;         // for the keys that are loaded next
-  uint32_t stages_ = 0;  // of keys so far, with ClusterShareKv: which CTA has a stage's first box
+  uint32_t stages_ = 0;  // of keys so far, with ClusterShareKv: which CTA loads a stage's first box
 };
 
 }  // namespace mla::sm_90

@@ -173,10 +173,9 @@ struct DecodeTraits {
   static constexpr int PEER_STAGES = Cluster::PEER_STAGES;
   static constexpr int PEER_STAGE_BYTES = WARPGROUP_COLUMNS / 64 * BLOCK_BYTES;
   // Column blocks that one TMA load brings. Rows that end within a block come by the block, the rest of which TMA fills.
-  // Two CTAs that share keys load two boxes of four blocks, or three of three.
-  static constexpr int SHARED_BOXES = COLUMN_BLOCKS % 2 == 0 ? 2 : 3;
+  // Of two CTAs that share keys one loads so many, and the other the rest by a map of its own.
   static constexpr int BOX_BLOCKS = Cluster::EXCHANGES_P || ROTATES || !WHOLE_BLOCKS ? 1
-                                    : Cluster::SHARES_KV ? COLUMN_BLOCKS / SHARED_BOXES
+                                    : Cluster::SHARES_KV ? (COLUMN_BLOCKS + 1) / 2
                                                          : COLUMN_BLOCKS;
   // A plan's split points are rounded down to multiples of this number of keys.
   static constexpr int SPLIT_ALIGNMENT = LOAD == KvLoad::tma || CONVERTS_KEYS ? BLOCK_N : 1;

@@ -16,11 +16,11 @@ MLA_DEVICE void tma_prefetch_descriptor(const void* map) {
 
 // Copies a box of the tensor that `map` describes to shared memory. The coordinates are those of its first element,
 // innermost first. The bytes count on the mbarrier.
-MLA_DEVICE void tma_load(uint32_t to, const void* map, int x, int y, int z, uint32_t barrier) {
+MLA_DEVICE void tma_load(uint32_t to, const void* map, int x, int y, int z, int w, uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
-      "[%5];" ::"r"(to),
-      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+      "[%6];" ::"r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
       : "memory");
 }
 MLA_DEVICE void tma_load(uint32_t to, const void* map, int x, int y, int z, int w, uint32_t barrier,
@@ -33,11 +33,11 @@ MLA_DEVICE void tma_load(uint32_t to, const void* map, int x, int y, int z, int 
 }
 
 // Copies a box to the same address of both CTAs of a cluster of two, and counts its bytes on the same mbarrier of each.
-MLA_DEVICE void tma_load_multicast(uint32_t to, const void* map, int x, int y, int z, uint32_t barrier) {
+MLA_DEVICE void tma_load_multicast(uint32_t to, const void* map, int x, int y, int z, int w, uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
-      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "h"(static_cast<uint16_t>(3))
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier), "h"(static_cast<uint16_t>(3))
       : "memory");
 }
 

@@ -10,7 +10,6 @@ import torch
 
 from mla_suite.archs import ArchSpec, combine, decode_table
 from mla_suite.archs.attention import (
-    DECODE_INPUTS,
     MAX_ROW_TILES,
     NARROW,
     WIDTHS,
@@ -22,6 +21,7 @@ from mla_suite.archs.attention import (
     decode_numbers,
     decode_out_is_apart,
     decode_pointers,
+    decode_query_copy,
     decode_shape,
 )
 from mla_suite.archs.cdna.splits import LoopCosts, default_splits
@@ -29,7 +29,7 @@ from mla_suite.archs.combine import OUTPUTS
 from mla_suite.core import dispatch
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.launch import has_kernel, missing
-from mla_suite.launch.spec import CallSpec, Copy, LaunchSpec, Temporary
+from mla_suite.launch.spec import CallSpec, LaunchSpec, Temporary
 from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.decode import DecodeArgs, Problem
 from mla_suite.ops.plan.metadata import splits_of
@@ -158,9 +158,9 @@ class CdnaConfig:
         if shape.plan_words:
             work_tiles = min(work_tiles, self.arch.compute_units)
         queries, results, copies, temporaries = shape.q, shape.out, decode_mask_copies(args), list[Temporary]()
-        if args.softmax_scale < 0 or not queries.in_whole_vectors:
-            queries = queries.copied()
-            copies.append(Copy(DECODE_INPUTS["q"], args.softmax_scale < 0))
+        if args.softmax_scale < 0 or not queries.in_whole_vectors or shape.q_rope is not None:
+            queries, copy = decode_query_copy(args, shape)
+            copies.append(copy)
         if decode_out_is_apart(shape):
             results = results.copied()
             temporaries.append(Temporary(OUTPUTS["out"]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mla_suite.archs.attention import WIDTHS
 from mla_suite.archs.base import CommonKernels
-from mla_suite.archs.sm_90 import append_kv, convert_kv, costs, decode, sparse_decode
+from mla_suite.archs.sm_90 import append_kv, convert_kv, costs, decode, sparse_decode, tensor_maps
 from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.ops.append_kv import Problem as AppendKvProblem
@@ -51,6 +51,9 @@ class Kernels(CommonKernels):
 
     def absorbed_prompt(self, head_dim: int, fp8: bool) -> int:
         return ABSORBED_PROMPT[fp8] if head_dim in WIDTHS else 0
+
+    def takes_query_parts(self, num_heads: int, q_len: int) -> bool:
+        return tensor_maps.box_by_token(num_heads, q_len) is not None
 
     def widened_rows(self, num_heads: int) -> int:
         return next(rows for fewest, rows in WIDENED_ROWS if num_heads >= fewest)

@@ -222,13 +222,21 @@ class Sm90Config:
 
     @property
     def box_blocks(self) -> int:
-        """Blocks of 64 values of 32 keys that the copy engine brings at a time: BOX_BLOCKS in decode/traits.hpp."""
+        """Blocks of 64 values of 32 keys that the copy engine brings at a time: BOX_BLOCKS in decode/traits.hpp. Of two
+        CTAs that share keys one brings so many, and the other `rest_blocks`."""
         if self.cluster_mode == "exchange_p" or self.load.rotates or self.width % 64:
             return 1
         blocks = self.width // 64
-        if self.cluster_mode == "share_kv":
-            return blocks // (2 if blocks % 2 == 0 else 3)
-        return blocks
+        return -(-blocks // 2) if self.cluster_mode == "share_kv" else blocks
+
+    @property
+    def rest_blocks(self) -> int:
+        return self.width // 64 - self.box_blocks if self.cluster_mode == "share_kv" else 0
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether the kernel reads the latent and the rope part of queries by maps of their own."""
+        return self.kv_load != "swap_ab" and self.dtype != "fp8"
 
     def tiles(self, rows: int) -> int:
         """CTAs that share the keys of one work tile."""

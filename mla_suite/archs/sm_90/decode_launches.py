@@ -10,12 +10,14 @@ import torch
 from mla_suite.archs import combine as combine_kernels
 from mla_suite.archs.attention import (
     DECODE_INPUTS,
+    Shape,
     call_of,
     combined,
     decode_mask_copies,
     decode_numbers,
     decode_out_is_apart,
     decode_pointers,
+    decode_query_copy,
     decode_shape,
 )
 from mla_suite.archs.combine import OUTPUTS
@@ -24,12 +26,21 @@ from mla_suite.archs.sm_90.costs import NODE_SPLITS
 from mla_suite.archs.sm_90.tile import BLOCK_M, groups_of
 from mla_suite.build.params import divisor
 from mla_suite.launch import tensor_map
-from mla_suite.launch.spec import CallSpec, Copy, LaunchSpec, Temporary
+from mla_suite.launch.spec import CallSpec, Copy, LaunchSpec, Temporary, TensorMap
 from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.decode import DecodeArgs
 
 if TYPE_CHECKING:
     from mla_suite.archs.sm_90.decode import Sm90Config
+
+
+def _maps_of_parts(config: Sm90Config, args: DecodeArgs, shape: Shape) -> dict[str, TensorMap | None]:
+    """The maps of queries in two tensors; none where they are one, and where the kernel needs them joined."""
+    if shape.q_rope is None or not config.takes_parts or args.softmax_scale < 0:
+        return {}
+    parts = {"q_map": ("q", shape.q), "q_rope_map": ("q_rope", shape.q_rope)}
+    maps = {name: tensor_maps.q_part_map(DECODE_INPUTS[of], part, shape.q_len) for name, (of, part) in parts.items()}
+    return maps if all(maps.values()) else {}
 
 
 def spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArgs) -> CallSpec:
@@ -47,33 +58,38 @@ def spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArgs
     slots, tiles = splits.slots(shape), config.tiles(shape.rows)
     groups = groups_of(config.arch, splits.tiles(shape), tiles)
     queries, results, copies, temporaries = shape.q, shape.out, decode_mask_copies(args), list[Temporary]()
+    q_maps = _maps_of_parts(config, args, shape)
     reached = queries.in_whole_vectors and tensor_maps.pitch(queries.shape, queries.strides) is not None
-    if args.softmax_scale < 0 or not reached:
-        queries = queries.copied()
-        copies.append(Copy(DECODE_INPUTS["q"], args.softmax_scale < 0))
+    if not q_maps and (args.softmax_scale < 0 or not reached or shape.q_rope is not None):
+        queries, copy = decode_query_copy(args, shape)
+        copies.append(copy)
     if decode_out_is_apart(shape) or not tensor_maps.within_span(shape.q_len, shape.heads, shape.out.strides):
         results = results.copied()
         temporaries.append(Temporary(OUTPUTS["out"]))
     if config.load.rotates and args.rope_cos_sin.data_ptr() % tensor_map.ALIGNMENT:  # type: ignore[union-attr]  # rotated by it
         copies.append(Copy(DECODE_INPUTS["rope_cos_sin"]))
-    maps = dict.fromkeys(("kv_map", "q_map"))
+    maps = dict.fromkeys(("kv_map", "kv_rest_map", "q_map", "q_rope_map"))
     swapped = config.kv_load == "swap_ab"  # bulk copies bring keys, and boxes are prefetched
     if config.load.by_box or swapped:
         # Nothing is read of a cache without pages, which has no address, but a map needs one.
         cache = DECODE_INPUTS["kv_cache" if args.kv_cache.shape[0] else "q"]
         stored = torch.uint8 if config.fp8_scores or swapped else queries.dtype
-        kv_map = tensor_maps.kv_map(cache, args.kv_cache.shape, args.kv_cache.stride(), stored, config.box_blocks)
-        maps["kv_map"] = kv_map
+        boxes = {"kv_map": config.box_blocks, "kv_rest_map": config.rest_blocks}
+        maps |= {
+            name: tensor_maps.kv_map(cache, args.kv_cache.shape, args.kv_cache.stride(), stored, blocks)
+            for name, blocks in boxes.items()
+            if blocks
+        }
     if queries.dtype.itemsize > 1:
-        q_map = tensor_maps.q_map(DECODE_INPUTS["q"], queries.shape, queries.strides, queries.dtype, shape.q_len)
-        maps["q_map"] = q_map
-    q_row_stride = tensor_maps.pitch(queries.shape, queries.strides)
+        maps |= q_maps or {"q_map": tensor_maps.q_map(DECODE_INPUTS["q"], queries, shape.q_len)}
+    q_row_stride = 0 if q_maps else tensor_maps.pitch(queries.shape, queries.strides)
     if q_row_stride is None:
         raise RuntimeError(f"decode: rows of queries with strides {queries.strides} are not evenly apart, even copied")
     table = args.block_table
     wanted_lse = LseLayout.of(lse), args.plus_inf_lse
     numbers = dict(
         q_row_stride=q_row_stride,
+        in_parts=int(bool(q_maps)),
         **combine_kernels.lse_numbers(*wanted_lse),
         heads_reciprocal=(2**32 - 1) // shape.heads + 1 if shape.heads > 1 else 0,
         page_ids_stride=0 if table is None else table.stride(0),
@@ -116,6 +132,8 @@ def spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArgs
             merge = combine.bounded(merge)
         if states:
             merge = combine.of_states(merge, shape.rows)
+    if shape.q_rope is not None:
+        notes.append(f"the two parts of the queries are {'read where they lie' if q_maps else 'joined by a copy'}")
     beside = " while decode runs" if streaming is not None else ""
     mode = config.cluster_mode
     pairs = "" if mode == "none" else f"; clusters of two CTAs: the call has cluster_mode {mode}"

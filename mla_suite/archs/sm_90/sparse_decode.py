@@ -288,7 +288,7 @@ def _spec(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: Spa
     numbers |= {"interleaved": _interleaved_pools(kv_formats), "fp4": fp4_pools(kv_formats)}
     pointers = sparse_pointers(args, slots > 0)
     pointers["max_logits"] = Output(2) if len(outputs) > 2 else None
-    maps = {"q_map": tensor_maps.q_map(SPARSE_INPUTS["q"], shape.q.shape, shape.q.strides, shape.q.dtype, 1)}
+    maps = {"q_map": tensor_maps.q_map(SPARSE_INPUTS["q"], shape.q, 1)}
     launch = LaunchSpec(
         *(config.instance, (tiles, groups, 1), config.threads, config.lds, True),
         *("sparse_decode_tma", numbers, pointers, maps),

@@ -6,6 +6,7 @@ from math import prod
 
 import torch
 
+from mla_suite.archs.attention import Rows
 from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N
 from mla_suite.launch.spec import Slot, TensorMap
 
@@ -33,17 +34,45 @@ def kv_map(
     )
 
 
-def q_map(address: Slot, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, q_len: int) -> TensorMap:
+def q_map(address: Slot, queries: Rows, q_len: int) -> TensorMap:
     """The queries, as one matrix of rows that have a pitch, in boxes of half of a block's rows, [32 values][row][32].
 
     Rows of a box come in whole turns of the swizzle, which are eight.
     """
-    row_stride = pitch(shape, strides)
+    row_stride = pitch(queries.shape, queries.strides)
     if row_stride is None:
-        raise ValueError(f"decode: query rows of sizes {shape} and strides {strides} are no matrix; copy them first")
-    heads, width = shape[-2:]
-    rows, blocks = min(BLOCK_M, -(-heads * q_len // 8) * 8), width // 32
-    return TensorMap(address, dtype, (32, prod(shape[:-1]), blocks), (row_stride * 2, 64), (32, rows, -(-blocks // 2)))
+        where = f"sizes {queries.shape} and strides {queries.strides}"
+        raise ValueError(f"decode: query rows of {where} are no matrix; copy them first")
+    heads, width = queries.shape[-2:]
+    blocks, row_bytes = width // 32, row_stride * 2
+    sizes, box = (32, prod(queries.shape[:-1]), 1, blocks), (32, _rows_of_box(heads * q_len), 1, -(-blocks // 2))
+    return TensorMap(address, queries.dtype, sizes, (row_bytes, row_bytes, 64), box)
+
+
+def q_part_map(address: Slot, part: Rows, q_len: int) -> TensorMap | None:
+    """The latent or the rope part of queries in two tensors, by head and token, in boxes of 32 values of a block's
+    rows; None where the copy engine cannot bring those."""
+    heads, width = part.shape[-2:]
+    box, head_stride = box_by_token(heads, q_len), part.strides[-2] if heads > 1 else width
+    tokens, token_stride = prod(part.shape[:-2]), pitch((*part.shape[:-2], width), (*part.strides[:-2], 1))
+    if box is None or not part.in_whole_vectors or head_stride == 0 or token_stride is None or width % 32:
+        return None
+    strides = head_stride * 2, token_stride * 2, 64
+    return TensorMap(address, part.dtype, (32, heads, tokens, width // 32), strides, (32, *box, 1))
+
+
+def box_by_token(heads: int, q_len: int) -> tuple[int, int] | None:
+    """Heads and query tokens of a block's rows; None where it begins or ends within the heads of one of several."""
+    rows = _rows_of_box(heads * q_len)
+    if q_len == 1:
+        return rows, 1
+    whole = heads % BLOCK_M == 0 or (BLOCK_M % heads == 0 and rows % heads == 0)
+    return (min(heads, BLOCK_M), max(rows // heads, 1)) if whole else None
+
+
+def _rows_of_box(rows: int) -> int:
+    """Rows of a block in whole turns of the swizzle, of a sequence with so many."""
+    return min(BLOCK_M, -(-rows // 8) * 8)
 
 
 def within_span(q_len: int, heads: int, strides: tuple[int, ...]) -> bool:

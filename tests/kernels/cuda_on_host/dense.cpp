@@ -67,7 +67,7 @@ struct Case : DenseCase {
       params.kv_descale = &kv_descale;
       score_scale = value_scale = kv_descale;
     }
-    if (!FP8_Q) map_queries<Traits>(q);
+    if (!FP8_Q) map_queries<Traits>(reinterpret_cast<const uint16_t*>(q));
     if constexpr (LOAD == KvLoad::tma || LOAD == KvLoad::fp8_scores) map_keys<Traits>(cache);
   }
 

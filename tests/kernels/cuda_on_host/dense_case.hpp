@@ -4,7 +4,8 @@
 //         tokens); planned (two SM parts of a plan for each group), paired with it (one, and what clusters add is
 //         marked); descaled (by a q_descale times which fp16 queries are infinite), descaled_nan (by NaN, which all
 //         results are); windowN (keys left of each query token; before the window lie NaN and page numbers of nothing);
-//         tree (of drafts); foldN (keys of the splits that a CTA folds). A program may know others.
+//         tree (of drafts); foldN (keys of the splits that a CTA folds); parts (queries in two tensors). A program may
+//         know others.
 #pragma once
 
 #include <string>
@@ -167,19 +168,38 @@ struct DenseCase {
 
   // The maps by which boxes bring queries and keys of 16 bits.
   template <class Traits>
-  void map_queries(void* q) {
+  void map_queries(const uint16_t* q) {
     using namespace mla::sm_90;
-    const QueryMap map{static_cast<uint16_t*>(q), static_cast<int64_t>(first_tokens.back()) * heads, WIDTH,
-                       min(BLOCK_M, (rows + 7) / 8 * 8), Traits::Q_BOXES};
-    std::memcpy(params.q_map, &map, sizeof map);
+    const int64_t box_rows = min(BLOCK_M, (rows + 7) / 8 * 8), tokens = first_tokens.back();
+    if (!has("parts")) {
+      const QueryMap map{q, tokens * heads, WIDTH, 1, 0, WIDTH, box_rows, 1, Traits::Q_BOXES};
+      std::memcpy(params.q_map, &map, sizeof map);
+      return;
+    }
+    // Parts as servers have them: the latent one [heads][tokens], the other within rows that are twice as long.
+    const int64_t rope = WIDTH - VALUES, box_heads = q_len == 1 ? box_rows : min(heads, BLOCK_M);
+    uint16_t* parts[] = {before_a_fence<uint16_t>(tokens * heads * VALUES), before_a_fence<uint16_t>(tokens * heads * rope * 2)};
+    for (int64_t token = 0; token < tokens; ++token)
+      for (int64_t head = 0; head < heads; ++head) {
+        const uint16_t* row = q + (token * heads + head) * WIDTH;
+        std::copy(row, row + VALUES, parts[0] + (head * tokens + token) * VALUES);
+        std::copy(row + VALUES, row + WIDTH, parts[1] + ((token * heads + head) * 2 + 1) * rope);
+      }
+    const QueryMap latent{parts[0], heads, tokens * VALUES, tokens, VALUES, VALUES, box_heads, box_rows / box_heads, 1};
+    const QueryMap rotary{parts[1] + rope, heads, 2 * rope, tokens, heads * 2 * rope, rope, box_heads, box_rows / box_heads, 1};
+    std::memcpy(params.q_map, &latent, sizeof latent);
+    std::memcpy(params.q_rope_map, &rotary, sizeof rotary);
+    params.in_parts = 1;
   }
   template <class Traits>
   void map_keys(void* cache) {
     using namespace mla::sm_90;
     const bool stored = Traits::SCORES_AS_STORED;
-    const KeyMap map{static_cast<uint8_t*>(cache), stored ? 1 : 2, page, WIDTH, static_cast<int64_t>(page) * WIDTH, BLOCK_N,
-                     stored ? WIDTH / 64 : Traits::BOX_BLOCKS};
+    KeyMap map{static_cast<uint8_t*>(cache), stored ? 1 : 2, page, WIDTH, static_cast<int64_t>(page) * WIDTH, BLOCK_N,
+               stored ? WIDTH / 64 : Traits::BOX_BLOCKS};
     std::memcpy(params.kv_map, &map, sizeof map);
+    map.boxes = Traits::COLUMN_BLOCKS - Traits::BOX_BLOCKS;
+    if (Traits::Cluster::SHARES_KV) std::memcpy(params.kv_rest_map, &map, sizeof map);
   }
 
   ExactRow exact(int sequence, int row, size_t query) const {

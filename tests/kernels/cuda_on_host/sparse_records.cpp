@@ -210,7 +210,8 @@ struct Case {
   void fill_queries() {
     q.resize(static_cast<size_t>(tokens) * heads * WIDTH);
     for (uint16_t& bits : q) bits = what == "one" ? 0 : float_to_bf16(normal(random));
-    map = {q.data(), tokens * heads, WIDTH, min(BLOCK_ROWS, (heads + 7) / 8 * 8), Traits::Q_BOXES};
+    const int64_t rows = static_cast<int64_t>(tokens) * heads;
+    map = {q.data(), rows, WIDTH, 1, 0, WIDTH, min(BLOCK_ROWS, (heads + 7) / 8 * 8), 1, Traits::Q_BOXES};
     for (int head = 0; head < heads; ++head) sink.push_back(3 * normal(random));
   }
 

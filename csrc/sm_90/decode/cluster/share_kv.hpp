@@ -1,5 +1,5 @@
 // ClusterShareKv: the two CTAs of a cluster hold two row tiles of a sequence, of which both read all keys. Either each
-// loads every other box of each KV stage for both (producer_tma.hpp), or it dequantises half of each for both
+// loads one of the two boxes of each KV stage for both (producer_tma.hpp), or it dequantises half of each for both
 // (sparse_decode/producer_dequant.hpp). Their rings advance in step.
 #pragma once
 

@@ -44,25 +44,31 @@ struct BulkCopy {
 };
 inline std::vector<BulkCopy> bulk_copies;
 
-// Stands where a launch has the tensor map of the queries: a matrix of rows, in boxes of 32 columns.
+// Stands where a launch has the tensor map of queries, or of one of their parts: values of heads and tokens, in boxes of
+// 32 columns. Where they are a matrix of rows, all rows are heads of one token.
 struct QueryMap {
   const uint16_t* values;
-  int64_t rows;
+  int64_t heads, head_stride;
+  int64_t tokens, token_stride;
   int64_t width;
-  int64_t box_rows;
+  int64_t box_heads, box_tokens;
   int64_t boxes;  // of one load
 };
 
-// Boxes of [box_rows][64 bytes] in the 64-byte swizzle; rows behind the last are zeros, and so is what is right of them.
-inline void tma_load(uint32_t to, const void* map, int, int row, int box, uint32_t barrier) {
+// Boxes of [box_tokens][box_heads][64 bytes] in the 64-byte swizzle; zeros stand for heads, tokens and columns behind the
+// last.
+inline void tma_load(uint32_t to, const void* map, int, int head, int token, int box, uint32_t barrier) {
   const QueryMap& queries = *static_cast<const QueryMap*>(map);
-  BulkCopy copy{{}, of_cluster(barrier), static_cast<int>(queries.boxes * queries.box_rows * 64)};
+  const int64_t rows = queries.box_heads * queries.box_tokens;
+  BulkCopy copy{{}, of_cluster(barrier), static_cast<int>(queries.boxes * rows * 64)};
   for (int64_t b = 0; b < queries.boxes; ++b)
-    for (int64_t r = 0; r < queries.box_rows; ++r)
+    for (int64_t r = 0; r < rows; ++r)
       for (int piece = 0; piece < 4; ++piece) {
-        const uint32_t at = to + (b * queries.box_rows + r) * 64 + piece * 16;
-        const bool there = row + r < queries.rows && (box + b) * 32 < queries.width;
-        const uint16_t* from = queries.values + (row + r) * queries.width + (box + b) * 32 + piece * 8;
+        const uint32_t at = to + (b * rows + r) * 64 + piece * 16;
+        const int64_t h = head + r % queries.box_heads, t = token + r / queries.box_heads;
+        const bool there = h < queries.heads && t < queries.tokens && (box + b) * 32 < queries.width;
+        const uint16_t* from =
+            queries.values + h * queries.head_stride + t * queries.token_stride + (box + b) * 32 + piece * 8;
         copy.pieces.push_back({of_cluster(at ^ (at >> 7 & 3) << 4), there ? from : nullptr, 16});
       }
   bulk_copies.push_back(copy);
@@ -105,9 +111,9 @@ inline void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier
 }
 
 // The same box to both blocks of a cluster of two, where it arrives at times of its own, each on its own mbarrier.
-inline void tma_load_multicast(uint32_t to, const void* map, int x, int y, int z, uint32_t barrier) {
+inline void tma_load_multicast(uint32_t to, const void* map, int x, int y, int z, int w, uint32_t barrier) {
   if (CLUSTER_BLOCKS != 2) fail("no cluster of two", 0);
-  for (int block = 0; block < 2; ++block) tma_load(in_block(block, to), map, x, y, z, in_block(block, barrier));
+  for (int block = 0; block < 2; ++block) tma_load(in_block(block, to), map, x, y, z, w, in_block(block, barrier));
 }
 inline void tma_load_multicast(uint32_t to, const void* map, int x, int y, int z, int w, uint32_t barrier,
                                uint64_t hint) {
