@@ -77,7 +77,8 @@ class ArchKernels(Protocol):
         ...
 
     def takes_query_parts(self, num_heads: int, q_len: int) -> bool:
-        """Whether decode over 16-bit rows reads 16-bit queries in two tensors (q_rope) where they lie."""
+        """Whether decode over 16-bit rows, and sparse_decode, whose q_len is 1, over others, read 16-bit queries in two
+        tensors (q_rope) where they lie."""
         ...
 
     def scheduler_costs(self, num_q_rows: int) -> SchedulerCosts:

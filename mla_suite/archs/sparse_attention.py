@@ -122,10 +122,11 @@ def sparse_supports(
 def sparse_shape(args: SparseDecodeArgs, out: torch.Tensor) -> Shape:
     """The sizes of a call of sparse_decode. Rows that the kernels cannot reach are those of copies, not `aligned`."""
     queries, results = _token_rows(args.q), _token_rows(out)
+    q_rope = None if args.q_rope is None else _token_rows(args.q_rope)
     tokens, heads, _ = results.shape
     keys = sum([index.numel() for index in args.indices]) // max(tokens, 1)
     plan_words = 0 if args.plan is None else args.plan.shape[0]
-    return Shape(queries, None, results, tokens, heads, 1, heads, False, 0, keys, plan_words)
+    return Shape(queries, q_rope, results, tokens, heads, 1, heads, False, 0, keys, plan_words)
 
 
 def sparse_queries(args: SparseDecodeArgs, shape: Shape, reached: bool) -> tuple[Shape, list[Copy], list[str]]:
@@ -134,9 +135,13 @@ def sparse_queries(args: SparseDecodeArgs, shape: Shape, reached: bool) -> tuple
     fp8 = shape.q.dtype in Q_FP8
     if reached and args.softmax_scale >= 0 and not fp8:
         return shape, [], []
-    copied = shape.q.copied()._replace(dtype=torch.bfloat16)
-    copy = Copy(SPARSE_INPUTS["q"], args.softmax_scale < 0, torch.bfloat16 if fp8 else None)
-    return shape._replace(q=copied), [copy], ["queries are copied as bfloat16"] * fp8
+    copied = shape.q.copied(shape.q_rope)._replace(dtype=torch.bfloat16)
+    beside = None if shape.q_rope is None else SPARSE_INPUTS["q_rope"]
+    copy = Copy(SPARSE_INPUTS["q"], args.softmax_scale < 0, torch.bfloat16 if fp8 else None, beside)
+    notes = ["queries are copied as bfloat16"] * fp8 + ["the two parts of the queries are joined by a copy"] * bool(
+        beside
+    )
+    return shape._replace(q=copied, q_rope=None), [copy], notes
 
 
 def sparse_splits(args: SparseDecodeArgs, shape: Shape, own: Callable[[], int]) -> Splits:

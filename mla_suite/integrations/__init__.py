@@ -67,7 +67,8 @@ def pairs_saved(new: Iterable[int], cached: Iterable[int], per_key: int) -> floa
 
 
 def takes_query_parts(like: torch.Tensor, num_heads: int, q_len: int) -> bool:
-    """Returns whether decode over 16-bit rows reads the two parts of 16-bit queries where they lie.
+    """Returns whether decode over 16-bit rows, and sparse_decode over others, read the two parts of 16-bit queries
+    where they lie.
 
     On the device of `like`, where each sequence has up to q_len query tokens. Else a server's own kernel joins them in
     less time than decode does.

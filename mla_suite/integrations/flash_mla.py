@@ -231,16 +231,17 @@ def flash_mla_with_kvcache(
 def _dense_tensors(given: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of decode from those of `flash_mla_with_kvcache`."""
     q, cache, block_table, lens, _, sink, _, _, _, _, descale_q, descale_k, plan, _ = given
-    return q, _rows(cache), lens, block_table, None, None, None, descale_q, descale_k, sink, None, plan, None, None
+    descales = descale_q, descale_k
+    return q, _rows(cache), lens, block_table, None, None, None, *descales, sink, None, plan, None, None, None
 
 
 def _sparse_tensors(given: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of sparse_decode from those of `flash_mla_with_kvcache`."""
     q, cache, _, _, indices, sink, extra, extra_indices, length, extra_length, *_ = given
     if extra is None:
-        return q, [_rows(cache)], [indices], [None], [length], sink, None, None, None
+        return q, [_rows(cache)], [indices], [None], [length], sink, None, None, None, None
     pools, lengths = [_rows(cache), _rows(extra)], [length, extra_length]
-    return q, pools, [indices, extra_indices], [None, None], lengths, sink, None, None, None
+    return q, pools, [indices, extra_indices], [None, None], lengths, sink, None, None, None, None
 
 
 def _rows(cache: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 
 import mla_suite
-from mla_suite.integrations import FP8, needs, refuse, widened_rows
+from mla_suite.integrations import FP8, WIDE, needs, refuse, takes_query_parts, widened_rows
 from mla_suite.integrations.vllm import MLASuiteAnswers, MLASuiteLayer, joined
 from mla_suite.kv_formats import get_kv_format
 
@@ -157,9 +157,12 @@ class MLASuiteSparseImpl(MLASuiteLayer, SparseMLACommonImpl):
 
         -> out [tokens, heads, 512], lse [tokens, heads]
         """
-        if isinstance(q, tuple):
-            q = joined(*q)
         cache, kv_format = self._as_stored(kv_c_and_k_pe_cache)
+        q_rope = None
+        if isinstance(q, tuple):
+            rows = cache.dtype in WIDE or attn_metadata.widened  # 16-bit ones, which are gathered
+            in_parts = q[1].shape[-1] > 0 and not rows and takes_query_parts(q[0], q[0].shape[1], 1)
+            q, q_rope = q if in_parts else (joined(*q), None)
         descale = layer._k_scale.reshape(1) if kv_format in FP8.values() else None
         options: dict[str, Any] = dict(
             kv_descale=descale,
@@ -169,7 +172,7 @@ class MLASuiteSparseImpl(MLASuiteLayer, SparseMLACommonImpl):
         )
         if not attn_metadata.widened:
             slots = self._slots(attn_metadata, slice(0, q.shape[0]))
-            return mla_suite.sparse_decode(q, [cache], [slots], kv_formats=[kv_format], **options)
+            return mla_suite.sparse_decode(q, [cache], [slots], q_rope=q_rope, kv_formats=[kv_format], **options)
         out = q.new_empty((*q.shape[:2], self.kv_lora_rank))
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
 

@@ -223,7 +223,7 @@ def check(args: DecodeArgs) -> tuple[Output, ...]:
     names = "[tokens, heads, head_dim] with cu_seqlens_q" if ragged else "[batch, q_len, heads, head_dim]"
     checks.tensor("decode", "q", args.q, rank=3 if ragged else 4, dtypes=Q_DTYPES, names=names)
     if args.q_rope is not None:
-        _check_parts(args, args.q_rope)
+        check_parts("decode", args.q, args.q_rope, args.head_dim_v)
     heads, head_dim = args.q.shape[-2], args.head_dim
     caches.check(fmt, args.kv_cache, head_dim, op="decode", argument="kv_cache", like=args.q)
     checks.tensor("decode", "seq_lens", args.seq_lens, rank=1, dtypes=checks.INDEX, like=args.q)
@@ -297,14 +297,15 @@ def _check_ranks(args: DecodeArgs, batch: int) -> None:
         checks.fail("decode", "window_left", f"is {args.window_left} with cp_world_size {world}", possible)
 
 
-def _check_parts(args: DecodeArgs, q_rope: torch.Tensor) -> None:
-    names = f"{list(args.q.shape[:-1])} and the rope part, beside q"
-    checks.tensor("decode", "q_rope", q_rope, rank=args.q.dim(), dtypes=(args.q.dtype,), like=args.q, names=names)
-    if q_rope.shape[:-1] != args.q.shape[:-1]:
-        checks.fail("decode", "q_rope", f"has shape {tuple(q_rope.shape)}", f"it takes {names}")
-    if args.q.shape[-1] != args.head_dim_v:
-        possible = f"beside q_rope it takes the first head_dim_v = {args.head_dim_v} values of each row"
-        checks.fail("decode", "q", f"has rows of {args.q.shape[-1]} values", possible)
+def check_parts(op: str, q: torch.Tensor, q_rope: torch.Tensor, head_dim_v: int) -> None:
+    """Queries in two tensors."""
+    names = f"{list(q.shape[:-1])} and the rope part, beside q"
+    checks.tensor(op, "q_rope", q_rope, rank=q.dim(), dtypes=(q.dtype,), like=q, names=names)
+    if q_rope.shape[:-1] != q.shape[:-1] or checks.certain(q_rope.shape[-1] == 0):
+        checks.fail(op, "q_rope", f"has shape {tuple(q_rope.shape)}", f"it takes {names}")
+    if q.shape[-1] != head_dim_v:
+        possible = f"beside q_rope it takes the first head_dim_v = {head_dim_v} values of each row"
+        checks.fail(op, "q", f"has rows of {q.shape[-1]} values", possible)
 
 
 def _check_tree(args: DecodeArgs, tree_mask: torch.Tensor, batch: int) -> None:

@@ -15,7 +15,7 @@ from mla_suite.core.op import Op, Output
 from mla_suite.core.register import register, register_overload
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
-from mla_suite.ops.decode import Q_DTYPES, Q_FP8
+from mla_suite.ops.decode import Q_DTYPES, Q_FP8, check_parts
 from mla_suite.ops.decode.validate_data import check_descale
 from mla_suite.ops.plan import check_plan, check_splits, check_words
 from mla_suite.ops.plan.metadata import splits_of
@@ -38,6 +38,7 @@ class SparseDecodeArgs:
     plan: torch.Tensor | None = None
     q_descale: torch.Tensor | None = None
     kv_descale: torch.Tensor | None = None
+    q_rope: torch.Tensor | None = None
     _: KW_ONLY
     kv_formats: Sequence[str]
     softmax_scale: float
@@ -45,6 +46,17 @@ class SparseDecodeArgs:
     num_splits: int = 0
     split_size: int = 0
     plus_inf_lse: bool = False
+
+    def joined(self) -> SparseDecodeArgs:
+        """The arguments with the queries in one tensor."""
+        if self.q_rope is None:
+            return self
+        return replace(self, q=torch.cat((self.q, self.q_rope), dim=-1), q_rope=None)
+
+    @property
+    def head_dim(self) -> int:
+        """Values of a query row, in one tensor or in two."""
+        return self.q.shape[-1] + (0 if self.q_rope is None else self.q_rope.shape[-1])
 
 
 class Pool(NamedTuple):
@@ -74,6 +86,7 @@ def sparse_decode(
     plan: torch.Tensor | None = None,
     q_descale: torch.Tensor | None = None,
     kv_descale: torch.Tensor | None = None,
+    q_rope: torch.Tensor | None = None,
     *,
     kv_formats: Sequence[str],
     softmax_scale: float,
@@ -98,6 +111,7 @@ def sparse_decode(
     q_descale     [] or [1] fp32, multiplies float8 queries to dequantise them
     kv_descale    [] or [1] fp32, multiplies the rows of all pools, whose kv_formats are then fp8 or fp8_fnuz: e4m3
                   and no scales; None is 1, here and above
+    q_rope        the last head_dim - head_dim_v values of each query row, as in `decode`
     kv_formats    per pool: a name of `python -m mla_suite formats`
     softmax_scale multiplies q . k
     head_dim_v    V is the first head_dim_v values of a row
@@ -120,7 +134,7 @@ def sparse_decode(
         checks.fail("sparse_decode", "kv_caches and kv_formats", given, "each is a list, one entry per pool", TypeError)
     indptrs = [None] * pools if indptrs is None else indptrs
     topk_lengths = [None] * pools if topk_lengths is None else topk_lengths
-    tensors = q, kv_caches, indices, indptrs, topk_lengths, attn_sink, plan, q_descale, kv_descale
+    tensors = q, kv_caches, indices, indptrs, topk_lengths, attn_sink, plan, q_descale, kv_descale, q_rope
     return eager.call(SPARSE_DECODE, tensors, (names, softmax_scale, head_dim_v, num_splits, split_size))
 
 
@@ -133,7 +147,9 @@ def check(args: SparseDecodeArgs) -> tuple[Output, ...]:
     indptrs, topk_lengths = _per_pool(args.kv_caches, args.indptrs), _per_pool(args.kv_caches, args.topk_lengths)
     names = "[tokens, heads, head_dim] or [batch, q_len, heads, head_dim]"
     checks.tensor("sparse_decode", "q", args.q, rank=(3, 4), dtypes=Q_DTYPES, names=names)
-    heads, head_dim = args.q.shape[-2:]
+    if args.q_rope is not None:
+        check_parts("sparse_decode", args.q, args.q_rope, args.head_dim_v)
+    heads, head_dim = args.q.shape[-2], args.head_dim
     if len(args.kv_caches) == 0:
         checks.fail("sparse_decode", "kv_caches", "is empty", "it takes one cache per pool, at least one")
     lists = {"indices": args.indices, "indptrs": indptrs, "topk_lengths": topk_lengths, "kv_formats": args.kv_formats}
@@ -199,8 +215,7 @@ def _check_selection(
 
 def describe(args: SparseDecodeArgs) -> Problem:
     pools = zip(args.kv_formats, map(caches.alignment, args.kv_caches), strict=True)
-    heads, head_dim = args.q.shape[-2:]
-    return Problem(heads, head_dim, args.head_dim_v, args.q.dtype, tuple(starmap(Pool, pools)))
+    return Problem(args.q.shape[-2], args.head_dim, args.head_dim_v, args.q.dtype, tuple(starmap(Pool, pools)))
 
 
 def splits_by_size(args: SparseDecodeArgs) -> int:

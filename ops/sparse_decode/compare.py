@@ -25,7 +25,7 @@ def compare(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> Sequen
 
 def _scores_off(args: Any) -> torch.Tensor:
     """How far scores [..., heads] may be off, since fp32 rounds their sums, by the longest key that a token selects."""
-    queries, dims = args.q.double().nan_to_num(0.0, 0.0, 0.0) * args.softmax_scale, args.q.shape[:-2]
+    queries, dims = args.joined().q.double().nan_to_num(0.0, 0.0, 0.0) * args.softmax_scale, args.q.shape[:-2]
     queries = queries if args.q_descale is None else queries * args.q_descale
     longest = queries.new_zeros(dims.numel())
     pools = zip(args.kv_formats, args.kv_caches, args.indices, args.indptrs, args.topk_lengths, strict=True)

@@ -46,6 +46,7 @@ def with_max_logits(backend: Backend) -> Backend:
 
 def largest_scores(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     """Fill max_logits; -inf where a query token selects nothing. Reads no length on the host."""
+    args = args.joined()
     dims = args.q.shape[:-2]
     q, largest = args.q.flatten(0, -3), outputs[0].fill_(-torch.inf).flatten(0, -2)
     pools = zip(args.kv_formats, args.kv_caches, args.indices, args.topk_lengths, strict=True)

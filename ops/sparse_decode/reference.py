@@ -16,6 +16,7 @@ from mla_suite.ops.combine.reference import empty_lse
 def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     """Fill out and lse; given outputs for sum(p |v|) and the largest score, these too, and all in their dtype."""
     out, lse, *more = outputs
+    args = args.joined()
     dtype = more[0].dtype if more else torch.float32
     dims = args.q.shape[:-2]
     selections = [

@@ -10,6 +10,7 @@ import torch
 from mla_suite.core.op import Sample
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
+from mla_suite.ops.decode.samples import in_parts
 
 
 class PoolShape(NamedTuple):
@@ -31,10 +32,12 @@ def sample(
     sink: bool = False,
     lengths: bool = False,
     widths: tuple[int, int] | None = None,
+    parts: bool = False,
 ) -> Sample:
     """Random rows and selections; ragged pools give token t only topk - t % 3 indices. Per-tensor fp8 has a descale.
 
     widths  latent and rope values of dense rows; None: 512 + 64
+    parts   queries are two tensors
     """
     fmt = get_kv_format(pools[0].kv_format)
     fmt = fmt if widths is None else fmt.sized(*widths)
@@ -60,7 +63,8 @@ def sample(
         attn_sink = torch.randn(heads, **draw) if sink else None
         kwargs = {"kv_formats": [pool.kv_format for pool in pools], "softmax_scale": head_dim**-0.5}
         kwargs |= {} if widths is None else {"head_dim_v": head_dim_v}
-        return (q, kv_caches, indices, indptrs, topk_lengths, attn_sink, None, None, kv_descale), kwargs
+        q, q_rope = in_parts(q, head_dim_v) if parts else (q, None)
+        return (q, kv_caches, indices, indptrs, topk_lengths, attn_sink, None, None, kv_descale, q_rope), kwargs
 
     name = f"b{batch}-q{q_len}-h{heads}-" + "-".join(
         f"{pool.kv_format}.p{pool.page}.{'r' if pool.ragged else 'k'}{pool.topk}" for pool in pools
@@ -70,6 +74,7 @@ def sample(
     bytes_moved = read + tokens * heads * ((head_dim + head_dim_v) * 2 + 4)
     flops = sum(2 * tokens * pool.topk * heads * (head_dim + head_dim_v) for pool in pools)
     name += ("-sink" if sink else "") + (f"-{widths[0]}+{widths[1]}" if widths is not None else "")
+    name += "-parts" if parts else ""
     return Sample(name, make, bytes_moved, flops)
 
 
@@ -79,6 +84,7 @@ def samples() -> Sequence[Sample]:
         sample(2, 2, 8, [PoolShape("dsv4", 2, 64, 16), PoolShape("dsv4_fnuz", 9, 2, 12, ragged=True)], sink=True),
         sample(3, 1, 12, [PoolShape("bf16", 4, 16, 9)], lengths=True),
         sample(2, 1, 20, [PoolShape("bf16", 5, 3, 40), PoolShape("bf16", 2, 16, 9)], sink=True, widths=(128, 32)),
+        sample(2, 2, 24, [PoolShape("v32", 3, 64, 40)], parts=True),
         sample(2, 2, 16, [PoolShape("fp8", 3, 16, 40), PoolShape("fp8", 5, 1, 7, ragged=True)]),
         sample(
             2, 1, 8, [PoolShape("v41_interleaved", 3, 16, 20), PoolShape("v41_fp4_interleaved", 2, 5, 9)], sink=True

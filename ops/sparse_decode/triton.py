@@ -223,6 +223,7 @@ def tile_for(heads: int, dot: torch.dtype, kv_formats: Sequence[str], arch: Arch
 
 def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     out, lse = outputs
+    args = args.joined()
     heads, head_dim = args.q.shape[-2:]
     queries, flat_out = args.q.flatten(0, -3), out.flatten(0, -3)
     tokens = queries.shape[0]

@@ -1,4 +1,4 @@
-"""Decode of queries in two tensors on a GPU: the bits of the same queries in one, of every kernel."""
+"""Queries in two tensors on a GPU: the bits of the same queries in one, of every kernel of both operators."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import torch
 from decode_calls import SHAPES, Q, assert_a_graph_repeats, assert_same_bits, decode, hostile, require_kernels
 
 from mla_suite.ops.decode.samples import decode_sample, in_parts
+from mla_suite.ops.sparse_decode.samples import PoolShape
+from mla_suite.ops.sparse_decode.samples import sample as sparse_sample
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
 IN_TWO = {name: shape for name, shape in SHAPES.items() if shape.get("rope") != 0}
@@ -39,3 +41,19 @@ def test_captured_and_compiled(options):
     assert_a_graph_repeats([(args, kwargs)], [expected])
     compiled = torch.compile(lambda *args: torch.ops.mla_suite.decode(*args, **kwargs), fullgraph=True)
     assert_same_bits([compiled(*args)], [expected])
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("kv_format", ["v32", "bf16", "fp8"])
+@pytest.mark.parametrize(("tokens", "heads"), [*((6, heads) for heads in (8, 16, 20, 32, 64, 96, 128)), (140, 128)])
+def test_parts_over_selected_keys(tokens, heads, kv_format, splits):
+    shape = sparse_sample(tokens // 2, 2, heads, [PoolShape(kv_format, 40, 64, 500)], lengths=True, parts=True)
+    args, kwargs = shape.make(torch.device("cuda"))
+    *others, q_rope = args
+    kwargs["num_splits"] = splits
+    found = torch.ops.mla_suite.sparse_decode(*args, **kwargs)
+    joined = torch.cat((others[0], q_rope), dim=-1), *others[1:]
+    assert_same_bits([found], [torch.ops.mla_suite.sparse_decode(*joined, **kwargs)])
+    if kv_format == "bf16":
+        largest = torch.ops.mla_suite.sparse_decode.max_logits
+        assert_same_bits([largest(*args, **kwargs)], [largest(*joined, **kwargs)])

@@ -8,6 +8,7 @@ import torch
 from backend_calls import Asked
 from flash_mla_calls import Dense, check
 
+from mla_suite.core import eager
 from mla_suite.integrations import metadata_convert
 from mla_suite.integrations.flash_mla import (
     flash_mla_sparse_fwd,
@@ -50,6 +51,17 @@ def test_dense_decoding_loop(lengths, heads, kv_heads, q_len, page, causal, form
         metadata = tuple(tensor.clone() for tensor in metadata)
     for _ in range(3):
         problem.check(problem.queries(q_len, heads), *metadata, causal=causal)
+
+
+def test_a_dense_call_is_recognised(monkeypatch):
+    """By the metadata of the one before; else the host takes several times as long."""
+    problem, holder, prepared = Dense([130, 64, 1], 64), get_mla_metadata(), []
+    lookup = eager.lookup
+    monkeypatch.setattr(eager, "lookup", lambda *given: prepared.append(lookup(*given)) or prepared[-1])
+    for _ in range(3):
+        problem.check(problem.queries(1, 16), *holder)
+    assert len(prepared) == 2, "a holder's first call has nothing to recognise"
+    assert all(prepared)
 
 
 def test_nan_among_the_scores_is_nan_in_lse():

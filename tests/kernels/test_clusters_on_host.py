@@ -87,6 +87,8 @@ def test_results_of_selected_keys_are_those_of_fp64(tmp_path, name):
             f"100 4 {splits} {4 * splits} lengths 64 3 97 16f 9 140",
             f"128 3 {splits} {3 * splits} sink 7fi 20 70 32i 9 45",
         ]
+    if record == "v32":
+        problems = [*problems, problems[0].replace(" plain ", " parts ").replace(" lengths ", " parts ")]
     SPARSE.check(tmp_path, sparse(record, mode) | STOPS, problems)
 
 

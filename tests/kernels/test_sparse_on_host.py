@@ -106,6 +106,14 @@ PROBLEMS = {
 
 
 @pytest.mark.parametrize(
+    "instance", ["fp8x576", *(pytest.param(name, marks=pytest.mark.full) for name in ("16 rows", "few heads, v32"))]
+)
+def test_queries_in_two_tensors(tmp_path, instance):
+    heads = (100, 20) if instance == "fp8x576" else (8, 5)
+    KERNEL.check(tmp_path, INSTANCES[instance], [f"{n} 3 1 2 parts 16 9 90" for n in heads])
+
+
+@pytest.mark.parametrize(
     "instance", [pytest.param(name, marks=[pytest.mark.full] if name in LEFT_OUT else []) for name in INSTANCES]
 )
 def test_results_are_those_of_fp64(tmp_path, instance):

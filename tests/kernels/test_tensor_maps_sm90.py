@@ -137,11 +137,27 @@ def test_queries_in_two_parts(heads, q_len, box):
     assert rope == TensorMap(Input(14), torch.bfloat16, sizes, strides, (32, *box, 1))
 
 
-def call_of(args, kwargs):
-    given = DECODE.Args(*args, **kwargs)
+def call_of(args, kwargs, op=DECODE):
+    given = op.Args(*args, **kwargs)
     with declared_kernels():
-        config = DECODE.backends[0].supports(DECODE.describe(given), archs.get("sm_90")).config
-        return config.spec(allocation.empty(DECODE.check(given), CPU), given)
+        config = op.backends[0].supports(op.describe(given), archs.get("sm_90")).config
+        return config.spec(allocation.empty(op.check(given), CPU), given)
+
+
+@pytest.mark.parametrize(("heads", "box"), [(8, 8), (20, 24), (64, 64), (128, 64)])
+def test_queries_in_two_parts_over_selected_keys(heads, box):
+    args, kwargs = sparse_sample(2, 3, heads, [PoolShape("v32", 2, 64, 24)], parts=True).make(CPU)
+    call = call_of(args, kwargs, SPARSE_DECODE)
+    launch = call.launches[0]
+    assert launch.numbers["in_parts"]
+    assert not call.copies
+    sizes, strides = (32, heads, 6, 16), (6 * 1024, 1024, 64)
+    assert launch.maps["q_map"] == TensorMap(Input(0), torch.bfloat16, sizes, strides, (32, box, 1, 1))
+    sizes, strides = (32, heads, 6, 2), (384, heads * 384, 64)
+    assert launch.maps["q_rope_map"] == TensorMap(Input(9), torch.bfloat16, sizes, strides, (32, box, 1, 1))
+    call = call_of(args, kwargs | {"softmax_scale": -0.1}, SPARSE_DECODE)
+    assert call.copies == (Copy(Input(0), True, beside=Input(9)),)
+    assert not call.launches[0].numbers["in_parts"]
 
 
 @pytest.mark.parametrize(
@@ -186,10 +202,7 @@ def within(q, more):
 )
 def test_queries_that_the_copy_engine_does_not_reach_are_copied(op, sample, laid_out, copied):
     (q, *rest), kwargs = sample.make(CPU)
-    args = op.Args(laid_out(q), *rest, **kwargs)
-    with declared_kernels():
-        config = op.backends[0].supports(op.describe(args), archs.get("sm_90")).config
-        call = config.spec(allocation.empty(op.check(args), CPU), args)
+    call = call_of((laid_out(q), *rest), kwargs, op)
     assert [copy.of for copy in call.copies] == [Input(0)] * copied
 
 

@@ -10,6 +10,7 @@ from sparse_problems import FNUZ_POOLS, FP8_POOLS, MODES, POOLS, V41_POOLS, in_m
 
 import mla_suite
 from mla_suite.ops.decode import Q_FP8
+from mla_suite.ops.decode.samples import in_parts
 from mla_suite.testing import assert_close
 
 REFERENCE = sparse_runs.Machine(lambda args, kwargs: mla_suite.sparse_decode(*args, **kwargs), assert_close)
@@ -61,6 +62,18 @@ def test_v_is_the_front_of_the_row(head_dim_v):
     args, kwargs = problem(POOLS["bf16"], 2, 4)
     out, _ = REFERENCE.check(args, kwargs | {"head_dim_v": head_dim_v})
     assert out.shape == (2, 4, head_dim_v)
+
+
+def test_queries_in_two_tensors():
+    args, kwargs = problem(POOLS["v32"], 3, 4)
+    q, q_rope = in_parts(args[0], 512)
+    others = args[1:] + [None] * (9 - len(args))
+    for overload in (mla_suite.sparse_decode, torch.ops.mla_suite.sparse_decode.max_logits):
+        parts, joined = overload(q, *others, q_rope, **kwargs), overload(args[0], *others, **kwargs)
+        assert all(map(torch.equal, parts, joined))
+    for wrong, words in ((q_rope[:2], "q_rope has shape"), (q_rope.float(), "q_rope is float32; it takes bfloat16")):
+        with pytest.raises((ValueError, TypeError), match=words):
+            mla_suite.sparse_decode(q, *others, wrong, **kwargs)
 
 
 def test_what_is_left_out_is_absent():

@@ -123,13 +123,22 @@ def kv_format_of(cache_dtype, rope):
     return {"fp8_ds_mla": {64: "v32", 0: "v32_nope"}[rope], "fp8": "fp8", "auto": "fp32"}[cache_dtype]
 
 
+def refuses_parts(parts, taken):
+    assert not taken
+    return torch.cat(parts, dim=-1)
+
+
 STEPS = {"one token each": ([1, 1, 1], [30, 3, 17]), "drafts and a prompt": ([3, 1, 9], [30, 16, 9])}
 
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8_ds_mla", "fp8"])
-@pytest.mark.parametrize("rope", [64, 0])
-def test_results_are_the_definitions(vllm_config, step, cache_dtype, rope):
+@pytest.mark.parametrize(("rope", "in_parts"), [(64, False), (64, True), (0, True)])
+def test_results_are_the_definitions(vllm_config, monkeypatch, step, cache_dtype, rope, in_parts):
+    """`in_parts`: kernels read both parts of queries where they lie, where there are two."""
+    monkeypatch.setattr(integration, "takes_query_parts", lambda like, num_heads, q_len: in_parts)
+    taken = in_parts and rope > 0 and cache_dtype != "auto"
+    monkeypatch.setattr(integration, "joined", lambda *parts: refuses_parts(parts, taken))
     q_lens, seq_lens = STEPS[step]
     metadata = metadata_of(vllm_config, q_lens, seq_lens)
     owner = torch.repeat_interleave(torch.arange(len(q_lens)), torch.tensor(q_lens))
@@ -184,6 +193,9 @@ def test_prompts_over_records_select_from_rows_in_bf16(vllm_config, monkeypatch,
     q = torch.randn(len(owner), HEADS, 512 + rope).bfloat16()
     out, lse = impl.forward_mqa(q, cache, metadata, None)
     assert len(calls) == len(widened)
+    monkeypatch.setattr(integration, "takes_query_parts", lambda like, num_heads, q_len: True)
+    again = impl.forward_mqa(q.split([512, rope], dim=-1), cache, metadata, None)
+    assert all(map(torch.equal, again, (out, lse)))
     with monkeypatch.context() as microbatches:
         microbatches.setattr(vllm_config.parallel_config, "enable_dbo", True)
         assert metadata_of(vllm_config, q_lens, seq_lens, RECORDS).widened == []

@@ -1,5 +1,5 @@
-// The parameters of a sparse_decode launch on sm_90. TMA reads its map where it lies in the launch parameters, on 64
-// bytes: so the map comes first, and the struct is aligned to 64.
+// The parameters of a sparse_decode launch on sm_90. TMA reads its maps where they lie in the launch parameters, on
+// 64 bytes: so the maps come first, and the struct is aligned to 64.
 #pragma once
 
 #include "common/device.hpp"
@@ -9,7 +9,8 @@ namespace mla {
 
 // The queries are [tokens, heads, D_QK]; D_QK is 576 or 512, D_V is 512. Strides count elements.
 struct alignas(64) SparseDecodeTmaParams {
-  uint64_t q_map[16];            // the TMA map of the queries as one matrix of rows
+  uint64_t q_map[16];            // the TMA map of the queries, or of their latent part
+  uint64_t q_rope_map[16];       // the TMA map of their rope part, if they are in_parts; else zeros
   const float* attn_sink;        // [heads], or null
   const int32_t* plan;           // [words], or null: equal splits by num_splits
   void* out;                     // [tokens, heads, D_V]
@@ -24,6 +25,7 @@ struct alignas(64) SparseDecodeTmaParams {
   Pool pool[4];                  // one after the other; those from `pools` on are zeros
   int32_t tokens;                // query tokens
   int32_t heads;                 // query heads
+  int32_t in_parts;              // 1: the queries are two tensors, which have maps by head and token
   int32_t pools;                 // 1 to 4
   int32_t num_splits;            // splits per query token when plan is null, at least 1
   int32_t split_size;            // keys per split in the batch-invariant mode, else 0

@@ -126,12 +126,12 @@ class ProducerBase {
   }
 
   // Issues the TMA loads of one half of every row of the block's queries, whose bytes count on `full`; by one thread. The
-  // rows begin with head `head` of query token `token`. Dense decode's may be in two tensors, of which boxes of 32 values
-  // come.
+  // rows begin with head `head` of query token `token`. Queries in two tensors come in boxes of 32 values; threads
+  // that gather have no registers for that.
   MLA_DEVICE void load_q_half(int token, int head, int half, uint32_t to, uint32_t full) const {
     constexpr int LATENT_BLOCKS = Traits::Problem::HEAD_DIM_V / 32;
     int block = half * Traits::Q_BOXES;
-    if constexpr (!Traits::SELECTED && Traits::HEAD_DIM_QK > Traits::Problem::HEAD_DIM_V)
+    if constexpr (Traits::HEAD_DIM_QK > Traits::Problem::HEAD_DIM_V && Traits::LOAD != KvLoad::gather)
       if (params_.in_parts) {
         const int end = block + Traits::Q_BOXES;
 #pragma unroll 1

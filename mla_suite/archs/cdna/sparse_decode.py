@@ -111,7 +111,8 @@ class CdnaSparseConfig:
             return CallSpec()
         shape = sparse_shape(args, out)
         temporaries = list[Temporary]()
-        shape, query_copies, query_notes = sparse_queries(args, shape, shape.q.in_whole_vectors)
+        reached = shape.q.in_whole_vectors and shape.q_rope is None
+        shape, query_copies, query_notes = sparse_queries(args, shape, reached)
         copies = sparse_copies(args) + query_copies
         if not shape.out.in_whole_vectors:
             shape = shape._replace(out=shape.out.copied())

@@ -10,7 +10,6 @@ import torch
 from mla_suite.archs import combine as combine_kernels
 from mla_suite.archs.attention import (
     DECODE_INPUTS,
-    Shape,
     call_of,
     combined,
     decode_mask_copies,
@@ -26,21 +25,12 @@ from mla_suite.archs.sm_90.costs import NODE_SPLITS
 from mla_suite.archs.sm_90.tile import BLOCK_M, groups_of
 from mla_suite.build.params import divisor
 from mla_suite.launch import tensor_map
-from mla_suite.launch.spec import CallSpec, Copy, LaunchSpec, Temporary, TensorMap
+from mla_suite.launch.spec import CallSpec, Copy, LaunchSpec, Temporary
 from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.decode import DecodeArgs
 
 if TYPE_CHECKING:
     from mla_suite.archs.sm_90.decode import Sm90Config
-
-
-def _maps_of_parts(config: Sm90Config, args: DecodeArgs, shape: Shape) -> dict[str, TensorMap | None]:
-    """The maps of queries in two tensors; none where they are one, and where the kernel needs them joined."""
-    if shape.q_rope is None or not config.takes_parts or args.softmax_scale < 0:
-        return {}
-    parts = {"q_map": ("q", shape.q), "q_rope_map": ("q_rope", shape.q_rope)}
-    maps = {name: tensor_maps.q_part_map(DECODE_INPUTS[of], part, shape.q_len) for name, (of, part) in parts.items()}
-    return maps if all(maps.values()) else {}
 
 
 def spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArgs) -> CallSpec:
@@ -58,7 +48,7 @@ def spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArgs
     slots, tiles = splits.slots(shape), config.tiles(shape.rows)
     groups = groups_of(config.arch, splits.tiles(shape), tiles)
     queries, results, copies, temporaries = shape.q, shape.out, decode_mask_copies(args), list[Temporary]()
-    q_maps = _maps_of_parts(config, args, shape)
+    q_maps = tensor_maps.q_part_maps(DECODE_INPUTS, shape, config.takes_parts and args.softmax_scale >= 0)
     reached = queries.in_whole_vectors and tensor_maps.pitch(queries.shape, queries.strides) is not None
     if not q_maps and (args.softmax_scale < 0 or not reached or shape.q_rope is not None):
         queries, copy = decode_query_copy(args, shape)

@@ -272,8 +272,9 @@ def _spec(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: Spa
         return CallSpec()
     shape = sparse_shape(args, out)
     temporaries = list[Temporary]()
+    q_maps = tensor_maps.q_part_maps(SPARSE_INPUTS, shape, config.record in SLOTS and args.softmax_scale >= 0)
     reached = shape.q.in_whole_vectors and tensor_maps.pitch(shape.q.shape, shape.q.strides) is not None
-    shape, query_copies, query_notes = sparse_queries(args, shape, reached)
+    shape, query_copies, query_notes = sparse_queries(args, shape, bool(q_maps) or (reached and shape.q_rope is None))
     copies = sparse_copies(args) + query_copies
     if not shape.out.in_whole_vectors or not tensor_maps.within_span(1, shape.heads, shape.out.strides):
         shape = shape._replace(out=shape.out.copied())
@@ -285,10 +286,14 @@ def _spec(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: Spa
     groups = groups_of(config.arch, splits.tiles(shape), tiles)
     numbers = sparse_numbers(args, shape, splits) | {"grid_stride": groups} | combine_kernels.lse_numbers(*wanted)
     kv_formats = tuple(args.kv_formats)
-    numbers |= {"interleaved": _interleaved_pools(kv_formats), "fp4": fp4_pools(kv_formats)}
+    numbers |= {
+        "in_parts": int(bool(q_maps)),
+        "interleaved": _interleaved_pools(kv_formats),
+        "fp4": fp4_pools(kv_formats),
+    }
     pointers = sparse_pointers(args, slots > 0)
     pointers["max_logits"] = Output(2) if len(outputs) > 2 else None
-    maps = {"q_map": tensor_maps.q_map(SPARSE_INPUTS["q"], shape.q, 1)}
+    maps = q_maps or {"q_map": tensor_maps.q_map(SPARSE_INPUTS["q"], shape.q, 1), "q_rope_map": None}
     launch = LaunchSpec(
         *(config.instance, (tiles, groups, 1), config.threads, config.lds, True),
         *("sparse_decode_tma", numbers, pointers, maps),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 
 import torch
 
-from mla_suite.archs.attention import Rows
+from mla_suite.archs.attention import Rows, Shape
 from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N
-from mla_suite.launch.spec import Slot, TensorMap
+from mla_suite.launch.spec import Input, Slot, TensorMap
 
 MAX_OUT_SPAN = 2**35  # elements from a sequence's first result to its last: 32 bits count 16-byte vectors
 
@@ -49,7 +50,19 @@ def q_map(address: Slot, queries: Rows, q_len: int) -> TensorMap:
     return TensorMap(address, queries.dtype, sizes, (row_bytes, row_bytes, 64), box)
 
 
-def q_part_map(address: Slot, part: Rows, q_len: int) -> TensorMap | None:
+def q_part_maps(slots: Mapping[str, Input], shape: Shape, taken: bool) -> dict[str, TensorMap | None]:
+    """The maps of queries in two tensors; none where they are one, and where the kernel, as `taken` says, or the copy
+    engine needs them joined. `slots` are the operator's arguments."""
+    if shape.q_rope is None or not taken or shape.q.dtype.itemsize != 2:
+        return {}
+    latent, rope = (
+        _q_part_map(slots["q"], shape.q, shape.q_len),
+        _q_part_map(slots["q_rope"], shape.q_rope, shape.q_len),
+    )
+    return {} if latent is None or rope is None else {"q_map": latent, "q_rope_map": rope}
+
+
+def _q_part_map(address: Slot, part: Rows, q_len: int) -> TensorMap | None:
     """The latent or the rope part of queries in two tensors, by head and token, in boxes of 32 values of a block's
     rows; None where the copy engine cannot bring those."""
     heads, width = part.shape[-2:]

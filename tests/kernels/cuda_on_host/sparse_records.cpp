@@ -5,7 +5,8 @@
 // e4m3 take descales, which are null where what is plain; with
 // MAX_LOGITS rows of bf16 give the largest score of each query row as well.
 //   what  plain; one (key each, queries of 0: results are the row itself); sharp (large scores); sink; absent (half of the
-//         indices select nothing); ragged (indptr); lengths; planned (two SM parts of a plan for each group)
+//         indices select nothing); ragged (indptr); lengths; planned (two SM parts of a plan for each group);
+//         parts (queries in two tensors)
 // Prints the largest relative error of a row of results and the largest of an lse and of a largest score; fails above
 // their bounds.
 #include <string>
@@ -146,7 +147,7 @@ struct Case {
   std::mt19937 random{7};
   std::normal_distribution<float> normal;
 
-  std::vector<uint16_t> q, out;
+  std::vector<uint16_t> q, latent, rotary, out;
   std::vector<float> sink, lse, partial_out, partial_lse, max_logits;
   std::vector<int32_t> plan;
   float q_descale = 1.0f, kv_descale = 1.0f;
@@ -211,8 +212,26 @@ struct Case {
     q.resize(static_cast<size_t>(tokens) * heads * WIDTH);
     for (uint16_t& bits : q) bits = what == "one" ? 0 : float_to_bf16(normal(random));
     const int64_t rows = static_cast<int64_t>(tokens) * heads;
-    map = {q.data(), rows, WIDTH, 1, 0, WIDTH, min(BLOCK_ROWS, (heads + 7) / 8 * 8), 1, Traits::Q_BOXES};
+    const int64_t box_rows = min(BLOCK_ROWS, (heads + 7) / 8 * 8);
+    map = {q.data(), rows, WIDTH, 1, 0, WIDTH, box_rows, 1, Traits::Q_BOXES};
+    if (what == "parts") map_parts(box_rows);
     for (int head = 0; head < heads; ++head) sink.push_back(3 * normal(random));
+  }
+
+  // The latent part as [heads][tokens], and the rope part.
+  void map_parts(int64_t box_rows) {
+    const int64_t rope = WIDTH - VALUES;
+    for (int head = 0; head < heads; ++head)
+      for (int token = 0; token < tokens; ++token) {
+        const auto row = q.begin() + (static_cast<int64_t>(token) * heads + head) * WIDTH;
+        latent.insert(latent.end(), row, row + VALUES);
+      }
+    for (int64_t row = 0; row < static_cast<int64_t>(tokens) * heads; ++row)
+      rotary.insert(rotary.end(), q.begin() + row * WIDTH + VALUES, q.begin() + (row + 1) * WIDTH);
+    map = {latent.data(), heads, static_cast<int64_t>(tokens) * VALUES, tokens, VALUES, VALUES, box_rows, 1, 1};
+    const QueryMap of_rope{rotary.data(), heads, rope, tokens, heads * rope, rope, box_rows, 1, 1};
+    std::memcpy(params.q_rope_map, &of_rope, sizeof of_rope);
+    params.in_parts = 1;
   }
 
   std::vector<std::vector<double>> selected(int token) const {
