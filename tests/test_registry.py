@@ -111,7 +111,7 @@ def test_outputs_in_memory_that_is_still_needed_are_refused(op, sample):
 
     room = torch.empty(first.nbytes + good.nbytes, dtype=torch.uint8)
     first = at_the_beginning(room, first).copy_(first)
-    cases = (out, at_the_beginning(room, good), op.arguments[0]), (lse, at_the_beginning(good, small), out)
+    cases = (out, at_the_beginning(room, good), op.functional.arguments[0]), (lse, at_the_beginning(good, small), out)
     for name, shared, other in cases:
         with pytest.raises(ValueError, match=f"{name} shares memory with {other}, which the call still needs"):
             packet(op).out(first, *rest, **kwargs, **outputs | {name: shared})
@@ -199,7 +199,7 @@ def test_nothing_is_written_beyond_the_schema(op, sample):
 
 
 def positional(op):
-    return [a.name for a in torch._C.parse_schema(op.qualname + op.schema).arguments if not a.kwarg_only]
+    return [a.name for a in torch._C.parse_schema(op.qualname + op.functional.schema).arguments if not a.kwarg_only]
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -254,7 +254,7 @@ def test_a_write_counts_as_a_new_version(op, sample, arch):
     """On every backend, the first time and on the fast path: autograd raises where it saved what was overwritten."""
     args, kwargs = sample.make(CPU)
     outputs = outputs_for(op, args, kwargs)
-    written = [*outputs.values(), *(args[position] for position in op.known.mutated)]
+    written = [*outputs.values(), *(args[position] for position in op.functional.known.mutated)]
     with mla_suite.emulate(arch) if arch else contextlib.nullcontext():
         for _ in range(3):
             before = [tensor._version for tensor in written]
@@ -288,7 +288,7 @@ def test_samples_make_fresh_arguments_and_know_their_cost(op, sample):
 
 @pytest.mark.parametrize("op", register.registry().values(), ids=register.registry())
 def test_record_matches_torch(op):
-    assert packet(op).default._schema == torch._C.parse_schema(op.qualname + op.schema)
+    assert packet(op).default._schema == torch._C.parse_schema(op.qualname + op.functional.schema)
     names = [sample.name for sample in op.samples()]
     assert len(set(names)) == len(names) > 0
     for overload in packet(op).overloads():

@@ -115,7 +115,7 @@ def limiter(counted: dict[str, float]) -> str:
 def _whole(case: Case, op: Op, call: Call, choice: Choice) -> Counted:
     right = inputs.expected(case, call)
     reports, outputs = extrapolation.launches(op, choice, call, time=True)
-    written = tuple(call.args[op.arguments.index(name)] for name in op.mutates)
+    written = tuple(call.args[op.functional.arguments.index(name)] for name in op.mutates)
     bound = right.fp8_weights if fp8_weights(choice.supported.config) else None
     return Counted(reports, inputs.error((*outputs, *written), right.outputs, fp8_weights=bound), right.source)
 

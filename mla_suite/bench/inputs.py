@@ -91,7 +91,7 @@ def result(op: Op, run: Callable[..., None], call: Call) -> tuple[torch.Tensor, 
     own = copy(call) if op.mutates else call
     outputs = tuple(testing.poison(tensor) for tensor in outputs_for(op, own))
     run(outputs, *own.args, **own.kwargs)
-    return (*outputs, *(own.args[op.arguments.index(name)] for name in op.mutates))
+    return (*outputs, *(own.args[op.functional.arguments.index(name)] for name in op.mutates))
 
 
 def by_definition(op: Op, call: Call) -> tuple[torch.Tensor, ...]:

@@ -105,7 +105,7 @@ def measure(op: Op, sample: Sample, arch: str, time: bool = False) -> dict[str, 
         """Returns the outputs of the operator, and behind them the arguments that it writes."""
         returned = operator(*args, **kwargs)
         made = returned if isinstance(returned, tuple) else () if returned is None else (returned,)
-        return [*made, *(args[position] for position in op.known.mutated)]
+        return [*made, *(args[position] for position in op.functional.known.mutated)]
 
     expected = results(*sample.make(device))
     with mla_suite.emulate(arch) as record:

@@ -160,8 +160,8 @@ def served_by(call: Call, choice: Choice) -> str:
 
 def _arguments(call: Call) -> str:
     """Sizes and dtypes of the tensors that were given, and the options that are not at their defaults."""
-    options = zip(call.op.out_options.items(), call.options, strict=False)
-    given = [*zip(call.op.arguments, call.tensors, strict=False)]
+    options = zip(call.op.out.options.items(), call.options, strict=False)
+    given = [*zip(call.op.functional.arguments, call.tensors, strict=False)]
     given += [(name, value) for (name, default), value in options if value != default]
     return ", ".join(f"{name} {_shape(value)}" for name, value in given if value is not None)
 

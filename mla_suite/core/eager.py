@@ -14,7 +14,7 @@ goes through the dispatcher, which serves both; so do calls under another policy
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet, _functorch
@@ -24,7 +24,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._device import DeviceContext
 
 from mla_suite.core import checks, overlap
-from mla_suite.core.op import Op, converted
+from mla_suite.core.op import Overload, converted
 from mla_suite.core.prepared import KnownCalls, PreparedCall, fixed, hashable, plain
 
 # Bound C functions: a Python frame costs a tenth of a microsecond and more.
@@ -47,28 +47,7 @@ _QUIET = frozenset(
 )
 
 
-class Called(Protocol):
-    """The facts that calls of one overload share; an `Op` has them for its functional overload."""
-
-    @property
-    def name(self) -> str: ...  # decode, or decode.out
-    @property
-    def arguments(self) -> tuple[str, ...]: ...  # names of the tensors, written outputs behind them, then options
-    @property
-    def positional(self) -> tuple[Any, ...]: ...  # defaults of those that may be given by position
-    @property
-    def options(self) -> dict[str, Any]: ...  # names and defaults, None where there is none
-    @property
-    def required(self) -> frozenset[str]: ...  # arguments without a default
-    @property
-    def kinds(self) -> tuple[type | None, ...]: ...  # types of the options
-    @property
-    def known(self) -> KnownCalls: ...
-
-    def validate_values(self, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> None: ...
-
-
-def call(op: Called, tensors: tuple[Any, ...], options: tuple[Any, ...], otherwise: Any = None) -> Any:
+def call(op: Overload, tensors: tuple[Any, ...], options: tuple[Any, ...], otherwise: Any = None) -> Any:
     """An operator with all its positional and all its keyword arguments, in the schema's order.
 
     Where the call must go through the dispatcher, it does, or `otherwise` is returned if that is given.
@@ -86,18 +65,18 @@ def call(op: Called, tensors: tuple[Any, ...], options: tuple[Any, ...], otherwi
             if known.mutated:
                 bump_versions([tensors[position] for position in known.mutated])
             return outputs if len(outputs) > 1 else outputs[0] if outputs else None
-        if otherwise is None and _passes_unchanged(cast(Op, op), tensors, options):
+        if otherwise is None and _passes_unchanged(op, tensors, options):
             return implementations[op.name](*tensors, **dict(zip(op.options, options, strict=True)))
     if _transformed():
         _refuse_transforms(op.name, tensors)
-    return _through_dispatcher(cast(Op, op), tensors, options) if otherwise is None else otherwise
+    return _through_dispatcher(op, tensors, options) if otherwise is None else otherwise
 
 
 implementations: dict[str, Callable[..., Any]] = {}
 """By name of an operator what `register` has defined it with: a first call goes there, past the dispatcher (70 us)."""
 
 
-def _passes_unchanged(op: Op, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> bool:
+def _passes_unchanged(op: Overload, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> bool:
     """Whether the dispatcher would call our implementation with these very arguments."""
     return (
         tuple(map(type, options)) == op.kinds
@@ -129,7 +108,7 @@ def observed() -> bool:
     )
 
 
-def _look_up(op: Called, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> PreparedCall | None:
+def _look_up(op: Overload, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> PreparedCall | None:
     """The prepared call of the key of these arguments. ValueError where it would write into memory that it reads."""
     prepared = op.known.look_up(tensors, hashable(converted(op.kinds, options)), options)
     if prepared is not None and op.known.mutated:
@@ -157,7 +136,7 @@ def _refuse_transforms(op: str, tensors: tuple[Any, ...]) -> None:
                 refuse_gradient(op)
 
 
-def _through_dispatcher(op: Op, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
+def _through_dispatcher(op: Overload, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
     """The call through torch.ops, with its errors for wrong types in one sentence."""
     checks.dense(op.name, op.arguments, tensors)
     given = dict(zip(op.options, converted(op.kinds, options), strict=True))

@@ -60,7 +60,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     """
     record = register.get(op)
     given, outputs = _checked(record, args, kwargs)
-    first = dispatch.first_tensor([getattr(given, record.arguments[0])])
+    first = dispatch.first_tensor([getattr(given, record.functional.arguments[0])])
     arch, problem = dispatch.arch_of(first), record.describe(given)
     choice = dispatch.choose(op, record.backends, problem, arch, first.device.type)
     return _explanation(op, (outputs, given), problem, arch, choice, on_gpu=first.is_cuda)

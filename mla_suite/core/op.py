@@ -120,7 +120,7 @@ class Op:
 
     def bind(self, tensors: Sequence[Any], options: Sequence[Any]) -> Any:
         """`Args` from all positional and all keyword arguments, those of the `.out` overload too, in schema order."""
-        return self.Args(*tensors, **dict(zip(self.out_options, options, strict=False)))
+        return self.Args(*tensors, **dict(zip(self.out.options, options, strict=False)))
 
     def seen(self, record: Any) -> Any:
         """The `Args` of all calls that are known as this one: what choices and launches are made from.
@@ -130,7 +130,7 @@ class Op:
         if self.rounded is None:
             return record
         tensors = [getattr(record, name) for name in record.__match_args__]
-        options = tuple([getattr(record, name) for name in self.out_options])
+        options = tuple([getattr(record, name) for name in self.out.options])
         rounded = self.rounded(tuple(tensors), options)
         if rounded == options:
             return record
@@ -154,93 +154,30 @@ class Op:
         first, problem = self.first(record), self.describe(record)
         return dispatch.choose(self.name, self.backends, problem, dispatch.arch_of(first), first.device.type)
 
-    @cached_property
-    def schema(self) -> str:
-        """Arguments and results, without the name: `(Tensor q, ..., *, float scale) -> (Tensor out, Tensor lse)`."""
-        return f"{self._given(self.out_only)} -> {self.results}"
-
     @property
     def qualname(self) -> str:
         return f"{NAMESPACE}::{self.name}"
 
     @property
     def mutates(self) -> tuple[str, ...]:
-        """Names of the arguments that the functional schema declares as written."""
+        """Names of the arguments that the functional overload writes."""
         return (self.writes,) if self.writes else ()
 
     @cached_property
-    def known(self) -> KnownCalls:
-        """The prepared calls of the functional overload."""
-        return self._known(self.name, self.mutates)
+    def functional(self) -> Overload:
+        """The overload that returns new outputs."""
+        return Overload(self, self.name, f"{self._given(self.out_only)} -> {self.results}", self.mutates)
 
     @cached_property
-    def known_out(self) -> KnownCalls:
-        """Those of the `.out` overload, whose outputs are the last of its tensors."""
-        return self._known(f"{self.name}.out", self.outputs)
-
-    def _known(self, name: str, mutated: Sequence[str]) -> KnownCalls:
-        positional = [a for a in self._arguments(self.schema) if not a.kwarg_only]
-        names = [*(a.name for a in positional), *self.outputs]
-        lists = any(isinstance(a.type, torch._C.ListType) for a in positional)
-        written, sized = (tuple(map(names.index, some)) for some in (mutated, self.sized))
-        return KnownCalls(name, lists, written, sized, self.rounded)
+    def out(self) -> Overload:
+        """That which the caller gives its outputs: the functional arguments, then `out_only`, then the outputs."""
+        written = [f"Tensor({chr(ord('a') + i)}!) {name}" for i, name in enumerate(self.outputs)]
+        return Overload(self, f"{self.name}.out", f"{self._given((), written)} -> ()", self.outputs)
 
     def validate_values(self, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> None:
         """Raise on bad values inside tensors, which reads device data."""
         if self.validate is not None:
             self.validate(self.bind(tensors, options))
-
-    @cached_property
-    def arguments(self) -> tuple[str, ...]:
-        """Names of all arguments, positional ones first."""
-        return tuple(a.name for a in self._arguments(self.schema))
-
-    @cached_property
-    def required(self) -> frozenset[str]:
-        """Names of the arguments without a default."""
-        return frozenset(a.name for a in self._arguments(self.schema) if not a.has_default_value())
-
-    @cached_property
-    def positional(self) -> tuple[Any, ...]:
-        """The defaults of the positional arguments, None where there is none."""
-        return tuple(a.default_value for a in self._arguments(self.schema) if not a.kwarg_only)
-
-    @cached_property
-    def options(self) -> dict[str, Any]:
-        """The keyword arguments and their defaults, None where there is none."""
-        return {a.name: a.default_value for a in self._arguments(self.schema) if a.kwarg_only}
-
-    @cached_property
-    def may_be_none(self) -> frozenset[str]:
-        """Names of the arguments that may be left out by giving None."""
-        return frozenset(a.name for a in self._arguments(self.schema) if isinstance(a.type, torch._C.OptionalType))
-
-    @cached_property
-    def out_options(self) -> dict[str, Any]:
-        """The keyword arguments of the `.out` overload and their defaults, without the outputs."""
-        arguments = self._arguments(self.out_schema)
-        return {a.name: a.default_value for a in arguments if a.kwarg_only and a.name not in self.outputs}
-
-    @cached_property
-    def kinds(self) -> tuple[type | None, ...]:
-        """For each keyword argument the type that torch's dispatcher passes on; None for one that has several."""
-        kinds = {torch._C.FloatType: float, torch._C.IntType: int, torch._C.SymIntType: int}
-        kinds |= {torch._C.BoolType: bool, torch._C.StringType: str}
-        return tuple([kinds.get(type(a.real_type)) for a in self._arguments(self.schema) if a.kwarg_only])
-
-    @cached_property
-    def needed(self) -> tuple[int, ...]:
-        """Positions of the tensors that may not be left out."""
-        return tuple([at for at, name in enumerate(self.arguments[: len(self.positional)]) if name in self.required])
-
-    def _arguments(self, schema: str) -> Any:
-        return torch._C.parse_schema(self.qualname + schema).arguments
-
-    @property
-    def out_schema(self) -> str:
-        """The functional arguments, then `out_only`, then the outputs as keyword-only mutated tensors."""
-        written = [f"Tensor({chr(ord('a') + i)}!) {name}" for i, name in enumerate(self.outputs)]
-        return f"{self._given((), written)} -> ()"
 
     def _given(self, without: Sequence[str], more: Sequence[str] = ()) -> str:
         """The fields of `Args` as a schema's arguments in parentheses, without some and with more behind them."""
@@ -250,8 +187,52 @@ class Op:
         return f"({', '.join([*positional, *(['*'] if options else []), *options])})"
 
 
+_PASSED_ON = {torch._C.FloatType: float, torch._C.IntType: int, torch._C.SymIntType: int}
+_PASSED_ON |= {torch._C.BoolType: bool, torch._C.StringType: str}
+"""Types of a schema -> what torch's dispatcher passes on for an argument of such a type."""
+
+
+class Overload:
+    """One overload of an operator as it is called: what its schema says of its arguments, and its prepared calls.
+
+    name         decode, or decode.out
+    schema       arguments and results, without the name: `(Tensor q, ..., *, float scale) -> (Tensor out, Tensor lse)`
+    arguments    names of the tensors, which are the arguments that may be given by position and the outputs of `.out`
+                 behind them, then of the options, which are the other keyword arguments
+    positional   the defaults of those that may be given by position, None where there is none
+    options      the options and their defaults, likewise
+    kinds        for each option the type that torch's dispatcher passes on; None for one that has several
+    required     names of the arguments without a default
+    may_be_none  names of the arguments that may be left out by giving None
+    needed       positions of the tensors that may not be left out
+    known        the prepared calls
+    """
+
+    def __init__(self, op: Op, name: str, schema: str, written: Sequence[str]) -> None:
+        """`written` are the names of the tensors that it writes."""
+        declared = torch._C.parse_schema(f"{NAMESPACE}::overload{schema}").arguments
+        positional = [a for a in declared if not a.kwarg_only]
+        options = [a for a in declared if a.kwarg_only and a.name not in written]
+        tensors = list(dict.fromkeys([*(a.name for a in positional), *written]))
+        self.op, self.name, self.schema = op, name, schema
+        self.arguments = (*tensors, *(a.name for a in options))
+        self.positional = tuple([a.default_value for a in positional])
+        self.options: dict[str, Any] = {a.name: a.default_value for a in options}
+        self.kinds = tuple([_PASSED_ON.get(type(a.real_type)) for a in options])
+        self.required = frozenset([a.name for a in declared if not a.has_default_value()])
+        self.may_be_none = frozenset([a.name for a in declared if isinstance(a.type, torch._C.OptionalType)])
+        self.needed = tuple([at for at, each in enumerate(tensors) if each in self.required])
+        lists = any(isinstance(a.type, torch._C.ListType) for a in positional)
+        mutated, sized = (tuple(map(tensors.index, names)) for names in (written, op.sized))
+        self.known = KnownCalls(name, lists, mutated, sized, op.rounded)
+
+    def validate_values(self, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> None:
+        """`Op.validate_values` of a call of this overload."""
+        self.op.validate_values(tensors[: len(self.positional)], options)
+
+
 def converted(kinds: Sequence[type | None], options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Options as torch's dispatcher passes them on; `kinds` are those of `Op`."""
+    """Options as torch's dispatcher passes them on; `kinds` are those of `Overload`."""
     pairs = zip(kinds, options, strict=True)
     return tuple([value if value.__class__ is kind else _CONVERT.get(kind, _as_it_is)(value) for kind, value in pairs])
 

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from mla_suite.core import allocation, check_mode, checks, dispatch, eager, overlap, torch_ops
-from mla_suite.core.op import NAMESPACE, Op
-from mla_suite.core.prepared import KnownCalls, PreparedCall, add_prepared, hashable, prepared_call
+from mla_suite.core.op import NAMESPACE, Op, Overload
+from mla_suite.core.prepared import PreparedCall, add_prepared, hashable, prepared_call
 from mla_suite.errors import UsageError
 
 DEVICE_KEYS = ("CPU", "CUDA")  # ROCm builds of torch register under CUDA
 
+# Exact strides: the byte formats and padded block strides of caches are part of what an operator reads.
+_TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
 _library = torch.library.Library(NAMESPACE, "DEF")
 _grad_enabled = torch._C.is_grad_enabled
 
@@ -45,17 +47,16 @@ def register(op: Op) -> Op:
     if op.name in _registry:
         raise ValueError(f"operator {op.name} is already registered")
     _define_functional(op)
-    ways: list[eager.Called] = [op]
+    overloads = [op.functional]
     packet = getattr(torch.ops.mla_suite, op.name)
-    torch_ops.skip_dispatcher(packet.default, op)
+    torch_ops.skip_dispatcher(packet.default, op.functional)
     if op.outputs:
-        _define(f"{op.name}.out{op.out_schema}")
-        out = _OutOverload.of(op)
-        _implement(out.name, _out(out), _check_outputs(op))
-        _fall_through(out.name)
-        torch_ops.skip_dispatcher(packet.out, out)
-        ways.append(out)
-    torch_ops.skip_dispatcher(packet, *ways)
+        _define(op.out)
+        _implement(op.out.name, _out(op.out), _check_outputs(op))
+        _fall_through(op.out.name)
+        torch_ops.skip_dispatcher(packet.out, op.out)
+        overloads.append(op.out)
+    torch_ops.skip_dispatcher(packet, *overloads)
     _registry[op.name] = op
     return op
 
@@ -64,14 +65,14 @@ def register_overload(op: Op) -> Op:
     """Define one more functional overload of a registered operator: `sparse_decode.max_logits`, as op.name says."""
     _define_functional(op)
     operator, overload = op.name.split(".")
-    torch_ops.skip_dispatcher(getattr(getattr(torch.ops.mla_suite, operator), overload), op)
+    torch_ops.skip_dispatcher(getattr(getattr(torch.ops.mla_suite, operator), overload), op.functional)
     _overloads[op.name] = op
     return op
 
 
 def _define_functional(op: Op) -> None:
-    _define(op.name + op.schema)
-    implementation = _functional(op)
+    _define(op.functional)
+    implementation = _functional(op.functional)
     _implement(op.name, implementation, _fake(op))
     eager.implementations[op.name] = implementation
     if op.mutates:
@@ -80,39 +81,8 @@ def _define_functional(op: Op) -> None:
         _refuse_gradients(op)
 
 
-class _OutOverload(NamedTuple):
-    """The `.out` overload of an operator, for `eager.call`: its outputs are the last of its tensors."""
-
-    op: Op
-    name: str
-    arguments: tuple[str, ...]
-    positional: tuple[Any, ...]
-    options: dict[str, Any]
-    required: frozenset[str]
-    kinds: tuple[type | None, ...]
-    known: KnownCalls
-
-    @classmethod
-    def of(cls, op: Op) -> _OutOverload:
-        first, options = len(op.positional), op.out_options
-        return cls(
-            op,
-            f"{op.name}.out",
-            (*op.arguments[:first], *op.outputs, *options),
-            op.positional,
-            options,
-            op.required | set(op.outputs),
-            (*op.kinds, *[None] * (len(options) - len(op.options))),
-            op.known_out,
-        )
-
-    def validate_values(self, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> None:
-        self.op.validate_values(tensors[: self.known.mutated[0]], options)
-
-
-def _define(schema: str) -> None:
-    # Exact strides: the byte formats and padded block strides of caches are part of what an operator reads.
-    _library.define(schema, tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
+def _define(overload: Overload) -> None:
+    _library.define(overload.name + overload.schema, tags=_TAGS)
 
 
 def _implement(name: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -126,27 +96,28 @@ def _returned(outputs: tuple[torch.Tensor, ...]) -> Any:
     return outputs if len(outputs) > 1 else outputs[0] if outputs else None
 
 
-def _functional(op: Op) -> Callable[..., Any]:
+def _functional(overload: Overload) -> Callable[..., Any]:
+    op, positional, known = overload.op, overload.positional, overload.known
     # A keyword argument that the dispatcher leaves out is at its default.
-    positional, names, defaults, known = op.positional, tuple(op.options), tuple(op.options.values()), op.known
+    names, defaults = tuple(overload.options), tuple(overload.options.values())
 
     def call(*args: Any, **kwargs: Any) -> Any:
         args += positional[len(args) :]
         options = hashable(tuple(map(kwargs.get, names, defaults)))
         if known.mutated:
-            overlap.refuse(op.name, op.arguments, args, known.mutated)
+            overlap.refuse(op.name, overload.arguments, args, known.mutated)
         key = known.key(args, options)
         prepared = prepared_call(key)
         if prepared is None:
             record = op.bind(args, options)
             allocate = allocation.allocator(op.check(record), args[0].device)
             outputs = allocate()
-            _validate(op, args, options)
+            _validate(overload, args, options)
             prepared = PreparedCall(allocate, _prepare(op, outputs, record), tuple(map(type, options)))
             add_prepared(key, prepared)
         else:
             outputs = prepared.allocate()
-            _validate(op, args, options)
+            _validate(overload, args, options)
         _count(op, args, options)
         _launch(prepared, outputs, args)
         _check(op, outputs, args, options)
@@ -215,10 +186,10 @@ def _fake(op: Op) -> Callable[..., Any]:
     return call
 
 
-def _out(overload: _OutOverload) -> Callable[..., None]:
+def _out(overload: Overload) -> Callable[..., None]:
     op, name, known = overload.op, overload.name, overload.known
     check = _check_outputs(op)
-    positional, own = op.positional, len(overload.options)
+    positional, own = overload.positional, len(overload.options)
     names, defaults = (*overload.options, *op.outputs), (*overload.options.values(), *[None] * len(op.outputs))
 
     def call(*args: Any, **kwargs: Any) -> None:
@@ -255,7 +226,7 @@ def _check_outputs(op: Op) -> Callable[..., None]:
     """(*args, **kwargs) of the `.out` overload -> raises where the caller's outputs are not what is specified."""
 
     def check(*args: Any, **kwargs: Any) -> None:
-        functional = {name: value for name, value in kwargs.items() if name in op.options}
+        functional = {name: value for name, value in kwargs.items() if name in op.functional.options}
         device = dispatch.first_tensor(args).device
         for name, expected in zip(op.outputs, op.specify(*args, **functional), strict=True):
             given = kwargs[name]
@@ -286,9 +257,9 @@ def _refuse_misaligned(op: Op, outputs: tuple[torch.Tensor, ...]) -> None:
             checks.fail(f"{op.name}.out", name, found, "give memory that is aligned to them")
 
 
-def _validate(op: eager.Called, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> None:
+def _validate(overload: Overload, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> None:
     if tensors[0].is_cpu or checks.debugging():
-        op.validate_values(tensors, options)
+        overload.validate_values(tensors, options)
 
 
 def _fall_through(name: str) -> None:
@@ -299,7 +270,7 @@ def _fall_through(name: str) -> None:
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
 
 
-_define("refuse_backward(Tensor grad, SymInt[] size, str op) -> Tensor")
+_library.define("refuse_backward(Tensor grad, SymInt[] size, str op) -> Tensor", tags=_TAGS)
 
 
 def _refuse_backward(grad: torch.Tensor, size: Sequence[int], op: str) -> torch.Tensor:

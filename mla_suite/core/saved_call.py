@@ -64,7 +64,7 @@ def save(call: Call, choice: dispatch.Choice, sentence: str) -> str:
         return f"it is not saved, since this process has saved {MAX_FILES} calls"
     op, ids = call.op, call.op.pages(call.record) if call.op.pages is not None else {}
     tensors: list[Any] = []
-    for name, value in zip(op.arguments, call.tensors, strict=False):
+    for name, value in zip(op.functional.arguments, call.tensors, strict=False):
         pages, written = iter(ids.get(name, ())), name in op.mutates
         several = isinstance(value, (list, tuple))
         described = [

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 from torch._ops import OpOverload, OpOverloadPacket
 
 from mla_suite.core import eager
+from mla_suite.core.op import Overload
 
 
 class _Spelling(NamedTuple):
     """How a call gives its arguments: a number of them by position, the others by name or not at all."""
 
-    op: eager.Called
+    op: Overload
     defaults: tuple[Any, ...]
     tensors: Callable[[tuple[Any, ...]], tuple[Any, ...]]  # from what is given and `defaults` behind it
     options: Callable[[tuple[Any, ...]], tuple[Any, ...]]
@@ -28,7 +29,7 @@ class _Spelling(NamedTuple):
 _DISPATCH = object()
 
 
-def skip_dispatcher(called: OpOverload[..., Any] | OpOverloadPacket[..., Any], *ops: eager.Called) -> None:
+def skip_dispatcher(called: OpOverload[..., Any] | OpOverloadPacket[..., Any], *ops: Overload) -> None:
     """Have calls of an object of `torch.ops` go through `call` where they may: as the first of `ops` that they fit.
 
     The object stays the one that torch knows, and gets a class of its own; torch traces, exports and names it as ever.
@@ -51,7 +52,7 @@ def skip_dispatcher(called: OpOverload[..., Any] | OpOverloadPacket[..., Any], *
     called.__class__ = type(base.__name__, (base,), {"__call__": __call__, "__module__": base.__module__})
 
 
-def _spelling(op: eager.Called, by_position: int, names: tuple[str, ...]) -> _Spelling | None:
+def _spelling(op: Overload, by_position: int, names: tuple[str, ...]) -> _Spelling | None:
     """None where the arguments do not fit."""
     arguments, given = op.arguments, (*op.arguments[:by_position], *names)
     if by_position > len(op.positional) or len(set(given)) < len(given) or not op.required <= set(given):

@@ -47,7 +47,7 @@ class DirectCall(NamedTuple):
         return out, lse
 
     def _call(self, given: tuple[Any, ...], outputs: tuple[torch.Tensor, ...]) -> None:
-        named = dict(zip(self.op.out_options, self.options, strict=True))
+        named = dict(zip(self.op.out.options, self.options, strict=True))
         operator = getattr(torch.ops.mla_suite, self.op.name).out
         operator(*self.tensors_of(given), **named, **dict(zip(self.op.outputs, outputs, strict=True)))
 
@@ -69,7 +69,7 @@ class DirectCall(NamedTuple):
         if not (plain(given) and fixed(settings) and fixed(self.options)):
             return
         op, tensors_of, options = self.op, self.tensors_of, self.options
-        made = prepared_call(op.known_out.key(tensors_of(given) + outputs, hashable(options)))
+        made = prepared_call(op.out.known.key(tensors_of(given) + outputs, hashable(options)))
         if made is None:
             return
         new = outputs if allocates_out else outputs[1:]

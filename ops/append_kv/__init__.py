@@ -79,7 +79,7 @@ def append_kv(
     is not finite or not above 0 are refused on the CPU and in debug mode.
     """
     tensors = kv_c, k_pe, kv_cache, slot_mapping, kv_descale, cos_sin, positions
-    eager.call(APPEND_KV, tensors, (kv_format, interleaved))
+    eager.call(APPEND_KV.functional, tensors, (kv_format, interleaved))
 
 
 def check(args: AppendKvArgs) -> tuple[Output, ...]:

@@ -83,7 +83,7 @@ def combine(
     """
     tensors = partial_out, partial_lse, split_indptr, attn_sink
     # AOTInductor of torch 2.11 and older passes a dtype on by another numbering, and None as it is: bfloat16.
-    return eager.call(COMBINE, tensors, (num_splits, None if out_dtype is torch.bfloat16 else out_dtype))
+    return eager.call(COMBINE.functional, tensors, (num_splits, None if out_dtype is torch.bfloat16 else out_dtype))
 
 
 def check(args: CombineArgs) -> tuple[Output, ...]:

@@ -75,7 +75,7 @@ def convert_kv(
     twice and a descale that is not finite or not above 0 are refused on the CPU and in debug mode.
     """
     tensors = source, destination, source_slots, destination_slots, source_descale, destination_descale
-    eager.call(CONVERT_KV, tensors, (source_format, destination_format))
+    eager.call(CONVERT_KV.functional, tensors, (source_format, destination_format))
 
 
 def row(fmt: KVFormat, cache: torch.Tensor) -> int:

@@ -214,7 +214,7 @@ def decode(
         *(softmax_scale, max_seqlen_q, max_seqlen_kv, head_dim_v, causal, kv_format, num_splits, split_size),
         *(cp_world_size, cp_rank, cp_interleave, window_left, precision),
     )
-    return eager.call(DECODE, tensors, options)
+    return eager.call(DECODE.functional, tensors, options)
 
 
 def check(args: DecodeArgs) -> tuple[Output, ...]:

@@ -90,7 +90,7 @@ def plan(
             num_heads, max_seqlen_q = converted((int, int), (num_heads, max_seqlen_q))  # NumPy's product may overflow
         num_sm_parts = sm_parts(seq_lens, num_heads * max_seqlen_q)
     options = num_heads, max_seqlen_q, num_sm_parts, max_seqlen_kv, num_splits, split_size, window_left
-    return eager.call(PLAN, (seq_lens, cu_seqlens_q), options)
+    return eager.call(PLAN.functional, (seq_lens, cu_seqlens_q), options)
 
 
 def batch_invariant_split_size(num_heads: int, max_seqlen_q: int = 1) -> int:

@@ -135,7 +135,7 @@ def sparse_decode(
     indptrs = [None] * pools if indptrs is None else indptrs
     topk_lengths = [None] * pools if topk_lengths is None else topk_lengths
     tensors = q, kv_caches, indices, indptrs, topk_lengths, attn_sink, plan, q_descale, kv_descale, q_rope
-    return eager.call(SPARSE_DECODE, tensors, (names, softmax_scale, head_dim_v, num_splits, split_size))
+    return eager.call(SPARSE_DECODE.functional, tensors, (names, softmax_scale, head_dim_v, num_splits, split_size))
 
 
 def _per_pool(kv_caches: Sequence[torch.Tensor], given: _Optional) -> Sequence[torch.Tensor | None]:

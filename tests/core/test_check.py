@@ -240,7 +240,7 @@ def test_weights_that_are_no_normal_numbers_behind_a_sink_are_not_reported(name,
     """Kernels may take them for 0, and out is not always 0 then."""
     op = register.get(name)
     args, kwargs = op.samples()[0].make(CPU)
-    sink, call = op.arguments.index("attn_sink"), getattr(torch.ops.mla_suite, name)
+    sink, call = op.functional.arguments.index("attn_sink"), getattr(torch.ops.mla_suite, name)
     _, lse = call(*args, **kwargs)
     args = (*args[:sink], lse.flatten(0, -2).amax(0) + above, *args[sink + 1 :])
     with mla_suite.emulate(arch), mla_suite.check(on_difference="raise"):
@@ -373,7 +373,7 @@ def test_a_reference_that_runs_out_of_memory_says_so(problem, reports, monkeypat
 def test_values_that_a_gpu_does_not_look_at_are_not_given_to_the_reference(problem, reports):
     (q, cache, seq_lens, block_table, *rest), kwargs = problem
     op = register.get("decode")
-    options = tuple((op.out_options | kwargs).values())
+    options = tuple((op.out.options | kwargs).values())
     call = check_mode.Call(op, (), (q, cache, seq_lens, block_table + 100, *rest), options)
     with mla_suite.emulate("gfx942"):
         check_mode.run(call, "raise")

@@ -155,7 +155,7 @@ def test_explain_shows_refusals_and_configuration(monkeypatch):
 
 def test_explain_takes_arguments_as_the_function_does():
     args, kwargs = arguments()
-    named = dict(zip(register.get("decode").arguments, args, strict=False))
+    named = dict(zip(register.get("decode").functional.arguments, args, strict=False))
     assert (
         mla_suite.explain("decode", **kwargs, **named).problem == mla_suite.explain("decode", *args, **kwargs).problem
     )

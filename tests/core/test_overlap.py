@@ -35,7 +35,7 @@ def call_of(op, args, kwargs, outputs):
     packet = getattr(torch.ops.mla_suite, op.name)
     if op.mutates:
         packet(*args, **kwargs)
-        return [args[position] for position in op.known.mutated]
+        return [args[position] for position in op.functional.known.mutated]
     packet.out(*args, **kwargs, **dict(zip(op.outputs, outputs, strict=True)))
     return outputs
 
@@ -48,11 +48,12 @@ def shared_problem(op, draw):
     outputs = [torch.empty(o.shape, dtype=o.dtype) for o in op.specify(*args, **kwargs)] if op.outputs else []
     clean = [tensor.clone() for tensor in call_of(op, pytree.tree_map(copied, args), kwargs, outputs)]
     if op.mutates:
-        written = args[op.known.mutated[0]]
+        written = args[op.functional.known.mutated[0]]
     else:
         number = draw.randrange(len(outputs))
         written = outputs[number]
-    choices = [p for p, value in enumerate(args) if isinstance(value, torch.Tensor) and p not in op.known.mutated]
+    mutated = op.functional.known.mutated
+    choices = [p for p, value in enumerate(args) if isinstance(value, torch.Tensor) and p not in mutated]
     position = draw.choice(choices)
     read = args[position]
     memory = torch.zeros(4 * (written.nbytes + read.nbytes) + 65536, dtype=torch.uint8)
@@ -64,7 +65,7 @@ def shared_problem(op, draw):
     args[position] = first
     if op.mutates:
         before = written.clone()
-        args[op.known.mutated[0]] = second
+        args[op.functional.known.mutated[0]] = second
         second.copy_(before)
         first.copy_(read)
     else:

@@ -28,7 +28,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def call_of(op_name: str, args: Any, kwargs: dict[str, Any], outputs: tuple[torch.Tensor, ...] = ()) -> check_mode.Call:
     op = register.get(op_name)
-    return check_mode.Call(op, outputs, tuple(args), tuple((op.out_options | kwargs).values()))
+    return check_mode.Call(op, outputs, tuple(args), tuple((op.out.options | kwargs).values()))
 
 
 def save(call: check_mode.Call) -> str:
@@ -111,7 +111,7 @@ def test_every_sample_comes_back(folder):
         for sample in op.samples():
             if sample.bytes < 5e6:
                 args, kwargs = sample.make(CPU)
-                call = call_of(op.name, [*args, *op.positional[len(args) :]], kwargs)
+                call = call_of(op.name, [*args, *op.functional.positional[len(args) :]], kwargs)
                 made = saved(call, folder)
                 again = check_mode.Call(
                     op, (), tuple(saved_call.tensor(one, CPU) for one in made.tensors), made.options

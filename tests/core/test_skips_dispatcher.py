@@ -127,7 +127,7 @@ def test_outputs_in_memory_of_an_argument_are_refused_after_a_like_call_too(disp
 
 def test_arguments_may_be_given_by_name_in_any_order(dispatched):
     args, kwargs = made("decode")
-    names = register.get("decode").arguments
+    names = register.get("decode").functional.arguments
     want = OPS.decode.default(*args, **kwargs)
     by_name = dict(zip(names, args, strict=False)) | kwargs
     backwards = dict(reversed(by_name.items()))

@@ -39,7 +39,7 @@ append = functools.partial(mla_suite.append_kv, kv_format="fp32")
 )
 def test_an_argument_of_another_kind_is_refused_in_a_sentence(wrong, sentence):
     args, kwargs = register.get("decode").samples()[0].make(torch.device("cpu"))
-    given = dict(zip(register.get("decode").arguments, args, strict=False), **kwargs)
+    given = dict(zip(register.get("decode").functional.arguments, args, strict=False), **kwargs)
     with pytest.raises(CallError) as refused:
         mla_suite.decode(**{**given, **wrong})
     assert str(refused.value) == sentence

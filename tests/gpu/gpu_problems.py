@@ -136,7 +136,7 @@ _VARY: dict[str, Callable[[tuple[Any, ...], dict[str, Any], torch.Generator], No
 def written(name: str, args: tuple[Any, ...]) -> Tensors:
     """The arguments that the operator writes."""
     op = register.get(name)
-    names = [argument.name for argument in torch._C.parse_schema(op.qualname + op.schema).arguments]
+    names = [argument.name for argument in torch._C.parse_schema(op.qualname + op.functional.schema).arguments]
     return tuple(args[names.index(each)] for each in op.mutates)
 
 

@@ -36,7 +36,7 @@ def results(op, sample):
     args, kwargs = sample.make(torch.device("cpu"))
     with mla_suite.emulate(ARCH), emulator.configured(threads=1):
         returned = getattr(torch.ops.mla_suite, op.name)(*args, **kwargs)
-    written = [kwargs[name] if name in kwargs else args[op.arguments.index(name)] for name in op.mutates]
+    written = [kwargs[name] if name in kwargs else args[op.functional.arguments.index(name)] for name in op.mutates]
     outputs = returned if isinstance(returned, tuple) else () if returned is None else (returned,)
     return [*outputs, *written]
 

@@ -13,7 +13,7 @@ from interface_calls import CALLS
 
 from mla_suite.core import register
 
-OPERATORS = {name for op in register.registry().values() for name in (*op.arguments, *op.out_options, *op.outputs)}
+OPERATORS = {name for op in register.registry().values() for name in op.out.arguments}
 PLAIN = {"out", "plan", "positions", "indices", "causal", "kv_format"}  # words of English or of the caller's, too
 SHAPE = re.compile(r"\[[^]]*\]")
 PROSE = re.compile(r"[A-Za-z_]\w*")

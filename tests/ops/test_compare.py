@@ -22,8 +22,8 @@ DECODE_SAMPLES = [sample for sample in register.get("decode").samples() if sampl
 def made(op_name: str, args: Any, kwargs: dict[str, Any]) -> Call:
     """A call with outputs of the reference."""
     op = register.get(op_name)
-    tensors = (*args, *op.positional[len(args) :])
-    call = Call(op, (), tensors, tuple((op.out_options | kwargs).values()))
+    tensors = (*args, *op.functional.positional[len(args) :])
+    call = Call(op, (), tensors, tuple((op.out.options | kwargs).values()))
     outputs = tuple(torch.empty(each.shape, dtype=each.dtype) for each in op.check(call.record))
     op.backends[-1].run(None, outputs, call.record)
     return call._replace(outputs=outputs)
@@ -234,7 +234,7 @@ def test_every_operator_that_is_not_compared_for_equality_says_how():
     """Without `compare`, only outputs are compared: an operator that writes an argument needs its own."""
     for op in register.registry().values():
         assert op.compare is not None or not op.mutates
-        read = [name for name in op.arguments if "kv_cache" in name or name == "source"]
+        read = [name for name in op.functional.arguments if "kv_cache" in name or name == "source"]
         assert (op.pages is not None) is bool(set(read) - set(op.mutates))
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from mla_suite.build import emulator_library
 from mla_suite.core import dispatch, register
-from mla_suite.core.op import Op
+from mla_suite.core.op import Op, Overload
 from mla_suite.launch import hip, launcher
 from mla_suite.launch.driver import TorchDevice
 
@@ -104,6 +104,6 @@ def route(monkeypatch, make_driver):
     for name, value in (("_make_driver", lambda index: make_driver()), ("_drivers", {}), ("_prepared", {})):
         monkeypatch.setattr(launcher, name, value)
     monkeypatch.setattr(register, "_validate", lambda *arguments: None)
-    for called in (Op, register._OutOverload):
+    for called in (Op, Overload):
         monkeypatch.setattr(called, "validate_values", lambda *arguments: None)
     dispatch.clear_caches()  # calls made ready for the emulator
