@@ -168,23 +168,20 @@ def get_mla_metadata_v1(
         plan = mla_suite.plan(seq_lens, queries, **sizes)
     except (CallError, RuntimeError) as error:
         restate(name, _WORDS, error)
-    if spans is None:
-        longest: int | torch.Tensor = q_len
-        if max(max_seqlen_qo, uni_seqlen_qo) < 1:
-            longest = torch.nn.functional.pad(queries.diff(), (0, 1), value=1).amax()  # 1 where there is no sequence
-        made = metadata_convert.to_aiter(
-            plan,
-            queries,
-            seqlens_kv_indptr,
-            num_sm_parts=num_sm_parts,
-            page_size=page_size,
-            max_seqlen_q=longest,
-            kv_last_page_lens=kv_last_page_lens,
-        )
-    else:
-        made = metadata_convert.aiter_lists(
-            plan, queries, spans, num_sm_parts=num_sm_parts, page_size=1, max_seqlen_q=1
-        )
+    longest: int | torch.Tensor = q_len
+    if spans is None and max(max_seqlen_qo, uni_seqlen_qo) < 1:
+        longest = torch.nn.functional.pad(queries.diff(), (0, 1), value=1).amax()  # 1 where there is no sequence
+    made = metadata_convert.to_aiter(
+        plan,
+        queries,
+        seqlens_kv_indptr,
+        num_sm_parts=num_sm_parts,
+        page_size=page_size,
+        max_seqlen_q=longest,
+        kv_last_page_lens=kv_last_page_lens,
+        spans=spans,
+    )
+    if spans is not None:
         _name_sequences(made.work_info_set, sequences, seqlens_qo_indptr)
     filled = (work_indptr, work_info_set, reduce_indptr, reduce_final_map, reduce_partial_map)
     for buffer, part in zip(filled, made, strict=True):

@@ -153,40 +153,21 @@ def to_aiter(
     page_size: int,
     max_seqlen_q: int | torch.Tensor,
     kv_last_page_lens: torch.Tensor | None = None,
+    spans: torch.Tensor | None = None,
 ) -> AiterPlan:
     """The plan that `mla_suite.plan(..., num_sm_parts=num_sm_parts)` made, as AITER writes it.
 
     There is one query tile per sequence, and splits are rounded down to whole pages. Partial row r of ours begins at
     row r x max_seqlen_q of AITER's partial tensors. Works past work_indptr[-1] have batch -1.
     max_seqlen_q may be a tensor of no dimension, where the device alone knows it. kv_last_page_lens [batch], the tokens
-    in the last page of each sequence, is needed with pages of several tokens.
+    in the last page of each sequence, is needed with pages of several tokens. With spans, int64 [2, batch + 1],
+    sequence b has pages spans[0][b]..spans[1][b] of kv_indices, whatever kv_indptr says.
     """
-    pages = (kv_indptr - kv_indptr[0]).long()
-    spans = torch.stack((pages, torch.cat((pages[1:], pages[-1:]))))
     if page_size > 1 and kv_last_page_lens is None:
         raise ValueError(f"to_aiter: page_size is {page_size}; give kv_last_page_lens, the tokens in the last pages")
-    return aiter_lists(
-        plan,
-        qo_indptr,
-        spans,
-        num_sm_parts=num_sm_parts,
-        page_size=page_size,
-        max_seqlen_q=max_seqlen_q,
-        kv_last_page_lens=kv_last_page_lens,
-    )
-
-
-def aiter_lists(
-    plan: torch.Tensor,
-    qo_indptr: torch.Tensor,
-    spans: torch.Tensor,
-    *,
-    num_sm_parts: int,
-    page_size: int,
-    max_seqlen_q: int | torch.Tensor,
-    kv_last_page_lens: torch.Tensor | None = None,
-) -> AiterPlan:
-    """As `to_aiter`, for sequences with pages spans[0][b]..spans[1][b] of kv_indices; spans is int64 [2, batch + 1]."""
+    if spans is None:
+        pages = (kv_indptr - kv_indptr[0]).long()
+        spans = torch.stack((pages, torch.cat((pages[1:], pages[-1:]))))
     batch = qo_indptr.shape[0] - 1
     parts = _parts(plan, batch, num_sm_parts)
     work_tiles = parts.work_tiles.long()
