@@ -1,4 +1,4 @@
-"""GPU architectures: what each one is (`ArchSpec`), and everything that varies with it, behind one protocol.
+"""GPU architectures: what each one is (`ArchSpec`), and everything that varies with it, behind one class.
 
 An arch has a folder in `csrc/` with its sources and `arch.toml`, and a folder here with a `Kernels` class that says for
 each operator which kernel takes a problem. An arch without a folder here has a record and no native kernels.
@@ -12,17 +12,15 @@ import importlib
 import logging
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from mla_suite.archs.spec import CSRC, ArchSpec, get, names, read_arch_file
 
 if TYPE_CHECKING:
-    from mla_suite.core.dispatch import Supported, Unsupported
-    from mla_suite.ops.plan.scheduler import SchedulerCosts
+    from mla_suite.archs.base import ArchKernels
 
 __all__ = [
     "CSRC",
-    "ArchKernels",
     "ArchSpec",
     "get",
     "kernels",
@@ -35,55 +33,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger("mla_suite.archs")
-
-
-class ArchKernels(Protocol):
-    """The native kernels of one arch: a method for each operator that has one.
-
-    An operator without a method has no native kernel there. A method takes the operator's `Problem` and answers with
-    `Supported`, whose configuration has a method `spec(outputs, args)`, or with `Unsupported` and a reason in one
-    sentence. It reads no tensor.
-    """
-
-    arch: ArchSpec
-    wavefront: int  # lanes that the kernels are written for
-    tile_rows: int  # query rows that a workgroup of decode holds
-
-    def decode(self, problem: Any) -> Supported | Unsupported: ...
-
-    def sparse_decode(self, problem: Any) -> Supported | Unsupported: ...
-
-    def combine(self, problem: Any) -> Supported | Unsupported: ...
-
-    def plan(self, problem: Any) -> Supported | Unsupported: ...
-
-    def append_kv(self, problem: Any) -> Supported | Unsupported: ...
-
-    def convert_kv(self, problem: Any) -> Supported | Unsupported: ...
-
-    def absorbed_prompt(self, head_dim: int, fp8: bool) -> int:
-        """Query tokens up to which decode behind many cached keys of head_dim 16-bit or fp8 values takes less time than
-        expanding them; 0: it is not known."""
-        ...
-
-    def widened_rows(self, num_heads: int) -> int:
-        """Records that convert_kv turns into bf16 rows in the time that a query token of sparse_decode gains by
-        selecting 2,048 of such rows; 0: it gains nothing, or it is not known."""
-        ...
-
-    def fp8_query_rows(self, precision: str, page_size: int, joined: bool) -> int | None:
-        """Rows of a sequence from which fp8 queries of an fp8 cache beat 16-bit ones, with decode's `precision`; None:
-        none do. joined: the kernel that joins the two parts of a query rounds it, too, else one of its own does."""
-        ...
-
-    def takes_query_parts(self, num_heads: int, q_len: int) -> bool:
-        """Whether decode over 16-bit rows, and sparse_decode, whose q_len is 1, over others, read 16-bit queries in two
-        tensors (q_rope) where they lie."""
-        ...
-
-    def scheduler_costs(self, num_q_rows: int) -> SchedulerCosts:
-        """Costs for the load balancer of plan, with this number of query rows per sequence."""
-        ...
 
 
 def specs() -> tuple[dict[str, ArchSpec], dict[str, str]]:

@@ -99,8 +99,8 @@ def is_one_run(fmt: KVFormat) -> bool:
     return fmt.seamless and fmt.scale_rule is not None
 
 
-def supports(problem: Problem, arch: ArchSpec, bulk_bytes: int, has_runs: bool = False) -> Supported | Unsupported:
-    """`has_runs`: the arch has kernels of one run."""
+def supports(problem: Problem, arch: ArchSpec, bulk_bytes: int = 0, has_runs: bool = False) -> Supported | Unsupported:
+    """`bulk_bytes`: as in AppendConfig. `has_runs`: the arch has kernels of one run."""
     fmt = get_kv_format(problem.kv_format)
     if "e2m1" in fmt.encodings and problem.latent % 2:
         given = f"kv_format {fmt.name} holds two values to a byte"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -17,6 +17,9 @@ from mla_suite import archs
 from mla_suite.core import checks
 from mla_suite.errors import CallError, call_error
 from mla_suite.launch import current_arch
+
+if TYPE_CHECKING:
+    from mla_suite.archs.base import ArchKernels
 
 # The KV format of a cache of plain rows, by the dtype in which another project hands it over.
 WIDE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -30,7 +33,7 @@ PRECISION = (
 """decode's `precision` for other projects' calls, which have no argument for it."""
 
 
-def _kernels(like: torch.Tensor) -> archs.ArchKernels | None:
+def _kernels(like: torch.Tensor) -> ArchKernels | None:
     arch = current_arch(like)
     return None if arch is None else archs.kernels(arch)
 

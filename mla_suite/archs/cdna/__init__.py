@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mla_suite.archs.base import CommonKernels
+from mla_suite.archs.base import ArchKernels
 from mla_suite.archs.cdna import decode
 from mla_suite.archs.cdna.decode import MAX_ROWS, CdnaConfig
 from mla_suite.archs.cdna.sparse_decode import CdnaSparseConfig
@@ -17,7 +17,7 @@ from mla_suite.ops.sparse_decode import Problem as SparseDecodeProblem
 PLAN_WAVES = (("search", (4, 4)), ("balanced", (8, 8)), ("uniform", (4, 4)))
 
 
-class CdnaKernels(CommonKernels):
+class CdnaKernels(ArchKernels):
     """The kernels that gfx942 and gfx950 share; the choice of an attention kernel's instance is the arch's own."""
 
     wavefront = 64

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mla_suite.archs.attention import WIDTHS
-from mla_suite.archs.base import CommonKernels
+from mla_suite.archs.base import ArchKernels
 from mla_suite.archs.sm_90 import append_kv, convert_kv, costs, decode, sparse_decode, tensor_maps
 from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N
 from mla_suite.core.dispatch import Supported, Unsupported
@@ -32,11 +32,10 @@ ABSORBED_PROMPT = {False: 384, True: 192}
 WIDENED_ROWS = ((32, 170), (1, 70))
 
 
-class Kernels(CommonKernels):
+class Kernels(ArchKernels):
     wavefront = 32
     tile_rows = BLOCK_M
     plan_waves = PLAN_WAVES
-    append_bulk_bytes = append_kv.BULK_BYTES
 
     def fp8_query_rows(self, precision: str, page_size: int, joined: bool) -> int | None:
         """In pages of other sizes scores are in full precision.
