@@ -281,7 +281,21 @@ def _refuse_backward(grad: torch.Tensor, size: Sequence[int], op: str) -> torch.
 _implement("refuse_backward", _refuse_backward, lambda grad, size, op: grad.new_empty(size))
 
 
-class _WithoutBackward(torch.autograd.Function):
+class WithoutBackward(torch.autograd.Function):
+    """A copy of `result` through which `backward()` to `read` raises, for traced code: that does not see what an `.out`
+    overload has `backward()` raise, and cannot trace how."""
+
+    @staticmethod
+    def forward(ctx: Any, result: torch.Tensor, op: str, *read: torch.Tensor) -> torch.Tensor:
+        ctx.op, ctx.sizes = op, [tensor.shape for tensor in read]
+        return result.clone()  # a view could not be written in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, None, *[torch.ops.mla_suite.refuse_backward(grad, size, ctx.op) for size in ctx.sizes]
+
+
+class _WrittenWithoutBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, written: torch.Tensor, op: str, *read: torch.Tensor) -> torch.Tensor:
         ctx.mark_dirty(written)
@@ -307,7 +321,7 @@ def _refuse_gradients_of(op: str, written: tuple[torch.Tensor, ...], args: tuple
         if tensor.grad_fn is not None:
             tensor.detach_()  # of what was overwritten; one step after the other would hold on to all former graphs
         if read:
-            _WithoutBackward.apply(tensor, op, *read)
+            _WrittenWithoutBackward.apply(tensor, op, *read)
 
 
 def _refuse_gradients(op: Op) -> None:

@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 from mla_suite.core import checks
+from mla_suite.core.register import WithoutBackward
 from mla_suite.distributed import peer_memory
 from mla_suite.ops.decode.reference import keys_of_rank
 
@@ -124,7 +125,7 @@ class Parallel:
         if peer_memory.serves_sum(self.all_group, x.numel() * x.element_size(), self.world):
             return torch.ops.mla_suite_ranks.peer_sum(x.contiguous(), str(self.all_group))
         total = functional.wait_tensor(functional.all_reduce(x, "sum", self.all_group))
-        return _WithoutBackward.apply(total) if total.requires_grad else total
+        return WithoutBackward.apply(total.detach(), "ParallelMLA", total) if total.requires_grad else total
 
     def gather_heads(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., heads, dim] of every rank of the context-parallel group, joined over heads."""
@@ -132,17 +133,6 @@ class Parallel:
             return x
         everyone = gather(x, self.cp_group, self.cp_size)  # over dimension 0: torch 2.11 traces no other
         return everyone.movedim(0, -3).flatten(-3, -2)
-
-
-class _WithoutBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()  # a view could not be written in place
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        refused: torch.Tensor = torch.ops.mla_suite.refuse_backward(grad, grad.shape, "ParallelMLA")
-        return refused
 
 
 def all_to_all(x: torch.Tensor, group: Any) -> torch.Tensor:

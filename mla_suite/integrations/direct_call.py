@@ -13,6 +13,7 @@ import torch
 from mla_suite.core import allocation, eager
 from mla_suite.core.op import Op, Output
 from mla_suite.core.prepared import KnownCalls, PreparedCall, add_prepared, fixed, hashable, plain, prepared_call
+from mla_suite.core.register import WithoutBackward
 
 
 class DirectCall(NamedTuple):
@@ -43,7 +44,7 @@ class DirectCall(NamedTuple):
         if torch.compiler.is_compiling() and torch.is_grad_enabled():
             read = [tensor for tensor in given if tensor is not None and tensor.requires_grad]
             if read:
-                out, lse = (_WithoutBackward.apply(result, self.op.name, *read) for result in (out, lse))
+                out, lse = (WithoutBackward.apply(result, self.op.name, *read) for result in (out, lse))
         return out, lse
 
     def _call(self, given: tuple[Any, ...], outputs: tuple[torch.Tensor, ...]) -> None:
@@ -87,16 +88,3 @@ class DirectCall(NamedTuple):
         prepared = PreparedCall(allocate, run, tuple(map(type, settings)))
         add_prepared(known.key(given, settings), prepared)
         known.keep(given, settings, prepared)
-
-
-class _WithoutBackward(torch.autograd.Function):
-    """Traced code does not see that `.out` has `backward()` raise, and cannot trace how."""
-
-    @staticmethod
-    def forward(ctx: Any, result: torch.Tensor, op: str, *read: torch.Tensor) -> torch.Tensor:
-        ctx.op, ctx.sizes = op, [tensor.shape for tensor in read]
-        return result.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, None, *[torch.ops.mla_suite.refuse_backward(grad, size, ctx.op) for size in ctx.sizes]
