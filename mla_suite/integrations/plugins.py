@@ -201,14 +201,15 @@ def _with_triton_drafts(original: Any, factory: Any, name: str, backends: dict, 
     return original(factory, name, {**backends, SGLANG_NAME: backends["triton"]}, *args, **kwargs)
 
 
-class _Named:
-    """A server's settings with another name of its attention backend."""
+class With:
+    """An object of a server's with other values of some attributes."""
 
-    def __init__(self, settings: Any, name: str) -> None:
-        self._settings, self.attention_backend = settings, name
+    def __init__(self, theirs: Any, **values: Any) -> None:
+        self._theirs = theirs
+        vars(self).update(values)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._settings, name)
+        return getattr(self._theirs, name)
 
 
 def _with_trees(backend: str, original: Any, *args: Any) -> Any:
@@ -221,7 +222,9 @@ def _with_trees(backend: str, original: Any, *args: Any) -> Any:
 
     def named(server_args: Any) -> Any:
         settings = settings_of(server_args)
-        return _Named(settings, backend) if settings.attention_backend == SGLANG_NAME else settings
+        if settings.attention_backend != SGLANG_NAME:
+            return settings
+        return With(settings, attention_backend=backend)
 
     checks.resolved_view = named  # type: ignore[attr-defined]
     try:

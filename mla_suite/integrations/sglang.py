@@ -184,9 +184,7 @@ class MLASuiteAttnBackend(TritonAttnBackend):
     def forward_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Arguments as in `_Call`; -> [tokens, heads x 512]."""
         call = _Call(*args, **kwargs)
-        for name in call.options:
-            refuse(NAME, f"{name} is given", f"scores are plain softmax: {OTHERWISE}")
-        _check_layer(call.layer)
+        _check_softmax(call)
         return self._attend(call)
 
     def forward_extend(self, *args: Any, **kwargs: Any) -> Any:
@@ -195,12 +193,10 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         call = _Call(*args, **kwargs)
         absorbed = _absorbed(call.layer, self._pool(call.forward_batch))
         if not call.options and call.k is not None and absorbed and self._is_decoded(call):
-            _check_layer(call.layer)
+            _check_softmax(call)
             return self._attend(call)
         if self.prompts is not None and not absorbed and self.prompts.takes(call.forward_batch):
-            for name in call.options:
-                refuse(NAME, f"{name} is given", f"scores are plain softmax: {OTHERWISE}")
-            _check_layer(call.layer)
+            _check_softmax(call)
             return self.prompts.attend(call)
         if self._trees and call.forward_batch.forward_mode.is_target_verify():
             given = f"verification of a tree of drafts with {', '.join(call.options) or 'keys of each head'}"
@@ -350,7 +346,11 @@ def _absorbed(layer: Any, pool: Any) -> bool:
     return layer.tp_k_head_num == 1 and layer.head_dim == pool.kv_cache_dim and layer.v_head_dim == pool.kv_lora_rank
 
 
-def _check_layer(layer: Any) -> None:
+def _check_softmax(call: _Call) -> None:
+    """Refuse a call whose scores are not a plain softmax over all keys."""
+    for name in call.options:
+        refuse(NAME, f"{name} is given", f"scores are plain softmax: {OTHERWISE}")
+    layer = call.layer
     if layer.logit_cap:
         refuse(NAME, f"logit_cap is {layer.logit_cap}", f"scores are not capped: {OTHERWISE}")
     window = getattr(layer, "sliding_window_size", None)

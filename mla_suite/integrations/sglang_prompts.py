@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mla_suite.integrations import FP8, absorbed_prompt, pairs_saved
+from mla_suite.integrations.plugins import With
 
 try:
     from sglang.kernels.ops.attention.flash_attention import flash_attn_varlen_func
@@ -57,17 +58,8 @@ def forward_method(attn: Any, forward_batch: Any) -> Any:
     if attn.attn_mqa.k_scale_float not in (None, 1.0):
         return handlers.AttnForwardMethod.MLA
     expanded = prompts.gain_expanded(forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu)
-    return handlers.handle_attention_fa3(_Layer(attn, expanded), forward_batch)
-
-
-class _Layer:
-    """A layer of SGLang's with another number of cached tokens from which it expands a prefix."""
-
-    def __init__(self, attn: Any, expanded: bool) -> None:
-        self._attn, self.chunked_prefix_cache_threshold = attn, 0 if expanded else float("inf")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._attn, name)
+    threshold = 0 if expanded else float("inf")  # cached tokens from which SGLang expands a prefix
+    return handlers.handle_attention_fa3(With(attn, chunked_prefix_cache_threshold=threshold), forward_batch)
 
 
 class Prompts:
