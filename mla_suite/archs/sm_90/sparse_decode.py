@@ -237,7 +237,47 @@ class Sm90SparseConfig:
 
     def spec(self, outputs: tuple[torch.Tensor, ...], args: SparseDecodeArgs) -> CallSpec:
         """The launch of sparse_decode, and of the combine behind it."""
-        return _spec(self, outputs, args)
+        out, lse = outputs[:2]
+        if out.numel() == 0:
+            return CallSpec()
+        shape = sparse_shape(args, out)
+        temporaries = list[Temporary]()
+        q_maps = tensor_maps.q_part_maps(SPARSE_INPUTS, shape, self.record in SLOTS and args.softmax_scale >= 0)
+        reached = shape.q.in_whole_vectors and tensor_maps.pitch(shape.q.shape, shape.q.strides) is not None
+        taken = bool(q_maps) or (reached and shape.q_rope is None)
+        shape, query_copies, query_notes = sparse_queries(args, shape, taken)
+        copies = sparse_copies(args) + query_copies
+        if not shape.out.in_whole_vectors or not tensor_maps.within_span(1, shape.heads, shape.out.strides):
+            shape = shape._replace(out=shape.out.copied())
+            temporaries.append(Temporary(OUTPUTS["out"]))
+        config = replace(self, max_logits=True) if len(outputs) > 2 else self
+        config, splits = sparse_splits.split_call(config, args, shape)
+        slots, tiles, wanted = splits.slots(shape), config.tiles(shape.heads), (LseLayout.of(lse), args.plus_inf_lse)
+        groups = groups_of(config.arch, splits.tiles(shape), tiles)
+        numbers = sparse_numbers(args, shape, splits) | {"grid_stride": groups} | combine_kernels.lse_numbers(*wanted)
+        kv_formats = tuple(args.kv_formats)
+        numbers |= {"interleaved": _interleaved_pools(kv_formats), "fp4": fp4_pools(kv_formats)}
+        numbers["in_parts"] = int(bool(q_maps))
+        pointers = sparse_pointers(args, slots > 0)
+        pointers["max_logits"] = Output(2) if len(outputs) > 2 else None
+        maps = q_maps or {"q_map": tensor_maps.q_map(SPARSE_INPUTS["q"], shape.q, 1), "q_rope_map": None}
+        launch = LaunchSpec(
+            *(config.instance, (tiles, groups, 1), config.threads, config.lds, True),
+            *("sparse_decode_tma", numbers, pointers, maps),
+        )
+        merge = None
+        if slots:
+            merged = shape.combine_problem(args.head_dim_v, slots)
+            chosen = combine.config_for(merged, config.arch, fixed=splits.size > 0, planned=shape.plan_words > 0)
+            merge = combined(chosen, args, shape, shape.out, wanted, splits.partials)
+        notes = [splits.note(shape, "query token"), *query_notes]
+        if config.swaps:
+            swapped = f"keys are the first operand: {config.instance}, whose blocks have {config.q_rows} query rows"
+            notes.append(swapped)
+        if config.reduced_splits > 1:
+            count = {2: "two", 4: "four"}[config.reduced_splits]
+            notes.append(f"clusters add the results of {count} splits of a query token each: {config.instance}")
+        return call_of(launch, merge, shape, slots, args.head_dim_v, copies, temporaries, notes)
 
 
 def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
@@ -264,50 +304,3 @@ def _interleaved_pools(kv_formats: tuple[str, ...]) -> int:
         (v41 and fmt.by_name["scale"].per_block == 0) << i
         for i, (v41, fmt) in enumerate(zip(of_v41, formats, strict=True))
     )
-
-
-def _spec(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: SparseDecodeArgs) -> CallSpec:
-    out, lse = outputs[:2]
-    if out.numel() == 0:
-        return CallSpec()
-    shape = sparse_shape(args, out)
-    temporaries = list[Temporary]()
-    q_maps = tensor_maps.q_part_maps(SPARSE_INPUTS, shape, config.record in SLOTS and args.softmax_scale >= 0)
-    reached = shape.q.in_whole_vectors and tensor_maps.pitch(shape.q.shape, shape.q.strides) is not None
-    shape, query_copies, query_notes = sparse_queries(args, shape, bool(q_maps) or (reached and shape.q_rope is None))
-    copies = sparse_copies(args) + query_copies
-    if not shape.out.in_whole_vectors or not tensor_maps.within_span(1, shape.heads, shape.out.strides):
-        shape = shape._replace(out=shape.out.copied())
-        temporaries.append(Temporary(OUTPUTS["out"]))
-    if len(outputs) > 2:
-        config = replace(config, max_logits=True)
-    config, splits = sparse_splits.split_call(config, args, shape)
-    slots, tiles, wanted = splits.slots(shape), config.tiles(shape.heads), (LseLayout.of(lse), args.plus_inf_lse)
-    groups = groups_of(config.arch, splits.tiles(shape), tiles)
-    numbers = sparse_numbers(args, shape, splits) | {"grid_stride": groups} | combine_kernels.lse_numbers(*wanted)
-    kv_formats = tuple(args.kv_formats)
-    numbers |= {
-        "in_parts": int(bool(q_maps)),
-        "interleaved": _interleaved_pools(kv_formats),
-        "fp4": fp4_pools(kv_formats),
-    }
-    pointers = sparse_pointers(args, slots > 0)
-    pointers["max_logits"] = Output(2) if len(outputs) > 2 else None
-    maps = q_maps or {"q_map": tensor_maps.q_map(SPARSE_INPUTS["q"], shape.q, 1), "q_rope_map": None}
-    launch = LaunchSpec(
-        *(config.instance, (tiles, groups, 1), config.threads, config.lds, True),
-        *("sparse_decode_tma", numbers, pointers, maps),
-    )
-    merge = None
-    if slots:
-        merged = shape.combine_problem(args.head_dim_v, slots)
-        chosen = combine.config_for(merged, config.arch, fixed=splits.size > 0, planned=shape.plan_words > 0)
-        merge = combined(chosen, args, shape, shape.out, wanted, splits.partials)
-    notes = [splits.note(shape, "query token"), *query_notes]
-    if config.swaps:
-        swapped = f"keys are the first operand: {config.instance}, whose blocks have {config.q_rows} query rows"
-        notes.append(swapped)
-    if config.reduced_splits > 1:
-        count = {2: "two", 4: "four"}[config.reduced_splits]
-        notes.append(f"clusters add the results of {count} splits of a query token each: {config.instance}")
-    return call_of(launch, merge, shape, slots, args.head_dim_v, copies, temporaries, notes)
