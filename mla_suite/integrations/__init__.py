@@ -39,20 +39,13 @@ def _kernels(like: torch.Tensor) -> ArchKernels | None:
 
 
 def fp8_query_rows(like: torch.Tensor, page_size: int, joined: bool = True) -> int | None:
-    """Returns from how many heads x tokens of a sequence on decode over an fp8 cache gains from fp8 queries.
-
-    On the device of `like`, in pages of `page_size` tokens, with PRECISION, and with the kernel that quantises them,
-    which joins their two parts as well or, with joined False, is one of its own; None: it never does.
-    """
+    """Returns `ArchKernels.fp8_query_rows` of the device of `like`, with PRECISION; None without kernels."""
     kernels = _kernels(like)
     return None if kernels is None else kernels.fp8_query_rows(PRECISION, page_size, joined)
 
 
 def absorbed_prompt(like: torch.Tensor, head_dim: int, fp8: bool) -> int:
-    """Returns up to how many query tokens decode behind many cached keys takes less time than expanding these.
-
-    On the device of `like`, over rows of head_dim 16-bit or fp8 values; 0: it is not known.
-    """
+    """Returns `ArchKernels.absorbed_prompt` of the device of `like`; 0 without kernels."""
     kernels = _kernels(like)
     return 0 if kernels is None else kernels.absorbed_prompt(head_dim, fp8)
 
@@ -81,10 +74,7 @@ def takes_query_parts(like: torch.Tensor, num_heads: int, q_len: int) -> bool:
 
 
 def widened_rows(like: torch.Tensor, num_heads: int) -> int:
-    """Returns how many records become bf16 rows in the time that a query token gains if it selects from such rows.
-
-    On the device of `like`; 0: it gains nothing, or it is not known.
-    """
+    """Returns `ArchKernels.widened_rows` of the device of `like`; 0 without kernels."""
     kernels = _kernels(like)
     return 0 if kernels is None else kernels.widened_rows(num_heads)
 
