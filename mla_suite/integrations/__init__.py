@@ -151,6 +151,17 @@ def absent(module: str, functions: Mapping[str, str]) -> Callable[[str], Callabl
     return find
 
 
+class With:
+    """An object of another project's with other values of some attributes."""
+
+    def __init__(self, theirs: Any, **values: Any) -> None:
+        self._theirs = theirs
+        vars(self).update(values)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._theirs, name)
+
+
 def joined_queries(
     latent: torch.Tensor, rope: torch.Tensor, kernel: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
 ) -> torch.Tensor:

@@ -13,6 +13,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, get_type_hints
 
+from mla_suite.integrations import With
+
 SPARSE_NAME = "MLA_SUITE_SPARSE"
 V4_NAME = "MLA_SUITE_DSV4"
 V4_MODELS = {
@@ -199,17 +201,6 @@ def _with_v41_records(original: Any) -> Any:
 
 def _with_triton_drafts(original: Any, factory: Any, name: str, backends: dict, *args: Any, **kwargs: Any) -> Any:
     return original(factory, name, {**backends, SGLANG_NAME: backends["triton"]}, *args, **kwargs)
-
-
-class With:
-    """An object of a server's with other values of some attributes."""
-
-    def __init__(self, theirs: Any, **values: Any) -> None:
-        self._theirs = theirs
-        vars(self).update(values)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._theirs, name)
 
 
 def _with_trees(backend: str, original: Any, *args: Any) -> Any:

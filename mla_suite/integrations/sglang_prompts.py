@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from mla_suite.integrations import FP8, absorbed_prompt, pairs_saved
-from mla_suite.integrations.plugins import With
+from mla_suite.integrations import FP8, With, absorbed_prompt, pairs_saved
 
 try:
     from sglang.kernels.ops.attention.flash_attention import flash_attn_varlen_func
