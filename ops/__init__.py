@@ -12,5 +12,4 @@ from mla_suite.ops import decode as decode
 from mla_suite.ops import plan as plan
 from mla_suite.ops import sparse_decode as sparse_decode
 
-dispatch.set_arch_resolver(current_arch)
-dispatch.set_launcher(run.prepare)
+dispatch.arch_of, dispatch.launcher = current_arch, run.prepare

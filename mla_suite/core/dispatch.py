@@ -161,7 +161,7 @@ def native_backend(op: str) -> Backend:
         return answer
 
     def prepare(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> Launch:
-        return _launcher(op, config.spec(outputs, args), outputs, _tensors(args))
+        return launcher(op, config.spec(outputs, args), outputs, _tensors(args))
 
     return Backend("native", supports, prepare)
 
@@ -215,34 +215,14 @@ policy: ContextVar[str] = ContextVar("mla_suite_policy", default="default")
 """The policy of tuned rows that choices follow in this context, set by `decode_table.policy`."""
 
 
-def _no_arch(tensor: torch.Tensor) -> ArchSpec | None:
-    return None
+arch_of: Callable[[torch.Tensor], ArchSpec | None] = cast(Any, None)
+"""The arch that a tensor's kernels run on: a function of the launch layer, which `mla_suite.ops` puts here."""
 
+launcher: Callable[[str, Any, tuple[torch.Tensor, ...], tuple[Any, ...]], Launch] = cast(Any, None)
+"""Makes a launch of (operator, its record, outputs, tensors), likewise."""
 
-def _no_launcher(op: str, spec: Any, outputs: tuple[torch.Tensor, ...], tensors: tuple[Any, ...]) -> Launch:
-    raise RuntimeError(f"{op}: import mla_suite.ops, which says how native kernels are launched")
-
-
-_arch_of: Callable[[torch.Tensor], ArchSpec | None] = _no_arch
-_launcher: Callable[[str, Any, tuple[torch.Tensor, ...], tuple[Any, ...]], Launch] = _no_launcher
 _choices: dict[tuple[str, Hashable, str, ArchSpec | None, str], Choice] = {}
 _warned: set[str] = set()
-
-
-def set_arch_resolver(resolver: Callable[[torch.Tensor], ArchSpec | None]) -> None:
-    """Register the function of the launch layer that says which arch a tensor's kernels run on."""
-    global _arch_of
-    _arch_of = resolver
-
-
-def set_launcher(launcher: Callable[[str, Any, tuple[torch.Tensor, ...], tuple[Any, ...]], Launch]) -> None:
-    """Register the function of the launch layer that makes a launch of (operator, its record, outputs, tensors)."""
-    global _launcher
-    _launcher = launcher
-
-
-def arch_of(tensor: torch.Tensor) -> ArchSpec | None:
-    return _arch_of(tensor)
 
 
 def choose(name: str, backends: Sequence[Backend], problem: Hashable, arch: ArchSpec | None, device: str) -> Choice:

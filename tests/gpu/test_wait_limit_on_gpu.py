@@ -24,7 +24,7 @@ def without_decode(op, call, outputs, tensors):
     assert "streaming" in call.launches[1].kernel
     return run.prepare(op, call._replace(launches=call.launches[1:]), outputs, tensors)
 
-dispatch.set_launcher(without_decode)
+dispatch.launcher = without_decode
 scratch.take(torch.device("cuda"), 1 << 20).view(torch.int32).fill_(-1)  # the sentinel, which decode would store
 args, kwargs = decode_sample((700,), heads=16, num_splits=8).make(torch.device("cuda"))
 torch.ops.mla_suite.decode(*args, **kwargs)
