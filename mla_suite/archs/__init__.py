@@ -9,7 +9,6 @@ Importing this package needs neither torch nor a GPU: the build reads records, a
 from __future__ import annotations
 
 import importlib
-import logging
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -31,8 +30,6 @@ __all__ = [
     "registered",
     "specs",
 ]
-
-logger = logging.getLogger("mla_suite.archs")
 
 
 def specs() -> tuple[dict[str, ArchSpec], dict[str, str]]:
