@@ -56,8 +56,8 @@ def row_of(found: Measured) -> dict[str, object]:
     asm_us, hk_us, _ = published or ("", "", "")
     gain: object = ""
     if published and found.us and found.backend != "reference":
-        gain = f"{100 * (1 - found.us / published.asm_us):.2f}"
-    ours = f"{found.us:.3f}" if found.us else found.failure
+        gain = 100 * (1 - found.us / published.asm_us)
+    ours = found.us or found.failure
     return dict(zip(HEADER, (facts["batch"], facts["kv_len"], found.case.shape, found.backend, asm_us, hk_us, ours,
                              gain), strict=True))  # fmt: skip
 
@@ -81,14 +81,11 @@ def main(arguments: list[str] | None = None) -> int:
     name = "aiter-3003-bf16" if given.bf16 else "aiter-3003"
     cases = sets.named(name, **{key: value for key, value in grid.items() if value})
     print("on", torch.cuda.get_device_name() if device.type == "cuda" else "a CPU: times of the reference")
-    print(",".join(HEADER), flush=True)
-    table, wrong = Table(given.csv), False
+    table, wrong = Table(given.csv, shown=HEADER), False
     effort = Effort(given.rounds, warmup=given.warmup, iters=given.iters)
     for case in cases:
         for found in measure(case, device, effort):
-            row = row_of(found)
-            table.add(row)
-            print(",".join(map(str, row.values())), flush=True)
+            table.add(row_of(found))
             wrong |= found.wrong
     return int(wrong)
 

@@ -273,7 +273,9 @@ def main() -> None:
         "date": f"{date.today()}",
         "command": f"torchrun --nproc-per-node {world} benchmarks/bench_distributed.py --csv FILE",
     }
-    table = Table(arguments.csv if dist.get_rank() == 0 else None, about)
+    first = dist.get_rank() == 0
+    shown = ("split", "one_us", "many_us", "share", "nccl_us", "error", "what") if first else ()
+    table = Table(arguments.csv if first else None, about, shown=shown)
     with torch.inference_mode():
         rows = chain(
             collective_rows(cp, device),
@@ -281,16 +283,9 @@ def main() -> None:
             layer_rows(ways, arguments.batches, arguments.lengths, device),
         )
         for row in rows:
-            table.add(row)
-            if dist.get_rank() == 0:
-                report(row, world)
+            share = {"share": row["many_us"] / row["one_us"]} if "one_us" in row else {}
+            table.add(row | share)
     dist.destroy_process_group()
-
-
-def report(row: dict[str, Any], world: int) -> None:
-    one = f"{row['one_us']:9.1f} us on one, {row['many_us'] / row['one_us']:.3f}x" if "one_us" in row else ""
-    nccl = f", NCCL {row['nccl_us']:.1f}" if "nccl_us" in row else ""
-    print(f"{row.get('split', ''):10}{row['what']:36}{row['many_us']:9.1f} us on {world}{nccl} {one}", flush=True)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ import torch
 
 from mla_suite import archs
 from mla_suite.bench import sets, timer
+from mla_suite.bench.saving import Table
 from mla_suite.models import MLA, MLAConfig, PagedLatentCache, Step, cos_sin_table
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
@@ -122,25 +123,26 @@ def main() -> None:
         raise SystemExit(f"--kv {min(unknown)}: the task's sizes are {', '.join(map(str, ROOFLINE_US))}")
     lengths = sorted(map(int, given))
     mhz = archs.get(ARCH).clock_mhz
-    print(f"{'prefill':>7} {'roofline us':>11} {'clocks':>8} | {'attention':>9} {'weights':>8} {'bound':>8} clocks")
-    found = {kv: bound(kv) for kv in lengths}
-    for kv, own in found.items():
-        published = f"{kv:>7} {ROOFLINE_US[kv]:>11.2f} {ROOFLINE_US[kv] * mhz:>8.0f}"
-        print(f"{published} | {own.attention:>9.0f} {own.weights:>8.0f} {own.step:>8.0f} {own.limiter}", flush=True)
+    bounds = Table(None, shown=("prefill", "roofline_us", "roofline_clocks", "attention", "weights", "bound", "limit"))
+    steps = []
+    for kv in lengths:
+        us, own = ROOFLINE_US[kv], bound(kv)
+        steps.append(own.step)
+        clocks = {"attention": own.attention, "weights": own.weights, "bound": own.step, "limit": own.limiter}
+        bounds.add({"prefill": kv, "roofline_us": us, "roofline_clocks": us * mhz} | clocks)
     roofline = geometric_mean(ROOFLINE_US[kv] for kv in lengths)
-    mean = geometric_mean(own.step for own in found.values())
-    print(f"geometric mean {roofline:.2f} us, {roofline * mhz:.0f} clocks | bound {mean:.0f} clocks")
+    print(f"geometric mean {roofline:.2f} us, {roofline * mhz:.0f} clocks; bound {geometric_mean(steps):.0f} clocks")
     print(f"first place of the ranking: {BEST_US:.0f} us")
     if not torch.cuda.is_available():
         print("no GPU here: nothing was timed")
         return
     print(torch.cuda.get_device_name(), "torch", torch.__version__, flush=True)
-    timed = {}
+    table, timed = Table(None, shown=("prefill", "us", "of_roofline")), []
     with torch.no_grad():
         for kv, us in times(lengths, torch.device("cuda")):
-            timed[kv] = us
-            print(f"{kv:>7} {us:>11.2f} us, {us / ROOFLINE_US[kv]:.2f} of the MI300's roofline", flush=True)
-    print(f"geometric mean {geometric_mean(timed.values()):.2f} us")
+            timed.append(us)
+            table.add({"prefill": kv, "us": us, "of_roofline": us / ROOFLINE_US[kv]})
+    print(f"geometric mean {geometric_mean(timed):.2f} us")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from torch._inductor.async_compile import AsyncCompile
 import mla_suite
 from mla_suite.bench import floors, sets, timer
 from mla_suite.bench.floors import Floors
+from mla_suite.bench.saving import Table
 from mla_suite.models import MLA, MLAConfig, Step, cos_sin_table, slots
 
 BATCH, PAGE = 128, 64
@@ -34,6 +35,7 @@ MODES = ("eager", "default", "reduce-overhead", "max-autotune-no-cudagraphs")
 FULL = MLAConfig(hidden_size=7168, num_heads=128, q_lora_rank=1536)
 CLOSE = 1e-2  # |compiled - eager| / |eager|: bf16 roundings at other places
 EFFORT = timer.Effort(rounds=3)
+SHOWN = ("kv_len", "mode", "us", "sustained_us", "floor_us", "over_floor", "attention_us", "rest_us", "error")
 
 
 class Inputs(NamedTuple):
@@ -161,20 +163,8 @@ def attention_us(layer: Layer, inputs: Inputs) -> float:
     return timer.median(timer.device_rounds(call, [inputs], EFFORT))
 
 
-class Line(NamedTuple):
-    """One row of the table."""
-
-    kv_len: int
-    mode: str
-    rounds: list[float]
-    sustained: float
-    floor: float
-    error: float
-    attention: float
-
-
-def measure(lengths: list[int], modes: list[str], ceilings: Floors) -> Iterator[Line]:
-    """Every mode at every length; a mode is compiled once, and that is checked."""
+def measure(lengths: list[int], modes: list[str], ceilings: Floors) -> Iterator[dict[str, Any]]:
+    """The columns of SHOWN of every mode at every length; a mode is compiled once, and that is checked."""
     device = torch.device("cuda")
     torch.manual_seed(0)
     layer = Layer(FULL, max(lengths), device)
@@ -197,23 +187,12 @@ def measure(lengths: list[int], modes: list[str], ceilings: Floors) -> Iterator[
             if inputs is problems[lengths[0]] and mode != "eager":
                 print(f"{mode}: compiled in {time.perf_counter() - begun:.0f} s", flush=True)
             rounds, steady = device_times(call, inputs, mode)
-            yield Line(kv, mode, rounds, steady, floor_us(layer, ceilings, kv), error, alone[kv])
+            us, floor, attention = timer.median(rounds), floor_us(layer, ceilings, kv), alone[kv]
+            found = kv, mode, us, steady, floor, us / floor, attention, us - attention, error
+            yield dict(zip(SHOWN, found, strict=True))
         graphs = counters["stats"]["unique_graphs"]
         if mode != "eager" and graphs != 1:
             print(f"{mode}: {graphs} graphs were compiled for {len(lengths)} lengths", flush=True)
-
-
-HEADER = (
-    f"{'kv':>6} {'mode':28} {'us':>8} {'sustained':>9} {'floor':>7} {'x floor':>7} {'attention':>9} {'rest':>7} error"
-)
-
-
-def shown(line: Line) -> str:
-    us = timer.median(line.rounds)
-    return (
-        f"{line.kv_len:6} {line.mode:28} {us:8.1f} {line.sustained:9.1f} {line.floor:7.1f} {us / line.floor:7.2f} "
-        f"{line.attention:9.1f} {us - line.attention:7.1f} {line.error:.0e}"
-    )
 
 
 @pytest.mark.parametrize("mode", ["eager", "max-autotune-no-cudagraphs"])
@@ -258,10 +237,10 @@ def main() -> None:
     AsyncCompile.use_process_pool()  # its processes start meanwhile
     ceilings = floors.measure(torch.device("cuda"))
     print(torch.cuda.get_device_name(), "torch", torch.__version__, f"read {ceilings.gb_per_s:.0f} GB/s", flush=True)
-    print(HEADER, flush=True)
+    table = Table(None, shown=SHOWN)
     with torch.no_grad():
-        for line in measure(sorted(map(int, given.kv.split(","))), modes, ceilings):
-            print(shown(line), flush=True)
+        for row in measure(sorted(map(int, given.kv.split(","))), modes, ceilings):
+            table.add(row)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ widened  a prompt over V3.2's records: these turned into bf16 first, beside sele
 convert  convert_kv of 65,536 tokens beside a copy of as many bytes
 append   append_kv of V4.1's records beside a copy of as many bytes
 
-A line has microseconds of the call and of the other, medians, and the median of the pairs' ratios. Inputs rotate
+A row has microseconds of the call and of the other, medians, and the median of the pairs' ratios. Inputs rotate
 through more memory than the L2 holds. Results are checked by tests/gpu, not here.
 """
 
@@ -248,11 +248,10 @@ def main() -> None:
         "torch": torch.__version__,
         "command": f"python benchmarks/bench_served.py --pairs {arguments.pairs}",
     }
-    table = Table(arguments.csv, about)
+    table = Table(arguments.csv, about, shown=("us", "other us", "ratio", "row"))
     for part in arguments.part or PARTS:
         for row in PARTS[part]():
             own, other, ratio = measure(row, arguments.pairs)
-            print(f"{row.name}: {own:.2f} us, {other:.2f} us, {ratio:.3f}", flush=True)
             table.add({"row": row.name, "us": own, "other us": other, "ratio": ratio})
             torch.cuda.empty_cache()
 

@@ -15,11 +15,12 @@ those of --dsa-decode-backend. All engines start together, those of other runs o
 measured none starts.
 
 Columns, all of one device:
-busy us    of a step: the time in which any kernel runs, page tables, metadata and sampling included
-step us    the step's CUDA graph replayed, median of three rounds; SGLang's own backends make their page tables and
-           metadata outside of it, ours in it
-period us  the median time between two steps of the scheduler, host included
-tokens/s   batch / that time
+busy_us       of a step: the time in which any kernel runs, page tables, metadata and sampling included
+step_us       the step's CUDA graph replayed, median of three rounds; SGLang's own backends make their page tables and
+              metadata outside of it, ours in it
+period_us     the median time between two steps of the scheduler, host included
+tokens_per_s  batch / that time
+ratio         of the medians over `--runs`, busy_us of the first backend's
 
 With `--prompts` there is one column instead, the ms until one prompt's first token, a median of three behind another.
 Prompts come in chunks of `--chunk` tokens. By default SGLang captures those of up to 2,048 tokens in graphs with
@@ -230,14 +231,6 @@ def require_correct(backend: str, found: dict[str, list[Row]], first: Row | None
         print(f"{backend}: {equal_tokens(found['tokens'][0], first)}", flush=True)
 
 
-def show(row: Row, peer: Row | None) -> str:
-    ratio = row["busy_us"] / peer["busy_us"] if peer else float("nan")
-    return (
-        f"{row['backend']:15s} {row['batch']:5d} {row['context']:8d} {row['busy_us']:8.0f} {ratio:6.3f} "
-        f"{row['step_us']:8.0f} {row['period_us']:9.0f} {row['tokens_per_s']:9.0f}"
-    )
-
-
 def main() -> int:
     options = parse()
     if options.alone:
@@ -249,7 +242,8 @@ def main() -> int:
     if options.prompts:
         facts |= {"chunk": options.chunk, "prefill_graphs": options.prefill_graphs}
     print(*facts.values(), sep="; ")
-    rows, table, status = list[Row](), Table(options.csv), 0
+    columns = ("tokens", "first_token_ms") if options.prompts else (*KEYS[1:], *TIMED)
+    rows, table, status = list[Row](), Table(options.csv, shown=("run", KEYS[0], *columns)), 0
     first: Row | None = None
     backends = options.backends.split(",")
     for run in range(options.runs):
@@ -258,22 +252,18 @@ def main() -> int:
             for backend, (process, written) in zip(backends, processes, strict=True):
                 found, code = finished(backend, process, written)
                 status = status or code
-                for row in found["row"]:
+                for row in found["row"] + found["prompt"]:
                     rows.append({"backend": backend, **row, "run": run})
                     table.add(rows[-1] | facts)
-                    print(f"  {show(rows[-1], None)}", flush=True)
-                for row in found["prompt"]:
-                    table.add({"backend": backend, **row, "run": run} | facts)
-                    print(f"  {backend:23s} {row['tokens']:8d} tokens {row['first_token_ms']:9.1f} ms", flush=True)
                 if found["tokens"]:
                     require_correct(backend, found, first)
                     first = first or found["tokens"][0]
     if options.prompts:
         return status
-    shown, peer = medians(rows, KEYS, TIMED), backends[0]
-    print("backend         batch  context  busy us  ratio  step us period us  tokens/s")
-    for (_, *shape), row in sorted(shown.items(), key=lambda item: item[0][1:]):
-        print(show(row, shown.get((peer, *shape))))
+    found, last = medians(rows, KEYS, TIMED), Table(None, shown=(*KEYS, "busy_us", "ratio", *TIMED[1:]))
+    for (_, *shape), row in sorted(found.items(), key=lambda item: item[0][1:]):
+        peer = found.get((backends[0], *shape))
+        last.add(row | {"ratio": row["busy_us"] / peer["busy_us"] if peer else float("nan")})
     return status
 
 

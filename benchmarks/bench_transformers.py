@@ -8,11 +8,11 @@ prefilled for real. Each line is one model state (`patch` or none) and mode: `co
 which every step expands to keys and values of all heads; patched, `LatentCache` holds them and decode reads them.
 
 Columns:
-ms       per step: the median of three rounds of queued steps, one token per sequence each
-floor    time to read weights and cached latents once, at the reading speed measured in the same run
-x floor  ms / floor
-GiB      the most memory that the steps took, weights included
-error    |logits of the first step - the unpatched eager model's| / |those|
+ms          per step: the median of three rounds of queued steps, one token per sequence each
+floor_ms    time to read weights and cached latents once, at the reading speed measured in the same run
+over_floor  ms / floor_ms
+gib         the most memory that the steps took, weights included
+error       |logits of the first step - the unpatched eager model's| / |those|
 
 The embedding counts as read, though a step reads a row of it per sequence (2 % of the bytes). To see that everything
 runs where there is no GPU: `--layers 1 --hidden 128 --heads 4 --intermediate 256 --batch 2 --context 32`.
@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -40,17 +40,6 @@ WARM, ROUNDS, STEPS = 5, 3, 20
 PIECE = 256  # tokens that are prefilled at once; the unpatched model may hold scores of all of them
 GROWTH = WARM + ROUNDS * (STEPS + 1)  # tokens that a measurement adds to every sequence
 CLOSE = 3e-2  # of logits after all layers; absorbed weights round to bf16 at other places
-
-
-class Line(NamedTuple):
-    """One line of the table; what could not be measured is NaN."""
-
-    model: str
-    mode: str
-    ms: float
-    floor_ms: float
-    gib: float
-    error: float
 
 
 def arguments() -> argparse.Namespace:
@@ -115,7 +104,8 @@ def peak_gib(device: torch.device) -> float:
     return torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else float("nan")
 
 
-def measure(options: argparse.Namespace, device: torch.device) -> Iterator[Line]:
+def measure(options: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Rows; what cannot be measured on this device is NaN."""
     model = make_model(options, device)
     floor = floor_ms(model, options, device)
     prompt = torch.randint(model.config.vocab_size, (options.batch, options.context), device=device)
@@ -150,15 +140,10 @@ def measure(options: argparse.Namespace, device: torch.device) -> Iterator[Line]
             if device.type == "cuda":
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
-            yield Line(state, mode, step_ms(step, device), floor, peak_gib(device), error)
+            ms = step_ms(step, device)
+            row = {"model": state, "mode": mode, "ms": ms, "floor_ms": floor, "over_floor": ms / floor}
+            yield row | {"gib": peak_gib(device), "error": error}
     unpatch(model)
-
-
-def shown(line: Line) -> str:
-    return (
-        f"{line.model:10s} {line.mode:9s} {line.ms:8.3f} {line.floor_ms:7.3f} {line.ms / line.floor_ms:8.2f} "
-        f"{line.gib:6.1f} {line.error:7.0e}"
-    )
 
 
 def versions(device: torch.device) -> str:
@@ -170,13 +155,12 @@ def main() -> None:
     options = arguments()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(versions(device), flush=True)
-    print("model      mode            ms   floor  x floor    GiB   error", flush=True)
-    table, sizes = Table(options.csv), ("layers", "hidden", "heads", "intermediate", "batch", "context")
+    table = Table(options.csv, shown=("model", "mode", "ms", "floor_ms", "over_floor", "gib", "error"))
+    sizes = ("layers", "hidden", "heads", "intermediate", "batch", "context")
     facts = {size: getattr(options, size) for size in sizes} | {"versions": versions(device)}
     with torch.no_grad():
-        for line in measure(options, device):
-            table.add(line._asdict() | facts)
-            print(shown(line), flush=True)
+        for row in measure(options, device):
+            table.add(row | facts)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ Columns, of the step that computes a follow-up, alone or beside `--decodes` runn
 threshold     new tokens up to which weights are absorbed; own: what the backend says. CUSTOM is measured with others
               too
 keys          whether the follow-up was attended with absorbed weights, or over expanded keys
-busy us       the time in which any kernel runs, median of the steps that torch's profiler saw
-per layer us  busy us / layers; what is outside of layers is the same for all, some tens of us
-first ms      from a request to its first token, median: vLLM's Python is in it, and with few layers most of it
-decode us     busy time of a step of the running sequences alone
+busy_us       the time in which any kernel runs, median of the steps that torch's profiler saw
+per_layer_us  busy_us / layers; what is outside of layers is the same for all, some tens of us
+first_ms      from a request to its first token, median: vLLM's Python is in it, and with few layers most of it
+decode_us     busy time of a step of the running sequences alone
 
 Before anything is timed, a check: attention with absorbed weights in follow-ups of all these lengths behind the
 shortest prefix is compared with its definition in fp32 over the engine's own cache.
@@ -54,6 +54,10 @@ WARM, TIMED, PROFILED = 2, 7, 3  # follow-ups of each kind
 LARGEST = 2  # kernels of a step that a row names
 STEP = "spin_kernel"  # torch.cuda._sleep's, ahead of each step
 OWN = 0  # the threshold that a backend has by itself
+SHOWN = (
+    *("heads", "backend", "decodes", "prefix", "new", "threshold", "keys"),
+    *("busy_us", "per_layer_us", "first_ms", "decode_us"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -248,7 +252,7 @@ def main(options: argparse.Namespace) -> int:
         raise SystemExit("bench_vllm: no GPU here; on a CPU, `tox -e vllm33` sends follow-ups to its engine")
     facts = {"versions": versions(), "layers": options.layers, "context": options.context}
     print(*facts.values(), sep="; ")
-    table = Table(options.csv, facts)
+    table = Table(options.csv, facts, shown=SHOWN)
     engines = {
         (heads, backend): vllm_turns.Engine(backend, "--heads", str(heads))
         for heads in options.heads
@@ -259,21 +263,9 @@ def main(options: argparse.Namespace) -> int:
             checked = engine.ask("check")
             found = f"{checked['compared']} attention outputs within {checked['error']:.1e} of fp32"
             print(f"{backend}, {heads} heads: {found}", flush=True)
-        print(
-            "heads backend         decodes  prefix  new threshold keys     busy us  per layer us  first ms  decode us"
-        )
         for decodes in (0, options.decodes):
             for prefix in options.prefixes:
                 for (heads, backend), engine in engines.items():
                     for row in engine.ask("measure", decodes, prefix)["rows"]:
                         table.add({"heads": heads, "backend": backend} | row)
-                        print(show(heads, backend, row), flush=True)
     return 0
-
-
-def show(heads: int, backend: str, row: Row) -> str:
-    return (
-        f"{heads:5d} {backend:15s} {row['decodes']:7d} {row['prefix']:7d} {row['new']:4d} {row['threshold']!s:>9s} "
-        f"{row['keys']:8s} {row['busy_us']:7.0f} {row['per_layer_us']:13.1f} {row['first_ms']:9.2f} "
-        f"{row['decode_us']:10.0f}"
-    )

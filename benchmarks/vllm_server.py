@@ -8,11 +8,12 @@ then one at a time is under load, in turns, so that all see the same card. Load 
 `vllm.benchmarks.serve`: greedy requests with prompts of random tokens, over HTTP and streamed. A load is
 concurrency x input tokens x output tokens, all requests sent at once.
 
-Columns, medians over the rounds:
-tokens/s   output tokens of all requests / seconds from the first request to the last answer, prefill included
-ratio      tokens/s, of FLASH_ATTN_MLA's, which vLLM 0.33 takes by itself on an H100 or H200
-TPOT ms    time per output token of a request after its first token: median and 99th percentile over requests
-TTFT ms    time to the first token, median over requests
+Columns, of a round and at the end their medians over the rounds:
+tokens_per_s          output tokens of all requests / seconds from the first request to the last answer, prefill
+                      included
+ratio                 tokens_per_s, of FLASH_ATTN_MLA's, which vLLM 0.33 takes by itself on an H100 or H200
+tpot_ms, p99_tpot_ms  time per output token of a request after its first token: median and 99th percentile over requests
+ttft_ms               time to the first token, median over requests
 
 The program fails unless the servers' logs show that our decode ran, in our server alone, and that on a GPU every server
 captured graphs. Whether results are right is checked by the other command, `engine`. To see that everything runs where
@@ -36,7 +37,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,8 @@ CHOICE = re.compile(r"decode \w*Problem.* on (\S+) -> (\w+)")  # a line of MLA_S
 
 TIMES = ("output_throughput", "median_tpot_ms", "p99_tpot_ms", "median_ttft_ms", "duration")
 FIELDS = ("tokens_per_s", "tpot_ms", "p99_tpot_ms", "ttft_ms", "seconds")  # what a row calls those
+SIZES = ("concurrency", "input", "output")  # of a load
+SHOWN = (*SIZES, "backend", *FIELDS[:-1])
 
 
 @dataclass(frozen=True)
@@ -299,29 +302,15 @@ def measure(servers: Sequence[Server], model: Path, options: argparse.Namespace)
                     return
                 result = run_load(server, model, load, seed)
                 times = {field: result[name] for field, name in zip(FIELDS, TIMES, strict=True)}
-                yield {"backend": server.backend, "load": load, "round": turn, **times}
+                yield {"backend": server.backend, **asdict(load), "round": turn, **times}
 
 
-def show(row: Row, peer: Row | None) -> str:
-    ratio = row["tokens_per_s"] / peer["tokens_per_s"] if peer else float("nan")
-    return (
-        f"{row['load']!s:>18s} {row['backend']:12s} {row['tokens_per_s']:9.0f} {ratio:6.3f} "
-        f"{row['tpot_ms']:8.2f} {row['p99_tpot_ms']:8.2f} {row['ttft_ms']:8.0f}"
-    )
-
-
-def table(rows: Sequence[Row]) -> str:
-    """A line for each load and backend, with its medians and their ratio to the peer's."""
-    found = medians(rows, ("load", "backend"), FIELDS)
-    lines = ["concur x in x out  backend       tokens/s  ratio  TPOT ms      p99  TTFT ms"]
-    return "\n".join([*lines, *(show(row, found.get((load, AGAINST))) for (load, _), row in found.items())])
-
-
-def saved(row: Row) -> Row:
-    """A row as it is saved: the sizes of its load are columns."""
-    load = row["load"]
-    sizes = dict(concurrency=load.concurrency, input=load.input, output=load.output)
-    return {"backend": row["backend"], **sizes, "round": row["round"], **{name: row[name] for name in FIELDS}}
+def summary(rows: Sequence[Row]) -> Iterator[Row]:
+    """A row for each load and backend, with its medians and their ratio to the peer's."""
+    found = medians(rows, (*SIZES, "backend"), FIELDS)
+    for (*load, _), row in found.items():
+        peer = found.get((*load, AGAINST))
+        yield row | {"ratio": row["tokens_per_s"] / peer["tokens_per_s"] if peer else float("nan")}
 
 
 def check(servers: Sequence[Server], on_gpu: bool = ON_GPU) -> int:
@@ -339,14 +328,15 @@ def main(options: argparse.Namespace) -> int:
     os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
     facts = {"versions": versions(), "layers": options.layers, "heads": options.heads}
     print(versions(), f"{options.layers} layers, {options.heads} heads", sep="; ", flush=True)
-    rows, kept = list[Row](), Table(options.csv)
+    rows, kept = list[Row](), Table(options.csv, shown=("round", "seconds", *SHOWN))
     with tempfile.TemporaryDirectory() as folder:
         model = save_model(Path(folder), options.layers, options.heads, options.loads)
         with running(options, model) as servers:
             for row in measure(servers, model, options):
                 rows.append(row)
-                kept.add(saved(row) | facts)
-                print(show(row, None), f"  round {row['round']}, {row['seconds']:.1f} s", flush=True)
+                kept.add(row | facts)
             status = check(servers)
-    print(table(rows))
+    table = Table(None, shown=(*SHOWN, "ratio"))
+    for row in summary(rows):
+        table.add(row)
     return status

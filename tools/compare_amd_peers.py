@@ -139,12 +139,10 @@ def main(arguments: list[str] | None = None) -> int:
     if not points:
         known = ", ".join(sorted({point.source.name for point in chosen()}))
         parser.error(f"no such rows; the sources are {known}")
-    table, found = Table(FILE if given.write else None), list[Row]()
+    table, found = Table(FILE) if given.write else Table(None, shown=Row._fields), list[Row]()
     for row in rows(points):
         table.add(row._asdict())
         found.append(row)
-        if not given.write:
-            print(",".join(map(str, row)), flush=True)
     if given.write:
         support.write_section(PAGE, "comparison", "\n".join(summary(found)))
     print("\n".join(summary(found)))

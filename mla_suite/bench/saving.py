@@ -1,11 +1,11 @@
-"""Puts results into files so that nothing can lose what was measured."""
+"""Prints results, and puts them into files so that nothing can lose what was measured."""
 
 from __future__ import annotations
 
 import csv
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mla_suite.build import locations
@@ -37,20 +37,25 @@ def require_writable(path: Path) -> None:
 
 
 class Table:
-    """Rows of a CSV file that is written again, whole, with every row: an interrupted run leaves those before it.
+    """Rows of a run, printed as they come, and kept in a CSV file that is written again, whole, with every row: an
+    interrupted run leaves those before it.
 
     path   None: nothing is written. UsageError at once for one that cannot be
     about  facts of the run, which stand before the rows as lines `# name: value`
+    shown  columns that are printed, under their names; none: nothing is
     """
 
-    def __init__(self, path: Path | None, about: Mapping[str, object] = {}) -> None:
+    def __init__(self, path: Path | None, about: Mapping[str, object] = {}, *, shown: Sequence[str] = ()) -> None:
         self._path, self.about, self._rows = path, dict(about), list[Mapping[str, object]]()
+        self._widths = {name: max(len(name), 8) for name in shown}
         if path is not None:
             require_writable(path)
 
     def add(self, row: Mapping[str, object]) -> None:
         """Append a row; the columns are those of all rows, in the order in which they came. Floats get 5 digits."""
         self._rows.append(row)
+        if self._widths:
+            self._print(row)
         if self._path is None:
             return
         text = io.StringIO()
@@ -61,3 +66,17 @@ class Table:
         for each in self._rows:
             writer.writerow({k: f"{value:.5g}" if isinstance(value, float) else value for k, value in each.items()})
         write_whole(self._path, text.getvalue())
+
+    def _print(self, row: Mapping[str, object]) -> None:
+        cells = {name: _short(row.get(name, "")) for name in self._widths}
+        self._widths = {name: max(width, len(cells[name])) for name, width in self._widths.items()}
+        lines = [self._widths, cells.values()] if len(self._rows) == 1 else [cells.values()]
+        for line in lines:
+            print(*(cell.rjust(width) for cell, width in zip(line, self._widths.values(), strict=True)), flush=True)
+
+
+def _short(value: object) -> str:
+    """A number with 4 digits, or with all that it has before the point."""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -1,5 +1,7 @@
 """benchmarks/bench_vllm.py server makes its table of rounds and reads servers' logs; tests/servers runs all of it."""
 
+from dataclasses import asdict
+
 import pytest
 import vllm_server
 from vllm_server import Load
@@ -9,7 +11,7 @@ LINE = "decode DecodeProblem(batch=32, heads=128) on {} -> {}: kvsource_tma\n"
 
 def row(backend, load, tokens_per_s, turn=0):
     times = dict.fromkeys(vllm_server.FIELDS, 1.0) | {"tokens_per_s": tokens_per_s}
-    return {"backend": backend, "load": load, "round": turn, **times}
+    return {"backend": backend, **asdict(load), "round": turn, **times}
 
 
 def server(folder, backend, log):
@@ -23,13 +25,12 @@ def test_the_table_has_medians_and_ratios_by_load():
     peer = vllm_server.AGAINST
     rows = [row(peer, small, 100.0), row(peer, large, 400.0)]
     rows += [row("CUSTOM", small, rate, turn) for turn, rate in enumerate((120.0, 900.0, 110.0))]
-    _, *lines = vllm_server.table(rows).splitlines()
-    assert [line.split()[-6:-3] for line in lines] == [
-        [peer, "100", "1.000"],
-        [peer, "400", "1.000"],
-        ["CUSTOM", "120", "1.200"],
+    found = list(vllm_server.summary(rows))
+    assert [(row["backend"], row["concurrency"], row["tokens_per_s"], row["ratio"]) for row in found] == [
+        (peer, 32, 100.0, 1.0),
+        (peer, 128, 400.0, 1.0),
+        ("CUSTOM", 32, 120.0, 1.2),
     ]
-    assert lines[2].startswith("   32 x 1024 x 256 ")
 
 
 def test_a_load_takes_whole_pages_and_one_more_of_each_sequence():

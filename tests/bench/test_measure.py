@@ -179,6 +179,19 @@ def test_every_row_is_in_the_file_when_it_is_added(tmp_path: Path) -> None:
     saving.Table(None).add({"shape": "a"})
 
 
+def test_rows_are_printed_below_their_columns_names(capsys: pytest.CaptureFixture[str]) -> None:
+    table = saving.Table(None, shown=("shape", "us"))
+    table.add({"shape": "a", "us": 1234.56789, "bytes": 1})
+    table.add({"shape": "of nine or so", "us": 0.123456})
+    table.add({"shape": "b"})
+    assert capsys.readouterr().out.splitlines() == [
+        "   shape       us",
+        "       a     1235",
+        "of nine or so   0.1235",
+        "            b         ",
+    ]
+
+
 @pytest.mark.parametrize("name", [".", "file/rows.csv"])
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(name: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
