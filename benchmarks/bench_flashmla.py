@@ -26,6 +26,7 @@ from statistics import geometric_mean, median
 from typing import Any, NamedTuple
 
 import torch
+from definition import relative
 from flashmla_e4m3 import E4M3, e4m3_case, exact_of
 from flashmla_sparse import DEVICE, PREFILL, SPARSE, Case, prefill_case, sparse_case
 
@@ -147,8 +148,7 @@ def measure(name: str, case: Case, sustained_s: float) -> dict[str, Any]:
     cycles = -(-MIN_CALLS // len(case.turns))
     replays: dict[str, Replay] = {}
     for column, call in case.columns.items():
-        got = call(case.turns[0])[some].float().view_as(wanted)
-        error = float((got - wanted).norm() / wanted.norm())
+        error = relative(call(case.turns[0])[some].view_as(wanted), wanted)
         allowed = case.errors.get(column, MAX_ERROR)
         if not error <= allowed:
             raise SystemExit(f"bench_flashmla: {name}: {column} is off by {error:.2g}, more than {allowed}")

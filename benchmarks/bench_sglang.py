@@ -10,9 +10,8 @@ The first backend of each line is what SGLang takes there by itself, but in the 
 fp8 cache of V3 into bf16 in every layer. FlashMLA's backend for V3 needs FlashInfer. Each backend has an engine of its
 own with the same model, that of bench_vllm.py: DeepSeek V3's attention (128 heads, latents of 512 + 64), dense MLPs,
 random weights, `--layers` of them, bf16, pages of 64, steps in full CUDA graphs. Prompts are random and prefilled for
-real. With `--model v32` it is that of `bench_vllm.py sparse`, whose indexer selects 2,048 keys, and the backends are
-those of --dsa-decode-backend. All engines start together, those of other runs of this program too, and while one is
-measured none starts.
+real. With `--model v32` its indexer selects 2,048 keys, and the backends are those of --dsa-decode-backend. All engines
+start together, those of other runs of this program too, and while one is measured none starts.
 
 Columns, all of one device:
 busy_us       of a step: the time in which any kernel runs, page tables, metadata and sampling included
@@ -51,8 +50,8 @@ from typing import Any
 
 import torch
 from sglang_steps import ASKED, GROUP, NAME, STEPS, say
-from vllm_model import CHECKED_TOKENS, MAX_ERROR, ON_GPU, VOCAB, Row, equal_tokens, medians, save_config
-from vllm_sparse_engine import config_of
+from vllm_check import MAX_ERROR
+from vllm_model import CHECKED_TOKENS, ON_GPU, VOCAB, Row, equal_tokens, medians, save_config
 
 from mla_suite.bench.environment import version
 from mla_suite.bench.saving import Table
@@ -113,14 +112,6 @@ def chosen(model: str, backend: str) -> dict[str, Any]:
     return {"attention_backend": name} | ({"prefill_attention_backend": prefill} if prefill else {})
 
 
-def save_model(options: argparse.Namespace, folder: Path) -> None:
-    if options.model == "v3":
-        save_config(folder, options.layers, options.heads, longest_of(options))
-    else:
-        config = config_of(options.model, options.layers, options.heads, longest_of(options))
-        (folder / "config.json").write_text(json.dumps(config))
-
-
 def start_engine(options: argparse.Namespace, folder: Path) -> Any:
     import sglang
 
@@ -176,7 +167,7 @@ def work(options: argparse.Namespace) -> int:
     """One backend's process; the scheduler, a process of its own, writes the rows of steps."""
     with tempfile.TemporaryDirectory() as folder, open(LOCK, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
-        save_model(options, Path(folder))
+        save_config(Path(folder), options.model, options.layers, options.heads, longest_of(options))
         engine = start_engine(options, Path(folder))
         fcntl.flock(lock, fcntl.LOCK_UN)
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -2,7 +2,6 @@
 
     python benchmarks/bench_vllm.py engine --csv FILE
     python benchmarks/bench_vllm.py followups --csv FILE
-    python benchmarks/bench_vllm.py sparse --model v32 --csv FILE
     python benchmarks/bench_vllm.py server --csv FILE
 
 `python benchmarks/bench_vllm.py engine --help` and so on say what each measures.
@@ -15,12 +14,10 @@ import argparse
 import vllm_engine
 import vllm_followups
 import vllm_server
-import vllm_sparse_engine
 
 COMMANDS = {
     "engine": vllm_engine,
     "followups": vllm_followups,
-    "sparse": vllm_sparse_engine,
     "server": vllm_server,
 }
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from definition import attended
 from flashmla_sparse import DEVICE, Case
 
 import mla_suite
@@ -49,15 +50,6 @@ class Turn(NamedTuple):
     table: torch.Tensor
     lens: torch.Tensor
     plan: torch.Tensor
-
-
-def attended(q: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
-    """What the newest query tokens [q_len, heads, 576] of a sequence make of its keys [length, 576], in fp32."""
-    scores = torch.einsum("qhd,kd->qhk", q.float(), keys.float()) * scale
-    last = len(keys) - len(q) + torch.arange(len(q), device=q.device)
-    hidden = torch.arange(len(keys), device=q.device) > last[:, None]
-    weights = scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1)
-    return torch.einsum("qhk,kd->qhd", weights, keys[:, :512].float())
 
 
 def exact_of(turn: Any, lens: Sequence[int], scale: float) -> tuple[list[int], torch.Tensor]:

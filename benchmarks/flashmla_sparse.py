@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from definition import attended
 from torch.nn import functional
 
 import mla_suite
@@ -146,12 +147,8 @@ def sparse_case(row: Sparse, peer: Any) -> Case:
                 rows = [
                     caches.gather(kind, pool, own[b, i].long()) for pool, own in zip(pools, turn.indices, strict=True)
                 ]
-                keys = torch.cat(rows).float()
-                scores = turn.q[b, i].float() @ keys.T * scale
-                if turn.sink is not None:
-                    scores = torch.cat((scores, turn.sink[:, None]), -1)
-                outputs.append(scores.softmax(-1)[:, : len(keys)] @ keys[:, :512])
-        return some, torch.stack(outputs).view(len(some), row.q_len, row.heads, 512)
+                outputs.append(attended(turn.q[b, i : i + 1], torch.cat(rows), scale, turn.sink))
+        return some, torch.cat(outputs).view(len(some), row.q_len, row.heads, 512)
 
     return Case(columns, turns, exact, size, 2 * row.batch * row.q_len * selected * row.heads * (width + 512))
 
@@ -187,8 +184,8 @@ def prefill_case(row: Prefill, peer: Any) -> Case:
         some = sorted({0, row.tokens // 2, row.tokens - 1})
         outputs = []
         for token in some:
-            keys = turn.kv[turn.indices[token, 0].long(), 0].float()
-            outputs.append((turn.q[token].float() @ keys.T * scale).softmax(-1) @ keys[:, :512])
-        return some, torch.stack(outputs)
+            keys = turn.kv[turn.indices[token, 0].long(), 0]
+            outputs.append(attended(turn.q[token : token + 1], keys, scale))
+        return some, torch.cat(outputs)
 
     return Case(columns, turns, exact, size, 2 * row.tokens * row.topk * row.heads * (row.width + 512))

@@ -14,8 +14,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from flashmla_e4m3 import attended
-from vllm_engine import Kernel, device_kernels
+from definition import attended, relative
+from profiles import busy_us, device_kernels
 
 from mla_suite.bench.timer import queued_us
 from mla_suite.integrations import FP8, plugins
@@ -140,7 +140,7 @@ class Steps:
         queries = torch.cat(parts, dim=-1)
         for b, own in enumerate(out.view(len(q), heads, -1)[last]):
             expected = exact(layer, queries[b], batch, b, selected, self.fp8_queries)
-            self.errors.append(float((own.float() - expected).norm() / expected.norm()))
+            self.errors.append(relative(own, expected))
         if mode.is_decode() and layer.layer_id == ends[1] and not self.eager:
             say(self.path, "compared", {"compared": len(self.errors), "error": max(self.errors)})
         return out
@@ -159,7 +159,7 @@ class Steps:
         if self.done == STEPS - 1:
             torch.cuda.synchronize()
             self.profile.stop()
-            self.row["busy_us"] = busy_us(device_kernels(self.profile.events()))
+            self.row["busy_us"] = busy_us(device_kernels(self.profile.events())) / PROFILED_STEPS
             self.profile = None
         self.ends.append(time.perf_counter())
         out = original(runner, batch, *args, **kwargs)
@@ -175,12 +175,3 @@ class Steps:
         """Between two steps of the scheduler, whose work for the next one overlaps the device's."""
         between = [after - before for before, after in pairwise(self.ends[WARM_STEPS:])]
         return {"period_us": 1e6 * median(between), "tokens_per_s": self.batch / median(between)}
-
-
-def busy_us(found: list[Kernel]) -> float:
-    """The time of a profiled step in which any kernel ran."""
-    busy, last = 0.0, -float("inf")
-    for _, begin, end in found:
-        busy += max(0.0, end - max(begin, last))
-        last = max(last, end)
-    return busy / PROFILED_STEPS

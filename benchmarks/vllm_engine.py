@@ -1,56 +1,55 @@
 """Decode steps of a real vLLM engine on a GPU, by attention backend: what attention takes in a captured step.
 
-    python benchmarks/bench_vllm.py engine [--backends CUSTOM,FLASH_ATTN_MLA,FLASHMLA] [--csv FILE]
+    python benchmarks/bench_vllm.py engine [--backends FLASH_ATTN_MLA,CUSTOM,FLASHMLA] [--csv FILE]
+    python benchmarks/bench_vllm.py engine --model v32 [--kv-cache-dtype fp8_ds_mla] [--csv FILE]
+    python benchmarks/bench_vllm.py engine --model v4 [--csv FILE]
 
-CUSTOM is this package's backend. Each backend has a process of its own with the same model: DeepSeek V3's attention
-(128 heads, latents of 512 + 64, latent queries of 1536, hidden size 7168), dense MLPs, random weights, `--layers` of
-them, steps in full CUDA graphs. Prompts are not computed: vLLM's DecodeBenchConnector fills pages with random rows.
+CUSTOM is this package's backend, and the first of a model's is what vLLM 0.33 chooses by itself on an H100 or H200.
+Each backend has a process of its own with the same model of random weights and few layers: the attention of DeepSeek
+V3 (128 heads, latents of 512 + 64, latent queries of 1536, hidden size 7168) or of V3.2 (128 heads, an indexer that
+selects 2,048 keys) and dense MLPs, or that of V4 Flash (64 heads; a window of 128, then 4:1 layers of which 512 entries
+are selected, and 128:1 layers) and few experts. Steps are in full CUDA graphs. V3's prompts are not computed: vLLM's
+DecodeBenchConnector fills pages with random rows.
 
 Columns, all of one device:
-attention us  of a layer: from the start of attention to the end of its reduction, or from the end of the kernel before
-              where attention starts earlier; median over layers and steps, by torch's profiler
-plan us       of a step: by how much longer that takes in the layer that makes the plan (or FlashMLA's metadata), and
-              kernels that do it alone
-per layer us  attention + plan / 61: what each of DeepSeek V3's 61 layers would pay
-ratio         per layer us, of FLASH_ATTN_MLA's, which vLLM 0.33 chooses by itself on an H100 or H200
-step us       the step's CUDA graph replayed, median of three rounds
-tokens/s      batch x steps / seconds of the engine's steps: the median, the least and the most of `--rounds`, in which
+attention_us  of a layer: from the start of attention to the end of its reduction, or from the end of the kernel before
+              where attention starts earlier, by torch's profiler: the median over V3's layers and steps, else the mean.
+              What turns a selection into slots of the cache is not in it
+plan_us       of a step of V3: by how much longer that takes in the layer that makes the plan (or FlashMLA's metadata),
+              and kernels that do it alone
+per_layer_us  attention + plan / 61: what each of DeepSeek V3's 61 layers would pay
+ratio         per_layer_us, of the first backend's
+step_us       the step's CUDA graph replayed, median of three rounds, and step_ratio of the first backend's
+tokens_per_s  batch x steps / seconds of the engine's steps: the median, the least and the most of `--rounds`, in which
               the engines take turns
-GPU           step us x tokens/s / batch: the share of that time in which the GPU computes a step. Where it is small the
-              GPU waits for vLLM's Python, and tokens/s tell of the host's cores
+gpu           step_us x tokens_per_s / batch: the share of that time in which the GPU computes a step. Where it is small
+              the GPU waits for vLLM's Python, and tokens_per_s tell of the host's cores
+prompt_tokens_per_s  tokens of prompts / seconds until all have their first token, once; not of V3
 
-Before anything is timed, a check: eight prompts that arrive one after another are prefilled and decoded for real. Every
-attention output of an eager step is compared with its definition in fp32, and greedy tokens with the first backend's;
-a token may differ only where that backend's best two lie close together.
+Before anything is timed, a check: eight prompts that arrive one after another are prefilled and decoded for real.
+Attention outputs of eager steps, of V3 all and else samples, are compared with their definition in fp32 over the
+engine's own cache, and greedy tokens with the first backend's; a token may differ only where that backend's best two
+lie close together. V4's tokens are not compared: on an H200 five of eight sequences parted elsewhere, though the
+attention of both backends was right.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
+import profiles
 import torch
 import vllm_turns
-from vllm_model import (
-    ON_GPU,
-    OURS,
-    PEER,
-    VOCAB,
-    Contexts,
-    Row,
-    Split,
-    check,
-    save_config,
-    start_engine,
-    versions,
-)
+from profiles import Kernel
+from vllm_check import check
+from vllm_model import ON_GPU, OURS, PEER, VOCAB, Contexts, Row, Split, save_config, start_engine, versions
 
 from mla_suite.bench.saving import Table
 from mla_suite.bench.timer import queued_us
@@ -59,33 +58,87 @@ from mla_suite.cli import sizes
 MODEL_LAYERS = 61  # of DeepSeek V3, which share a step's plan
 WARM_STEPS, TIMED_STEPS, PROFILED_STEPS, REPLAY_ROUNDS, REPLAYS = 4, 40, 5, 3, 8
 MAX_TOKENS = 1024  # by which a context grows at most, its first steps beside the prompts of others among them
-ATTENTION = re.compile(
-    r"^decode_|combine(?!_sampled)|flash_fwd_splitkv_mla_kernel|FlashAttnFwd(Sm90|Combine)|_fwd(_grouped)?_kernel_stage[12]"
-)
-PLAN = re.compile(r"^plan_|mla_metadata|prepare_varlen_num_blocks")
 
 KEYS = ("backend", "batch", "context")
-TIMED = ("attention_us", "plan_us", "between_us", "step_us", "tokens_per_s")  # NaN: could not be had
+SHOWN = (
+    *(*KEYS, "attention_us", "plan_us", "per_layer_us", "ratio", "step_us", "step_ratio"),
+    *("tokens_per_s", "least_tokens_per_s", "most_tokens_per_s", "gpu", "prompt_tokens_per_s"),
+)
 
 
-def per_layer_us(row: Row) -> float:
-    return float(row["attention_us"] + row["plan_us"] / MODEL_LAYERS)
+class Model(NamedTuple):
+    """What is measured of a model by default: backends by type of cache, of which the first is the default, and sizes.
+
+    checked  lengths of the prompts of the check, for models that select keys beyond and within a selection
+    """
+
+    backends: dict[str, str]
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    layers: int
+    heads: int
+    checked: tuple[int, ...]
+
+
+MODELS = {
+    "v3": Model(
+        dict.fromkeys(("auto", "fp8"), f"{PEER},{OURS}"),
+        (1, 8, 32, 128),
+        (1024, 4096),
+        layers=16,
+        heads=128,
+        checked=tuple(range(1024, 764, -37)),
+    ),
+    "v32": Model(
+        {
+            "auto": "FLASH_ATTN_MLA_SPARSE,MLA_SUITE_SPARSE,FLASHMLA_SPARSE",
+            "fp8_ds_mla": "FLASHMLA_SPARSE,MLA_SUITE_SPARSE",
+        },
+        (1, 8, 32),
+        (4096,),
+        layers=8,
+        heads=128,
+        checked=(2900, 37, 700, 130, 2100, 5, 1300, 260),
+    ),
+    "v4": Model(
+        {"fp8": "FLASHMLA_SPARSE_DSV4,MLA_SUITE_DSV4"},
+        (1, 8, 32),
+        (4096,),
+        layers=8,
+        heads=64,
+        # TileLang compiles for some 15 s at each new number of splits of a step's tokens, so all but one are short.
+        checked=(2900, 40, 20, 5, 50, 30, 9, 12),
+    ),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--backends", default=f"{PEER},{OURS}", help="vLLM's names, comma-separated, all at once on the GPU"
-    )
-    parser.add_argument("--batches", type=sizes, default=(1, 8, 32, 128), help="sequences of a step")
-    parser.add_argument("--contexts", type=sizes, default=(1024, 4096), help="cached tokens per sequence")
-    parser.add_argument("--layers", type=int, default=16, help="layers of the model (default: 16)")
-    parser.add_argument("--heads", type=int, default=128, help="attention heads (default: 128)")
+    parser.add_argument("--model", choices=MODELS, default="v3", help="DeepSeek V3, V3.2 or V4 (default: v3)")
+    parser.add_argument("--backends", help="vLLM's names, comma-separated, all at once on the GPU")
+    parser.add_argument("--batches", type=sizes, help="sequences of a step (default: 1,8,32, and 128 of V3)")
+    parser.add_argument("--contexts", type=sizes, help="cached tokens per sequence (default: 4096, and 1024 of V3)")
+    parser.add_argument("--layers", type=int, help="layers of the model (default: 16 of V3, else 8)")
+    parser.add_argument("--heads", type=int, help="attention heads (default: 64 of V4, else 128)")
     parser.add_argument("--block-size", type=int, help="tokens per page (default: what the backend asks vLLM for)")
-    parser.add_argument("--kv-cache-dtype", default="auto", help="auto (bf16) or fp8")
+    dtypes = "auto (bf16) or fp8 for V3, auto or fp8_ds_mla for V3.2, fp8 for V4; the first is the default"
+    parser.add_argument("--kv-cache-dtype", help=dtypes)
     parser.add_argument("--rounds", type=int, default=5, help="times that each engine is timed (default: 5)")
     parser.add_argument("--skip-check", action="store_true", help="time without comparing results first")
+    parser.add_argument("--check-alone", action="store_true", help="compare results and time nothing")
     parser.add_argument("--csv", type=Path, help="write the rows to this file as they come")
     parser.add_argument("--alone", metavar="BACKEND", help=argparse.SUPPRESS)
+
+
+def complete(options: argparse.Namespace) -> None:
+    """Put defaults that depend on the model in place."""
+    model = MODELS[options.model]
+    options.kv_cache_dtype = options.kv_cache_dtype or next(iter(model.backends))
+    if options.kv_cache_dtype not in model.backends:
+        known = " or ".join(model.backends)
+        raise SystemExit(f"bench_vllm: --model {options.model} takes --kv-cache-dtype {known}")
+    options.backends = options.backends or model.backends[options.kv_cache_dtype]
+    for name in ("batches", "contexts", "layers", "heads"):
+        setattr(options, name, getattr(options, name) or getattr(model, name))
 
 
 def replay_us(process: Any, batch: int) -> float:
@@ -103,52 +156,6 @@ def replay_us(process: Any, batch: int) -> float:
         graphs[0].replay()
         rounds.append(queued_us(graphs[0].replay, REPLAYS))
     return median(rounds)
-
-
-Kernel = tuple[str, float, float]  # name, start and end in us
-
-
-def device_kernels(events: Iterable[Any]) -> list[Kernel]:
-    """The kernels of a profile in the order in which they start."""
-    found = [
-        (event.name, event.time_range.start, event.time_range.end)
-        for event in events
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    ]
-    return sorted(found, key=lambda kernel: kernel[1])
-
-
-def spans(kernels: Sequence[Kernel], layers: int) -> tuple[float, float, float, str]:
-    """(attention us of a layer, plan us of a step, us between its neighbours, names) of whole steps' kernels."""
-    alone: list[float] = []  # of groups of attention's kernels without the plan's
-    between: list[float] = []
-    planning: list[float] = []
-    plans: list[float] = []
-    names: dict[str, None] = {}
-    group: list[Kernel] = []
-    before = -float("inf")
-    for kernel in [*kernels, ("", float("inf"), float("inf"))]:
-        if ATTENTION.search(kernel[0]) or PLAN.search(kernel[0]):
-            group.append(kernel)
-            names.setdefault(kernel[0].split("<")[0].split("(")[0][-70:])
-            continue
-        if group:
-            begin, end = max(group[0][1], before), max(end for _, _, end in group)
-            planned = any(PLAN.search(name) for name, _, _ in group)
-            if not any(ATTENTION.search(name) for name, _, _ in group):
-                plans.append(end - begin)
-            elif planned:
-                planning.append(end - begin)
-            elif kernel[1] < float("inf"):
-                alone.append(end - begin)
-                between.append(kernel[1] - max(before, kernels[0][1]))
-        group, before = [], max(before, kernel[2])
-    if not alone:
-        return float("nan"), float("nan"), float("nan"), ", ".join(names)
-    steps = (len(alone) + len(planning)) / layers
-    attention = median(alone)
-    plan = (sum(plans) + sum(span - attention for span in planning)) / steps
-    return attention, plan, median(between), ", ".join(names)
 
 
 class Sequences:
@@ -190,30 +197,42 @@ class Sequences:
             self.engine.step()
 
 
-def profiled(sequences: Sequences) -> list[Kernel]:
-    """The device's kernels of PROFILED_STEPS steps."""
-    sequences.seconds(0)
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(PROFILED_STEPS):
-            sequences.engine.step()
-        torch.cuda.synchronize()
-    return device_kernels(profile.events())
-
-
 def filled(batch: int, context: int) -> list[list[int]]:
     """Prompts that are not computed."""
     Contexts.filled = True
     return [[2 + (index * 31 + place * 7) % (VOCAB - 2) for place in range(context)] for index in range(batch)]
 
 
-def started(sequences: Sequences, batch: int, context: int) -> Row:
+def drawn(batch: int, context: int) -> list[list[int]]:
+    """Prompts that are computed."""
+    generator = torch.Generator().manual_seed(batch)
+    return [torch.randint(2, VOCAB, (context,), generator=generator).tolist() for _ in range(batch)]
+
+
+def started(sequences: Sequences, model: str, batch: int, context: int) -> Row:
     sequences.start(batch, context)
-    return {}
+    if model == "v3":
+        return {}
+    sequences.end()  # that compiled kernels for the numbers of tokens of these steps
+    return {"prompt_tokens_per_s": batch * context / sequences.start(batch, context)}
 
 
-def profile(llm: Any, sequences: Sequences, layers: int, batch: int) -> Row:
-    row: Row = dict(zip((*TIMED[:3], "kernels"), spans(profiled(sequences), layers), strict=True))
+def attention(kernels: Sequence[Kernel], model: str, layers: int) -> Row:
+    """Columns that a profile of PROFILED_STEPS steps gives; NaN: could not be had."""
+    if model == "v3":
+        us, plan_us, between_us, shown = profiles.spans(kernels, layers)
+        return {"attention_us": us, "plan_us": plan_us, "between_us": between_us, "kernels": shown}
+    names = {profiles.short(name) for name, _, _ in kernels if profiles.SELECTING.search(name)}
+    us = profiles.selecting_us(kernels) / (PROFILED_STEPS * layers)
+    return {"attention_us": us, "plan_us": 0.0, "kernels": ", ".join(sorted(names))}
+
+
+def profile(llm: Any, sequences: Sequences, options: argparse.Namespace, batch: int) -> Row:
+    sequences.seconds(0)
+    with profiles.recorded() as kernels:
+        for _ in range(PROFILED_STEPS):
+            sequences.engine.step()
+    row = attention(kernels, options.model, options.layers)
     row["step_us"] = llm.collective_rpc(replay_us, args=(batch,))[0]
     sequences.end()
     return row
@@ -221,50 +240,51 @@ def profile(llm: Any, sequences: Sequences, layers: int, batch: int) -> Row:
 
 def work(options: argparse.Namespace) -> int:
     """One backend's process."""
-    backend, begun = options.alone, time.time()
-    longest = max(options.contexts) + MAX_TOKENS
-    Contexts.install()
-    split = Split.install()
+    begun, model, checked = time.time(), options.model, MODELS[options.model].checked
+    longest = max(*options.contexts, *checked) + MAX_TOKENS
+    # vLLM's warm-up would compile V4's kernels for every number of tokens, which takes minutes.
+    settings: dict[str, Any] = {"kernel_config": {"enable_jit_warmup": False}}
+    prompts, split = drawn, None
+    if model == "v3":
+        Contexts.install()
+        settings, prompts, split = Contexts.SETTINGS, filled, Split.install()
     with tempfile.TemporaryDirectory() as folder:
-        save_config(Path(folder), options.layers, options.heads, longest)
-        llm = start_engine(backend, options, Path(folder), max_model_len=longest, **Contexts.SETTINGS)
+        save_config(Path(folder), model, options.layers, options.heads, longest)
+        llm = start_engine(options.alone, options, Path(folder), max_model_len=longest, **settings)
     page = llm.llm_engine.vllm_config.cache_config.block_size
-    sequences = Sequences(llm, filled)
+    sequences = Sequences(llm, prompts)
     return vllm_turns.serve(
         {"seconds": round(time.time() - begun), "page": page},
         {
-            "check": partial(check, llm, split),
-            "start": partial(started, sequences),
+            "check": partial(check, llm, model, checked, split),
+            "start": partial(started, sequences, model),
             "round": sequences.rate,
-            "profile": partial(profile, llm, sequences, options.layers),
+            "profile": partial(profile, llm, sequences, options),
         },
     )
 
 
-def show(row: Row, peer: Row | None) -> str:
-    ratio = per_layer_us(row) / per_layer_us(peer) if peer is not None else float("nan")
-    return (
-        f"{row['backend']:12s} {row['batch']:5d} {row['context']:8d} {row['attention_us']:12.1f} {row['plan_us']:7.1f} "
-        f"{per_layer_us(row):12.1f} {ratio:6.3f} {row['step_us']:9.0f} {row['tokens_per_s']:9.0f} "
-        f"{row['least_tokens_per_s']:6.0f} {row['most_tokens_per_s']:6.0f} {vllm_turns.gpu_share(row):4.2f}"
-    )
+def per_layer_us(row: Row) -> float:
+    return float(row["attention_us"] + row["plan_us"] / MODEL_LAYERS)
 
 
 def main(options: argparse.Namespace) -> int:
+    complete(options)
     if options.alone:
         return work(options)
     if not ON_GPU:
-        raise SystemExit("bench_vllm: no GPU here; on a CPU, `tox -e vllm` runs the engine and compares its tokens")
-    print(versions(), f"{options.layers} layers, {options.heads} heads, kv cache {options.kv_cache_dtype}", sep="; ")
-    facts = {"versions": versions(), "layers": options.layers, "heads": options.heads}
-    rows, table = dict[tuple[Any, ...], Row](), Table(options.csv)
+        raise SystemExit("bench_vllm: no GPU here; on a CPU, `tox -e vllm` runs engines and compares their tokens")
+    facts = {"model": options.model, "kv_cache_dtype": options.kv_cache_dtype, "versions": versions()}
+    facts |= {"layers": options.layers, "heads": options.heads}
+    print(*facts.values(), sep="; ")
+    table, peers = Table(options.csv, shown=SHOWN), dict[tuple[int, int], Row]()
 
     def keep(row: Row) -> None:
-        rows[tuple(row[key] for key in KEYS)] = row
-        table.add(row | {"per_layer_us": per_layer_us(row)} | facts)
+        row |= {"per_layer_us": per_layer_us(row), "gpu": vllm_turns.gpu_share(row)}
+        peer = peers.setdefault((row["batch"], row["context"]), row)  # the first backend's comes first
+        ratio, step_ratio = (row[name] / peer[name] for name in ("per_layer_us", "step_us"))
+        table.add(row | {"ratio": ratio, "step_ratio": step_ratio} | facts)
 
-    vllm_turns.run(options, same_tokens=True, keep=keep)
-    print("backend      batch  context attention us plan us per layer us  ratio   step us  tokens/s  least   most  GPU")
-    for (_, *shape), row in sorted(rows.items(), key=lambda item: item[0][1:]):
-        print(show(row, rows.get((PEER, *shape))))
+    options.contexts = () if options.check_alone else options.contexts
+    vllm_turns.run(options, same_tokens=options.model != "v4", keep=keep)
     return 0

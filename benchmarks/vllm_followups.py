@@ -32,20 +32,10 @@ from typing import Any
 
 import torch
 import vllm_turns
-from vllm_engine import MAX_TOKENS, Kernel, Sequences, device_kernels, filled
-from vllm_model import (
-    ON_GPU,
-    OURS,
-    PEER,
-    VOCAB,
-    Contexts,
-    Row,
-    Split,
-    save_config,
-    start_engine,
-    versions,
-    watched,
-)
+from profiles import Kernel, busy_us, recorded, short
+from vllm_check import watched
+from vllm_engine import MAX_TOKENS, Sequences, filled
+from vllm_model import ON_GPU, OURS, PEER, VOCAB, Contexts, Row, Split, save_config, start_engine, versions
 
 from mla_suite.bench.saving import Table
 from mla_suite.cli import sizes
@@ -78,15 +68,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--alone", metavar="BACKEND", help=argparse.SUPPRESS)
 
 
-def busy_us(kernels: Sequence[Kernel]) -> float:
-    """Microseconds in which any of them runs; they are in the order in which they start."""
-    total, until = 0.0, -float("inf")
-    for _, start, end in kernels:
-        total += max(end - max(start, until), 0.0)
-        until = max(until, end)
-    return total
-
-
 def divided(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
     """Those of each step, which begins with STEP, without it and without what ran before the first."""
     steps: list[list[Kernel]] = []
@@ -102,7 +83,7 @@ def largest(kernels: Sequence[Kernel], layers: int) -> str:
     """The names of the kernels that take longest, and their microseconds per layer."""
     total: Counter[str] = Counter()
     for name, start, end in kernels:
-        total[name.split("<")[0].split("(")[0].removeprefix("void ")[-50:]] += end - start  # type: ignore[assignment]
+        total[short(name)] += end - start  # type: ignore[assignment]
     return "; ".join(f"{name} {us / layers:.1f}" for name, us in total.most_common(LARGEST))
 
 
@@ -168,14 +149,14 @@ class FollowUps:
         """Attention's worst error in follow-ups behind the shortest prefix, alone and beside others."""
         prefix = min(self.options.prefixes)
         self.first_token(prefix, 1)
-        with watched(self.llm, self.split) as errors:
+        with watched(self.llm, "v3", self.split) as errors:
             for decodes in (0, self.options.decodes):
                 self.beside(decodes)
                 for threshold in self.thresholds():
                     self.split.threshold = threshold
                     for new in self.options.new:
                         self.cached(prefix, new)
-        return {"compared": len(errors), "error": max(errors)}
+        return {"compared": len(errors), "error": max(error for _, error in errors)}
 
     def measure(self, decodes: int, prefix: int) -> Row:
         """Rows of all thresholds and lengths."""
@@ -202,15 +183,13 @@ class FollowUps:
             self.engine.step()
 
     def _profiled(self, decodes: int, prefix: int) -> list[Row]:
-        torch.cuda.synchronize()
         self.steps.clear()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        with recorded() as all_kernels:
             for new in self.options.new:
                 for _ in range(PROFILED):
                     self.cached(prefix, new)
                     self._settle(decodes)
-            torch.cuda.synchronize()
-        steps = divided(device_kernels(profile.events()))
+        steps = divided(all_kernels)
         if len(steps) != len(self.steps):
             raise AssertionError(f"the profile has {len(steps)} steps, the engine made {len(self.steps)}")
         of: dict[int, list[list[Kernel]]] = {}
@@ -234,7 +213,7 @@ def work(options: argparse.Namespace) -> int:
     Contexts.install()
     split = Split.install()
     with tempfile.TemporaryDirectory() as folder:
-        save_config(Path(folder), options.layers, heads, longest)
+        save_config(Path(folder), "v3", options.layers, heads, longest)
         settings = dict(max_model_len=longest, max_num_seqs=options.decodes + 1, enable_prefix_caching=True)
         llm = start_engine(options.alone, options, Path(folder), **settings, **Contexts.SETTINGS)
     page = llm.llm_engine.vllm_config.cache_config.block_size

@@ -1,17 +1,15 @@
-"""The model of bench_vllm.py: DeepSeek V3's attention with random weights, its filled caches, the check of results."""
+"""The models of bench_vllm.py: DeepSeek's attention with random weights, filled caches, answers of its engines."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
 
 import torch
-from flashmla_e4m3 import attended
 
 from mla_suite.bench.environment import version
 from mla_suite.integrations import plugins
@@ -22,7 +20,7 @@ Row = dict[str, Any]
 TOKEN_BYTES = 1440  # of a layer: bf16 latents, and index keys where there are any
 VOCAB, CHECKED_PROMPTS, CHECKED_TOKENS = 8192, 8, 16
 NEAR_TIE = 0.1  # of log-probability; bf16 moves a logit of this model by a few hundredths
-MAX_ERROR = 1e-2  # of an attention output, relative to its norm: twice what rounding to bf16 leaves
+KINDS = {1: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}  # V4's layers
 
 
 def versions() -> str:
@@ -38,8 +36,11 @@ def medians(rows: Sequence[Row], keys: Sequence[str], timed: Sequence[str]) -> d
     return {key: own[0] | {name: median(row[name] for row in own) for name in timed} for key, own in runs.items()}
 
 
-def save_config(folder: Path, layers: int, heads: int, longest: int) -> None:
-    """Write the config.json of a model with DeepSeek V3's attention, whose sizes are the defaults, and dense MLPs."""
+def save_config(folder: Path, model: str, layers: int, heads: int, longest: int) -> None:
+    """Write the config.json of a model with the attention of DeepSeek V3, whose MLPs are dense, of V3.2 or of V4."""
+    if model != "v3":
+        (folder / "config.json").write_text(json.dumps(_selecting(model, layers, heads, longest)))
+        return
     from transformers import DeepseekV3Config
 
     experts = dict(n_routed_experts=8, num_experts_per_tok=2, n_group=1, topk_group=1, routed_scaling_factor=1.0)
@@ -57,6 +58,31 @@ def save_config(folder: Path, layers: int, heads: int, longest: int) -> None:
         **experts,
         **read_by_vllm,
     ).save_pretrained(folder)
+
+
+def _selecting(model: str, layers: int, heads: int, longest: int) -> dict[str, Any]:
+    """The config.json of a model that selects keys, with few experts; V3.2's MLPs are dense."""
+    shared = dict(vocab_size=VOCAB, num_hidden_layers=layers, num_attention_heads=heads, dtype="bfloat16")
+    shared |= dict(max_position_embeddings=longest, hidden_act="silu", rms_norm_eps=1e-6, rope_theta=10000.0)
+    shared |= dict(n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=2048)
+    shared |= dict(topk_method="noaux_tc", norm_topk_prob=True, tie_word_embeddings=False)
+    shared |= dict(index_n_heads=64, index_head_dim=128, bos_token_id=0, eos_token_id=1)
+    if model == "v32":
+        shared |= dict(architectures=["DeepseekV32ForCausalLM"], model_type="deepseek_v32", hidden_size=7168)
+        shared |= dict(intermediate_size=2048, num_key_value_heads=heads, q_lora_rank=1536, kv_lora_rank=512)
+        shared |= dict(qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, index_topk=2048)
+        shared |= dict(n_group=1, topk_group=1, routed_scaling_factor=1.0, scoring_func="sigmoid", moe_layer_freq=1)
+        return shared | dict(first_k_dense_replace=layers, attention_bias=False)
+    ratios = [1, *(4 if layer % 2 else 128 for layer in range(1, layers))]
+    shared |= dict(architectures=["DeepseekV4ForCausalLM"], model_type="deepseek_v4", hidden_size=4096, head_dim=512)
+    shared |= dict(num_key_value_heads=1, qk_rope_head_dim=64, q_lora_rank=1024, o_groups=8, o_lora_rank=1024)
+    shared |= dict(sliding_window=128, index_topk=512, compress_ratios=[0, *ratios[1:]])
+    shared |= dict(layer_types=[KINDS[ratio] for ratio in ratios], compress_rates={KINDS[r]: r for r in (4, 128)})
+    shared |= dict(compress_rope_theta=160000.0, scoring_func="sqrtsoftplus", routed_scaling_factor=1.5)
+    shared |= dict(num_hash_layers=0, expert_dtype="bf16", swiglu_limit=10.0, num_nextn_predict_layers=0)
+    shared |= dict(hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6)
+    yarn = dict(rope_type="yarn", rope_theta=10000.0, factor=16.0, original_max_position_embeddings=65536)
+    return shared | dict(rope_parameters=yarn | dict(beta_fast=32, beta_slow=1))
 
 
 class Contexts:
@@ -132,11 +158,6 @@ def start_engine(backend: str, options: argparse.Namespace, folder: Path, **sett
     return LLM(str(folder), **{**made, **settings})
 
 
-def attention_layers(process: Any) -> list[Any]:
-    context = process.vllm_config.compilation_config.static_forward_context
-    return [layer for layer in context.values() if hasattr(getattr(layer, "impl", None), "forward_mqa")]
-
-
 class Split:
     """How vLLM's builder divides steps into sequences with absorbed weights and prompts whose keys it expands.
 
@@ -163,58 +184,7 @@ class Split:
         return found
 
 
-def compare_with_definition(layer: Any, errors: list[float], split: Split) -> Callable[..., Any]:
-    """A layer's forward_mqa that appends the relative error of every sequence of an eager step to `errors`."""
-    forward = layer.impl.forward_mqa
-
-    def compared(q: Any, cache: torch.Tensor, metadata: Any, module: Any) -> Any:
-        out, lse = forward(q, cache, metadata, module)
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return out, lse
-        queries = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
-        step: Any = split.step
-        starts = step.query_start_loc_cpu[: metadata.num_decodes + 1].tolist()
-        for b, (start, end) in enumerate(pairwise(starts)):
-            length = int(step.seq_lens[b])
-            pages = step.block_table_tensor[b, : -(-length // cache.shape[1])]
-            keys = cache[pages.long()].flatten(0, 1)[:length]
-            expected = attended(queries[start:end], keys, layer.impl.scale)
-            errors.append(float((out[start:end].float() - expected).norm() / expected.norm()))
-        return out, lse
-
-    return compared
-
-
-@contextlib.contextmanager
-def watched(llm: Any, split: Split) -> Iterator[list[float]]:
-    """Errors of the first and the last layer's attention with absorbed weights; AssertionError unless all are small."""
-    errors: list[float] = []
-    layers = llm.collective_rpc(attention_layers)[0]
-    layers = [layers[0], layers[-1]]
-    for layer in layers:
-        layer.impl.forward_mqa = compare_with_definition(layer, errors, split)
-    yield errors
-    for layer in layers:
-        del layer.impl.forward_mqa
-    require_small(errors)
-
-
-def check(llm: Any, split: Split, vocabulary: int = VOCAB, length: int = 1024) -> dict[str, Any]:
-    """Greedy tokens of prompts that arrive one by one, the best two log-probabilities, and attention's worst error."""
-    Contexts.filled = False
-    with watched(llm, split) as errors:
-        answers = generate(llm, [length - 37 * step for step in range(CHECKED_PROMPTS)], vocabulary)
-    return {"compared": len(errors), "error": max(errors), **answers}
-
-
-def require_small(errors: Sequence[float]) -> None:
-    """AssertionError unless there are errors and all are of the size of rounding."""
-    if not errors or not max(errors) <= MAX_ERROR:
-        worst = max(errors, default=float("nan"))
-        raise AssertionError(f"attention differs from its definition by {worst:.1e} in {len(errors)} comparisons")
-
-
-def generate(llm: Any, lengths: Sequence[int], vocabulary: int = VOCAB) -> dict[str, Any]:
+def generate(llm: Any, lengths: Sequence[int]) -> dict[str, Any]:
     """Greedy tokens of random prompts that arrive in one step after another, and the gaps of the best two."""
     from vllm import SamplingParams
 
@@ -223,7 +193,7 @@ def generate(llm: Any, lengths: Sequence[int], vocabulary: int = VOCAB) -> dict[
     engine, done = llm.llm_engine, {}
     for step in range(len(lengths) + 4 * CHECKED_TOKENS):
         if step < len(lengths):
-            ids = torch.randint(2, vocabulary, (lengths[step],), generator=generator).tolist()
+            ids = torch.randint(2, VOCAB, (lengths[step],), generator=generator).tolist()
             engine.add_request(f"check{step}", {"prompt_token_ids": ids}, params)
         for finished in engine.step():
             if finished.finished:

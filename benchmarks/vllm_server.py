@@ -122,7 +122,7 @@ def save_model(folder: Path, layers: int, heads: int, loads: Sequence[Load]) -> 
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    save_config(folder, layers, heads, max(load.input + load.output for load in loads) + PAGE)
+    save_config(folder, "v3", layers, heads, max(load.input + load.output for load in loads) + PAGE)
     vocabulary = {UNKNOWN: 0, **{f"w{token}": token for token in range(1, VOCAB)}}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import vllm_engine
 import vllm_server
-import vllm_sparse_engine
 from saved_figures import DECODE, README, SERVING, Sourced, saved, span
 from vllm_model import medians
 from vllm_server import Load
@@ -29,7 +28,7 @@ Steps = dict[tuple[int, int, str], dict[str, float]]  # by batch, context and ba
 
 def engine_steps(path: str) -> Steps:
     """A run's rows, with what a layer pays."""
-    names = vllm_engine.TIMED
+    names = ("attention_us", "plan_us", "between_us", "step_us", "tokens_per_s")
     found = {
         (int(row["batch"]), int(row["context"]), row["backend"]): {name: float(row[name]) for name in names}
         for row in saved(path)
@@ -107,7 +106,7 @@ def engines_that_select() -> Iterator[Sourced]:
         peer = rows[0]["backend"]
         theirs, ours = ([row for row in rows if (row["backend"] == peer) is is_peer] for is_peer in (True, False))
         for pair in zip(theirs, ours, strict=True):
-            attention, step = ([float(row[name]) for row in pair] for name in vllm_sparse_engine.TIMED[:2])
+            attention, step = ([float(row[name]) for row in pair] for name in ("attention_us", "step_us"))
             steps.append(step[1] / step[0])
             cells = (
                 *(f"{us:.1f}" for us in attention),

@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+import profiles
 import vllm_followups
 import vllm_turns
 
@@ -14,7 +15,7 @@ MARK = "void at::cuda::(anonymous namespace)::spin_kernel(long)"
 
 def test_busy_time_counts_what_overlaps_once():
     kernels = [("a", 0.0, 10.0), ("b", 4.0, 6.0), ("c", 8.0, 12.0), ("d", 20.0, 25.0)]
-    assert vllm_followups.busy_us(kernels) == 17.0
+    assert profiles.busy_us(kernels) == 17.0
 
 
 def test_a_profile_is_divided_into_the_steps_behind_marks():

@@ -1,16 +1,23 @@
 """benchmarks/bench_vllm.py engine reads a step's times from a profile whose times are known."""
 
 import argparse
+import csv
 import os
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
+import definition
+import profiles
 import pytest
+import torch
+import vllm_check
 import vllm_engine
 import vllm_model
-import vllm_sparse_engine
 import vllm_turns
+
+from mla_suite.testing import exact_decode
 
 LAYERS, STEPS = 3, 4
 
@@ -42,24 +49,27 @@ def profile(plan_us, attention, *, captured):
 @pytest.mark.parametrize("captured", [True, False])
 def test_attention_and_plan_of_a_profile(captured):
     attention = "decode_dtype_bf16" if captured else "void sm90::flash_fwd_splitkv_mla_kernel<T>(P)"
-    us, plan_us, between, names = vllm_engine.spans(profile(3.0, attention, captured=captured), LAYERS)
+    us, plan_us, between, names = profiles.spans(profile(3.0, attention, captured=captured), LAYERS)
     assert (us, plan_us, between) == (25.0, 3.0, 27.0)
     assert len(names.split(", ")) == 3
 
 
 def test_time_before_the_previous_kernel_ends_is_not_attentions():
     kernels = [("gemm", 0.0, 10.0), ("decode_early", 4.0, 30.0), ("bmm", 31.0, 40.0)]
-    assert vllm_engine.spans(kernels, 1)[:3] == (20.0, 0.0, 21.0)
+    assert profiles.spans(kernels, 1)[:3] == (20.0, 0.0, 21.0)
 
 
 def test_a_row_is_the_median_of_its_runs():
-    rows = [
-        {"backend": "A", "batch": 1, "context": 2} | dict.fromkeys(vllm_engine.TIMED, us) | {"plan_us": 1.0}
-        for us in (3.0, 1.0, 2.0)
-    ]
-    (row,) = vllm_model.medians(rows, vllm_engine.KEYS, vllm_engine.TIMED).values()
-    assert (row["attention_us"], row["tokens_per_s"]) == (2.0, 2.0)
+    rows = [{"backend": "A", "batch": 1, "context": 2, "attention_us": us, "plan_us": 1.0} for us in (3.0, 1.0, 2.0)]
+    (row,) = vllm_model.medians(rows, vllm_engine.KEYS, ("attention_us", "plan_us")).values()
+    assert row["attention_us"] == 2.0
     assert vllm_engine.per_layer_us(row) == 2.0 + 1.0 / 61
+
+
+def test_attention_that_selects_keys_is_added_up():
+    """What runs beside the kernel before it is not attention's, and two kernels of attention are one span."""
+    kernels = [("gemm", 0.0, 10.0), ("decode_kv_v32", 4.0, 30.0), ("combine_rows", 31.0, 33.0), ("bmm", 33.0, 40.0)]
+    assert profiles.selecting_us([*kernels, ("decode_kv_v32", 41.0, 45.0)]) == 23.0 + 4.0
 
 
 def test_tokens_may_differ_at_a_near_tie_alone():
@@ -93,7 +103,11 @@ def one_round():
     return {"tokens_per_s": 10.0 * rounds}
 
 
-answers = {"check": check, "start": start, "round": one_round, "profile": lambda batch: {"step_us": batch * 1e4}}
+def profile(batch):
+    return {"step_us": batch * 1e4, "attention_us": 30.0 if backend == "A" else 15.0, "plan_us": 0.0}
+
+
+answers = {"check": check, "start": start, "round": one_round, "profile": profile}
 raise SystemExit(vllm_turns.serve({"seconds": 1, "page": 64}, answers))
 """
 
@@ -148,12 +162,63 @@ def test_an_engine_that_fails_ends_the_program_with_its_name(engines):
 
 @pytest.mark.parametrize("model", ["v32", "v4"])
 def test_tokens_of_two_backends_are_compared_but_for_v4s(model, engines, monkeypatch):
-    monkeypatch.setattr(vllm_sparse_engine, "ON_GPU", True)
+    monkeypatch.setattr(vllm_engine, "ON_GPU", True)
     parser = argparse.ArgumentParser()
-    vllm_sparse_engine.add_arguments(parser)
+    vllm_engine.add_arguments(parser)
     options = parser.parse_args(["--model", model, "--backends", "A,B", "--check-alone"])
     if model == "v4":
-        assert vllm_sparse_engine.main(options) == 0
+        assert vllm_engine.main(options) == 0
         return
     with pytest.raises(AssertionError, match="a greedy token differs where the best two are 1.00 apart"):
-        vllm_sparse_engine.main(options)
+        vllm_engine.main(options)
+
+
+def test_ratios_are_of_the_first_backends_times(engines, monkeypatch, tmp_path):
+    monkeypatch.setattr(vllm_engine, "ON_GPU", True)
+    parser, saved = argparse.ArgumentParser(), tmp_path / "rows.csv"
+    vllm_engine.add_arguments(parser)
+    given = ["--model", "v4", "--backends", "A,B", "--batches", "1,8", "--skip-check", "--csv", str(saved)]
+    assert vllm_engine.main(parser.parse_args(given)) == 0
+    rows = list(csv.DictReader(saved.read_text().splitlines()))
+    assert [(row["backend"], row["batch"], row["ratio"], row["step_ratio"], row["gpu"]) for row in rows] == [
+        *(("A", "1", "1", "1", "0.3"), ("B", "1", "0.5", "1", "0.3")),
+        *(("A", "8", "1", "1", "0.3"), ("B", "8", "0.5", "1", "0.3")),
+    ]
+    facts = {(row["model"], row["kv_cache_dtype"], row["heads"], row["layers"]) for row in rows}
+    assert facts == {("v4", "fp8", "64", "8")}
+
+
+SCALE = 0.05
+
+
+def layer(factor, split):
+    """A layer of an engine whose attention is the definition's, but for a factor."""
+
+    def forward(q, cache, metadata, module):
+        keys = cache.flatten(0, 1)[: split.step.seq_lens[0]]
+        return factor * definition.attended(q, keys, SCALE), None
+
+    return argparse.Namespace(impl=argparse.Namespace(scale=SCALE, forward_mqa=forward))
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.02])
+def test_an_engines_attention_is_compared_with_its_definition(factor):
+    lens, starts = torch.tensor([70]), torch.tensor([0, 2])
+    step = argparse.Namespace(seq_lens=lens, query_start_loc_cpu=starts, block_table_tensor=torch.tensor([[0, 1]]))
+    split = argparse.Namespace(step=step)
+    layers = [layer(factor, split), layer(1.0, split)]
+    llm = argparse.Namespace(collective_rpc=lambda function: [layers])
+    q, cache = torch.randn(2, 4, 576), torch.randn(2, 64, 576)
+    wrong = pytest.raises(AssertionError, match="attention differs from its definition by 2.0e-02 in 2 comparisons")
+    with nullcontext() if factor == 1.0 else wrong, vllm_check.watched(llm, "v3", split) as errors:
+        for each in layers:
+            each.impl.forward_mqa(q, cache, argparse.Namespace(num_decodes=1), None)
+    assert [round(error, 3) for _, error in errors] == [round(factor - 1, 3), 0.0]
+
+
+@pytest.mark.parametrize("sink", [None, torch.tensor([-1.0, 2.0])])
+def test_the_definition_is_exact_attention(sink):
+    q, keys = torch.randn(3, 2, 576).bfloat16(), torch.randn(10, 576).bfloat16()
+    table, lens = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([10], dtype=torch.int32)
+    exact = exact_decode(q[None], keys[None], lens, table, softmax_scale=SCALE, attn_sink=sink)
+    assert torch.allclose(definition.attended(q, keys, SCALE, sink).double(), exact.out[0], atol=1e-5)

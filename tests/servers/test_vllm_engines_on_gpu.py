@@ -1,6 +1,6 @@
 """DeepSeek V3.2 and V4 in vLLM 0.33's engine on an H100 or H200, few layers with random weights, our attention in it.
 
-vLLM prefills and decodes prompts that arrive one after another. `benchmarks/vllm_sparse_check.py` compares samples of
+vLLM prefills and decodes prompts that arrive one after another. `benchmarks/vllm_check.py` compares samples of
 every attention call of eager steps with the definition over the engine's own caches.
 """
 
@@ -35,7 +35,7 @@ CASES = {
 def test_the_engines_attention_is_the_definitions(case):
     """Window, 4:1 and 128:1 layers of V4; selections from longer contexts of V3.2. An engine starts in a minute."""
     given, kinds = CASES[case]
-    command = [sys.executable, PROGRAM, "sparse", *given, "--check-alone", "--layers", "6", "--batches", "8"]
+    command = [sys.executable, PROGRAM, "engine", *given, "--check-alone", "--layers", "6", "--batches", "8"]
     environment = os.environ | {"MLA_SUITE_LOG": "dispatch"}
     done = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900, check=False
