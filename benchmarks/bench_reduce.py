@@ -1,30 +1,38 @@
 """The reduction after decode beside a restatement of AITER's stock one, on the grid that pull request 3468 publishes.
 
     python benchmarks/bench_reduce.py [--csv FILE] [--shapes b64-r16] [--arch gfx942,gfx950]
+    python benchmarks/bench_reduce.py --runners stream,ours,general,triton,torch --sizes 1x128x66,128x128x2 [--cold]
 
-A shape is query tokens x heads x splits, with KEYS_PER_SPLIT cached keys for each split. Three ways to end its decode:
+A shape is query tokens x heads x splits, with KEYS_PER_SPLIT cached keys for each split. Ways to end its decode, of
+which the first three are run if no others are named:
 
-    ours           combine over that many splits of each token
-    stock          one kernel over general maps (reduce_indptr, reduce_final_map, reduce_partial_map), driven by the
-                   persistent plan of the same sequences: the planner says how many partial tiles there are
-    stock_uniform  the same kernel over ours' partial tiles
+    stock           one kernel over general maps (reduce_indptr, reduce_final_map, reduce_partial_map), driven by the
+                    persistent plan of the same sequences: the planner says how many partial tiles there are
+    stock_uniform   the same kernel over ours' partial tiles
+    ours            combine over that many splits of each token, by the kernel that dispatch picks
+    general         by the kernel that any batch may use, in a fixed merge order
+    triton          by Triton
+    torch           softmax over the splits and a weighted sum, eager; torch_compiled: compiled
+    stream          a kernel that reads and writes the same bytes and computes nothing
 
 A partial tile is the partial result of one token in one split, of all heads. Where the planner splits nothing, the
 stock kernel reads its maps and no more: decode wrote the results. The stock kernel is written here from what AITER
 documents: persistent programs walk (tile, head), merge the tile's partials by an online softmax and write out and lse.
-It is Triton and AITER's is HIP, so its times stand for the formulation, not for that kernel. On a GPU every result is
-compared with fp64 first; times are of graph nodes, the partials found in the cache as decode leaves them. Without a
-GPU: bytes over the chip's memory rate, in clocks, of each of the three; ours' are those that the emulator sees loaded
-and stored. They say how much each moves and never which is faster, which only a GPU can show.
+It is Triton and AITER's is HIP, so its times stand for the formulation, not for that kernel. On a GPU every result that
+is left in combine's outputs is compared with fp64 first; times are of graph nodes, launch included, the partials found
+in the cache as decode leaves them, or with `--cold` in memory. `of_first` is the latency over the first runner's.
+Without a GPU: bytes over the chip's memory rate, in clocks, of each of the three; ours' are those that the emulator
+sees loaded and stored. They say how much each moves and never which is faster, which only a GPU can show.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,10 +43,13 @@ from mla_suite import archs
 from mla_suite.archs import combine as combine_config
 from mla_suite.bench import sets
 from mla_suite.bench.saving import Table
-from mla_suite.bench.timer import Effort, device_rounds, median
+from mla_suite.bench.timer import Effort, cold_turns, device_rounds, median
+from mla_suite.cli import positive
+from mla_suite.core import dispatch
 from mla_suite.errors import UsageError
 from mla_suite.integrations import metadata_convert
 from mla_suite.launch import emulate
+from mla_suite.ops.combine import COMBINE, CombineArgs
 from mla_suite.ops.combine import Problem as CombineProblem
 from mla_suite.testing import Exact, assert_close
 
@@ -54,7 +65,9 @@ KEYS_PER_SPLIT = 256
 PROGRAMS = 4  # of the stock kernel, for each compute unit
 EFFORT = Effort(rounds=3, rest_s=0.02)
 BYTES_ALONE = "no GPU: bytes over the memory rate, in clocks; which is faster needs a GPU;"
-HEADER = ("tokens", "heads", "splits", "runner", "unit", "latency", "gb_per_s", "partial_tiles", "of_stock")
+HEADER = ("tokens", "heads", "splits", "runner", "unit", "latency", "gb_per_s", "partial_tiles", "of_first")
+RUNNERS = ("stock", "stock_uniform", "ours", "general", "triton", "torch", "torch_compiled", "stream")
+WARM_BYTES = 40_000_000  # partials beyond these do not stay in an H200's L2
 
 
 class Maps(NamedTuple):
@@ -166,6 +179,68 @@ def run_ours(turn: Turn, splits: int) -> None:
     )
 
 
+def run_backend(name: str, config: Any, turn: Turn, splits: int) -> None:
+    (backend,) = (each for each in COMBINE.backends if each.name == name)
+    arguments = CombineArgs(turn.partial_out, turn.partial_lse, num_splits=splits)
+    backend.run(config, (turn.out, turn.lse), arguments)
+
+
+def in_torch(partial_out: torch.Tensor, partial_lse: torch.Tensor, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    lse = partial_lse.unflatten(0, (-1, splits))
+    weights = torch.softmax(lse, dim=1)
+    out = (weights.unsqueeze(-1) * partial_out.unflatten(0, (-1, splits))).sum(1)
+    return out.bfloat16(), torch.logsumexp(lse, dim=1)
+
+
+@cache
+def stream_kernel() -> Any:
+    """Reads what combine reads of partial_out and writes what it writes of out."""
+
+    @triton.jit
+    def kernel(partial_out, out, splits, per_token, BLOCK: tl.constexpr):
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        first = at // per_token * splits * per_token + at % per_token
+        total = tl.zeros([BLOCK], tl.float32)
+        for split in range(splits):
+            total += tl.load(partial_out + first + split * per_token)
+        tl.store(out + at, total.to(tl.bfloat16))
+
+    return kernel
+
+
+def run_stream(turn: Turn, splits: int) -> None:
+    values = turn.out.numel()
+    grid = (values // 1024,)
+    stream_kernel()[grid](turn.partial_out, turn.out, splits, values // turn.out.shape[0], BLOCK=1024)
+
+
+class Runner(NamedTuple):
+    """The maps of a way to reduce, the call, and whether it leaves combine's result in a turn's outputs."""
+
+    maps: Maps
+    call: Callable[[Turn], object]
+    combines: bool = True
+
+
+def runners(tokens: int, heads: int, splits: int, units: int, device: torch.device) -> dict[str, Runner]:
+    """Those of RUNNERS that there are on this device."""
+    own, planned = uniform_maps(tokens, splits, device), planned_maps(tokens, heads, splits, units, device)
+    compiled = torch.compile(in_torch, dynamic=False)
+    found = {
+        "stock": Runner(planned, lambda turn: run_stock(turn, planned, units)),
+        "stock_uniform": Runner(own, lambda turn: run_stock(turn, own, units)),
+        "ours": Runner(own, partial(run_ours, splits=splits)),
+        "triton": Runner(own, lambda turn: run_backend("triton", None, turn, splits)),
+        "torch": Runner(own, lambda turn: in_torch(*turn[:2], splits), False),
+        "torch_compiled": Runner(own, lambda turn: compiled(*turn[:2], splits), False),
+        "stream": Runner(own, partial(run_stream, splits=splits), False),
+    }
+    if (arch := dispatch.arch_of(own.indptr)) is not None:
+        fixed = combine_config.invariant(arch, HEAD_DIM_V, tokens * heads)
+        found["general"] = Runner(own, lambda turn: run_backend("native", fixed, turn, splits))
+    return found
+
+
 def check(turn: Turn, maps: Maps) -> None:
     """Compare what the maps say is merged with fp64. AssertionError where it is off, or a tile was left out."""
     bounds, wanted = maps.indptr.tolist(), maps.indptr.diff() > 1
@@ -183,74 +258,78 @@ def moved(merged: int, tiles: int, heads: int) -> int:
     return heads * (merged * (HEAD_DIM_V + 1) * 4 + tiles * (HEAD_DIM_V * 2 + 4))
 
 
-Line = tuple[str, str, str, str, int, str]
+Shape = tuple[int, int, int]
+Line = tuple[str, str, float, float | str, int, float | str]
 """One runner on one shape: the cells of HEADER behind the shape's. Latency is in microseconds on a GPU, else the clocks
 in which its bytes can be moved."""
 
 
-def timed(shape: tuple[int, int, int], device: torch.device) -> Iterator[Line]:
+def timed(shape: Shape, names: list[str], cold: bool, device: torch.device) -> Iterator[Line]:
     """Times on this GPU."""
-    tokens, heads, splits = shape
+    tokens, heads, _ = shape
     units = torch.cuda.get_device_properties(device).multi_processor_count
-    own = uniform_maps(tokens, splits, device)
-    planned = planned_maps(tokens, heads, splits, units, device)
-    runners = {
-        "stock": (planned, lambda turn: run_stock(turn, planned, units)),
-        "stock_uniform": (own, lambda turn: run_stock(turn, own, units)),
-        "ours": (own, lambda turn: run_ours(turn, splits)),
-    }
-    stock_us = 0.0
-    for name, (maps, call) in runners.items():
-        turn = turn_of(maps.rows, tokens, heads, device)
-        call(turn)
-        if maps.tiles:
-            check(turn, maps)
-        us = median(device_rounds(call, [turn], EFFORT))
-        stock_us = stock_us or us
-        speed = moved(maps.merged, maps.tiles, heads) / us / 1e3
-        yield name, "us", f"{us:.2f}", f"{speed:.0f}", maps.merged, f"{us / stock_us:.3f}"
+    found, first_us = runners(*shape, units, device), 0.0
+    for name in names:
+        maps, call, combines = found[name]
+        touched = moved(maps.rows, tokens, heads)
+        count = min(cold_turns(touched, device), 64) if cold or touched > WARM_BYTES else 1
+        turns = [turn_of(maps.rows, tokens, heads, device) for _ in range(count)]
+        call(turns[0])
+        if combines and maps.tiles:
+            check(turns[0], maps)
+        us = median(device_rounds(call, turns, EFFORT))
+        first_us = first_us or us
+        yield name, "us", us, moved(maps.merged, maps.tiles, heads) / us / 1e3, maps.merged, us / first_us
 
 
-def counted(shape: tuple[int, int, int], name: str) -> Iterator[Line]:
+def counted(shape: Shape, name: str) -> Iterator[Line]:
     """Clocks in which an AMD arch can move the bytes of each: the stock reduction's least, ours as executed."""
     tokens, heads, splits = shape
     cpu, arch = torch.device("cpu"), archs.get(name)
     rate = arch.memory_bytes_per_s / (arch.clock_mhz * 1e6)
     own, planned = uniform_maps(tokens, splits, cpu), planned_maps(tokens, heads, splits, arch.compute_units, cpu)
     for runner, maps in (("stock bytes", planned), ("stock_uniform bytes", own)):
-        clocks = moved(maps.merged, maps.tiles, heads) / rate
-        yield f"{name} {runner}", "clocks", f"{clocks:.2f}", "", maps.merged, ""
+        yield f"{name} {runner}", "clocks", moved(maps.merged, maps.tiles, heads) / rate, "", maps.merged, ""
     with emulate(name):
         problem = CombineProblem(tokens, heads, HEAD_DIM_V, splits, torch.bfloat16, False, tokens * splits)
         point, _ = combine_config.choose(problem, arch)
         clocks = counted_search.bound(point, tokens * heads, splits)["memory"]
-    yield f"{name} ours bytes", "clocks", f"{clocks:.2f}", "", own.merged, ""
+    yield f"{name} ours bytes", "clocks", clocks, "", own.merged, ""
+
+
+def size(text: str) -> Shape:
+    tokens, heads, splits = map(positive, text.split("x"))
+    return tokens, heads, splits
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the lines to this file as they come")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows to this file as they come")
     parser.add_argument("--shapes", nargs="+", metavar="PART", help="only shapes whose names contain one of these")
+    sizes = "tokens x heads x splits between commas, instead of the published grid"
+    parser.add_argument("--sizes", type=lambda text: [size(part) for part in text.split(",")], help=sizes)
+    parser.add_argument("--runners", default=",".join(RUNNERS[:3]), help=f"of {', '.join(RUNNERS)}")
+    parser.add_argument("--cold", action="store_true", help="partials from device memory, on a GPU")
     parser.add_argument("--arch", default="gfx942,gfx950", help="AMD archs to count for without a GPU")
     given = parser.parse_args(arguments)
-    names = given.arch.split(",")
+    names, wanted = given.arch.split(","), given.runners.split(",")
+    if unknown := set(wanted) - set(RUNNERS):
+        parser.error(f"no runner {', '.join(sorted(unknown))}; there are {', '.join(RUNNERS)}")
     try:
         cases = sets.matching({case.id: case for case in sets.named("aiter-3468")}, given.shapes)
         unable = [name for name in names if not archs.get(name).emulable]
-        table = Table(given.csv)
+        table = Table(given.csv, shown=HEADER)
     except UsageError as error:
         parser.error(str(error))
     if unable:
         parser.error(f"{unable[0]} is not emulated; the emulator executes gfx942 and gfx950")
     on_gpu = torch.cuda.is_available()
     print(torch.cuda.get_device_name() if on_gpu else BYTES_ALONE, "torch", torch.__version__)
-    print(",".join(HEADER))
-    for case in cases:
-        shape = case.facts["batch"], case.facts["heads"], case.facts["splits"]
-        found = [timed(shape, torch.device("cuda"))] if on_gpu else [counted(shape, a) for a in names]
-        for line in (line for part in found for line in part):
+    for shape in given.sizes or [(case.facts["batch"], case.facts["heads"], case.facts["splits"]) for case in cases]:
+        gpu = torch.device("cuda")
+        found = [timed(shape, wanted, given.cold, gpu)] if on_gpu else [counted(shape, name) for name in names]
+        for line in chain(*found):
             table.add(dict(zip(HEADER, (*shape, *line), strict=True)))
-            print(*shape, *line, sep=",", flush=True)
 
 
 if __name__ == "__main__":

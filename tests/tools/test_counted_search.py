@@ -137,6 +137,8 @@ def test_beside_the_stock_reduction(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--shapes", "b3-"], "no shape contains b3-"),
         (["--arch", "gfx942,sm_90"], "sm_90 is not emulated; the emulator executes gfx942 and gfx950"),
         (["--arch", "gfx999"], "unknown arch 'gfx999'"),
+        (["--runners", "ours,nope"], "no runner nope; there are stock, "),
+        (["--sizes", "1x2"], "argument --sizes: invalid"),
         (["--csv", "."], ". cannot be written; name a file in a folder of yours"),
     ],
 )

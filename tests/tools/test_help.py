@@ -36,9 +36,7 @@ def test_help_explains_every_option(
     ("program", "sentence"),
     [
         ("bench_served", "bench_served: needs a GPU"),
-        ("bench_widths", "bench_widths: needs a GPU"),
         ("bench_layer", "the layer's benchmark needs a GPU"),
-        ("bench_combine", "combine's benchmark needs a GPU"),
         ("bench_distributed", "bench_distributed: start it with torchrun"),
     ],
 )
