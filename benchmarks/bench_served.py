@@ -4,6 +4,7 @@
 
 trees    a tree of drafts beside the causal mask, and a chain's tree
 windows  a window of 512 of 32,768 keys beside 512 keys
+widths   narrow latents beside the same model's latents padded to 512 + 64
 mixed    a prompt of 8 tokens among single tokens: a sequence for each token beside the batch as it is
 prompts  a short prompt behind cached keys: decode beside gathering the keys, expanding them and cuDNN's attention
 records  V4's window of 128 and 512 entries: 528 and 288 + 528 bytes beside 584, and FlashMLA if it is installed
@@ -21,7 +22,7 @@ through more memory than the L2 holds. Results are checked by tests/gpu, not her
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,6 +34,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mla_suite
+from mla_suite.bench import inputs, sets
 from mla_suite.bench.saving import Table
 from mla_suite.bench.timer import Replay
 from mla_suite.integrations import by_token
@@ -101,6 +103,21 @@ def windows(kv: int = 32768) -> Iterator[Row]:
                 name = f"window of 512, B{batch} H{heads}, pages of {page}, beside 512 keys"
                 turns, other_turns = (with_cache(q, cache, tables) for tables in (long, short))
                 yield Row(name, own, other, turns, other_turns)
+
+
+def widths(batch: int = 128, heads: int = 32, kv: int = 4096) -> Iterator[Row]:
+    def turns_of(latent: int, rope: int, types: Mapping[str, Any]) -> list[inputs.Call]:
+        case = sets.decode(batch, heads, kv, planned=True, latent=latent, rope=rope, **types)
+        return inputs.rotation(inputs.make(case, torch.device(DEVICE)), turns_for(case.sample.bytes))
+
+    def call(turn: inputs.Call) -> object:
+        return torch.ops.mla_suite.decode(*turn.args, **turn.kwargs)
+
+    for cache, types in (("bf16", {}), ("e4m3", {"kv_format": "fp8", "dtype": torch.float8_e4m3fn})):
+        padded = turns_of(512, 64, types)
+        for latent, rope in ((512, 0), (256, 64), (256, 32), (128, 32)):
+            name = f"{latent} + {rope} in {cache}, B{batch} H{heads} kv {kv}, beside padded"
+            yield Row(name, call, call, turns_of(latent, rope, types), padded)
 
 
 def batch_call(batch: by_token.Batch, heads: int) -> Any:
@@ -223,7 +240,7 @@ def append() -> Iterator[Row]:
                 yield beside_copy(f"append of {tokens} {kv_format}{' rotated' * rotated}", call, turns, size)
 
 
-_ALL = (trees, windows, mixed, prompts, records, hca, fp8, bf16, widened, convert, append)
+_ALL = (trees, windows, widths, mixed, prompts, records, hca, fp8, bf16, widened, convert, append)
 PARTS = {part.__name__: part for part in _ALL}
 
 
