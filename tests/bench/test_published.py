@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import bench_aiter_3003
-import check_h32_q4
 import pytest
 import torch
 from built import require_objects
@@ -81,7 +80,7 @@ def test_sizes_of_the_grid_can_be_chosen() -> None:
 @pytest.mark.parametrize(("batch", "ctx"), [(1, 512), (2, 2048), *LONG])
 def test_accuracy_is_as_published(batch: int, ctx: int) -> None:
     require_objects()
-    found = list(check_h32_q4.rows(batch, ctx, torch.device("cpu")))
+    found = list(bench_aiter_3003.accuracy(batch, ctx, torch.device("cpu")))
     assert [row.plan for row in found] == [False, True]
     for row in found:
         assert row.published < 2e-4
@@ -92,7 +91,7 @@ def test_accuracy_is_as_published(batch: int, ctx: int) -> None:
 def test_accuracy_at_the_smaller_softmax_scale_is_as_published(batch: int, ctx: int) -> None:
     """At 1/sqrt(576) scores are closer together and rounding matters more; short work tiles keep bf16 weights."""
     require_objects()
-    for row in check_h32_q4.rows(batch, ctx, torch.device("cpu"), 576**-0.5):
+    for row in bench_aiter_3003.accuracy(batch, ctx, torch.device("cpu"), 576**-0.5):
         assert row.holds, row
         if row.plan or ctx <= 2048:
             assert row.distance < 1e-5
@@ -101,22 +100,23 @@ def test_accuracy_at_the_smaller_softmax_scale_is_as_published(batch: int, ctx: 
 def test_a_result_that_is_not_finite_never_holds() -> None:
     for published in (1e-4, math.inf):
         for distance in (math.nan, math.inf):
-            assert not check_h32_q4.Row(1, 512, False, distance, published).holds
+            assert not bench_aiter_3003.Accuracy(1, 512, False, distance, published).holds
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--shapes", "1x0"], "'0'; it takes a whole number of 1 or more"),
-        (["--shapes", "1x512,64"], "'64'; a shape is batch x context, 1x512 for example"),
-        (["--scale-dim", "0"], "'0'; it takes a whole number of 1 or more"),
-    ],
-)
-def test_shapes_and_scales_that_cannot_be_are_refused(
-    options: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["check_h32_q4.py", *options])
-    monkeypatch.setattr(check_h32_q4, "rows", lambda *problem: pytest.fail("it began"))
+def test_shapes_of_the_accuracy_can_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    require_objects()
+    table = tmp_path / "lines.csv"
+    assert bench_aiter_3003.main(["--accuracy", "--batch-sizes", "1", "--ctx-lens", "8,9", "--csv", str(table)]) == 0
+    rows = [line.split(",") for line in table.read_text().splitlines()[1:]]
+    assert [(row[:3], *row[-2:]) for row in rows] == [
+        (["1", ctx, plan], "inf", "True") for ctx in ("8", "9") for plan in ("False", "True")
+    ]
     with pytest.raises(SystemExit, match="2"):
-        check_h32_q4.main()
-    assert says in capsys.readouterr().err
+        bench_aiter_3003.main(["--accuracy", "--ctx-lens", "8"])
+    assert "--accuracy takes --batch-sizes and --ctx-lens together, or neither" in capsys.readouterr().err
+
+
+def test_a_distance_that_is_larger_than_published_is_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = bench_aiter_3003.Accuracy(1, 512, False, 2e-4, 1.35e-4)
+    monkeypatch.setattr(bench_aiter_3003, "accuracy", lambda *problem: iter([found]))
+    assert bench_aiter_3003.main(["--accuracy"]) == 1
