@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from definition import relative
 from flashmla_e4m3 import E4M3, e4m3_case, exact_of
-from flashmla_sparse import DEVICE, PREFILL, SPARSE, Case, prefill_case, sparse_case
+from flashmla_sparse import DEVICE, PREFILL, SPARSE, Case, Paged, prefill_case, sparse_case
 
 import mla_suite
 from mla_suite.bench import environment as known
@@ -105,36 +105,21 @@ def dense_case(row: Dense, peer: Any, split_sizes: Sequence[int] = ()) -> Case:
         split_plans = {size: planned(split_size=size) for size in split_sizes if row.ragged}
         turns.append(DenseTurn(q, cache, table, seq_lens, planned(), split_plans))
     options = {"softmax_scale": SCALE, **bounds}
-    held = {}
+    own = Paged(drop_in, SCALE, causal=True, fp8=False)
+    others = Paged(peer, SCALE, causal=True, fp8=False, use_legacy=True)
 
-    def paged(module: Any, turn: DenseTurn, **extra: Any) -> torch.Tensor:
-        if module not in held:
-            held[module] = module.get_mla_metadata()[0]
-        arguments = (
-            turn.q,
-            turn.cache.unsqueeze(2),
-            turn.table,
-            turn.lens,
-            512,
-            held[module],
-            None,
-            SCALE,
-            True,
-            False,
-        )
-        return module.flash_mla_with_kvcache(*arguments, **extra)[0]
-
-    columns = {
-        "op": lambda turn: mla_suite.decode(turn.q, turn.cache, turn.lens, turn.table, **options)[0],
-        "plan": lambda turn: mla_suite.decode(turn.q, turn.cache, turn.lens, turn.table, plan=turn.plan, **options)[0],
-        "drop_in": lambda turn: paged(drop_in, turn),
-        "peer": lambda turn: paged(peer, turn, use_legacy=True),
-    }
+    def op(turn: DenseTurn, **more: Any) -> torch.Tensor:
+        return mla_suite.decode(turn.q, turn.cache, turn.lens, turn.table, **more, **options)[0]
 
     def invariant(turn: DenseTurn, split_size: int) -> torch.Tensor:
-        sizes = {"plan": turn.split_plans.get(split_size), "split_size": split_size}
-        return mla_suite.decode(turn.q, turn.cache, turn.lens, turn.table, **sizes, **options)[0]
+        return op(turn, plan=turn.split_plans.get(split_size), split_size=split_size)
 
+    columns = {
+        "op": op,
+        "plan": lambda turn: op(turn, plan=turn.plan),
+        "drop_in": lambda turn: own(turn.q, turn.cache, turn.table, turn.lens),
+        "peer": lambda turn: others(turn.q, turn.cache, turn.table, turn.lens),
+    }
     columns |= {f"split_{size}": partial(invariant, split_size=size) for size in split_sizes}
 
     exact = partial(exact_of, lens=lens, scale=SCALE)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from definition import attended
-from flashmla_sparse import DEVICE, Case
+from flashmla_sparse import DEVICE, Case, Paged
 
 import mla_suite
 from mla_suite.bench.timer import cold_turns
@@ -78,18 +78,15 @@ def e4m3_case(row: E4m3, peer: Any) -> Case:
         turns.append(Turn(q, q.bfloat16(), cache, table, lens, plan))
     options: dict[str, Any] = {"softmax_scale": SCALE, "max_seqlen_q": row.q_len, "max_seqlen_kv": row.kv}
     options |= {"kv_format": "fp8", "kv_descale": one}
-    made = drop_in.get_mla_metadata()[0], peer.get_mla_metadata()[0]
+    own = Paged(drop_in, SCALE, causal=True, fp8=True, descale_q=one, descale_k=one, precision="fp8")
+    others = Paged(peer, SCALE, causal=True, fp8=True, descale_q=one, descale_k=one, use_legacy=True)
     rows = row.q_len * row.heads
-    made[1].tile_scheduler_metadata, made[1].num_splits = peer.get_mla_decoding_metadata(
+    others.metadata.tile_scheduler_metadata, others.metadata.num_splits = peer.get_mla_decoding_metadata(
         turns[0].lens, rows, 1, row.heads, is_fp8_kvcache=True, use_legacy=True
     )
 
     def ours(turn: Turn, q: torch.Tensor, **extra: Any) -> torch.Tensor:
         return mla_suite.decode(q, turn.cache, turn.lens, turn.table, **options, **extra)[0]
-
-    def paged(module: Any, metadata: Any, turn: Turn, **extra: Any) -> torch.Tensor:
-        arguments = turn.q, turn.cache.unsqueeze(2), turn.table, turn.lens, 512, metadata, None, SCALE, True, True
-        return module.flash_mla_with_kvcache(*arguments, descale_q=one, descale_k=one, **extra)[0]
 
     columns = {
         "bf16_q": lambda turn: ours(turn, turn.wide, plan=turn.plan),
@@ -97,8 +94,8 @@ def e4m3_case(row: E4m3, peer: Any) -> Case:
         "plan": lambda turn: ours(turn, turn.q, q_descale=one, plan=turn.plan),
         "fp8": lambda turn: ours(turn, turn.q, q_descale=one, precision="fp8"),
         "fp8_plan": lambda turn: ours(turn, turn.q, q_descale=one, plan=turn.plan, precision="fp8"),
-        "drop_in": lambda turn: paged(drop_in, made[0], turn, precision="fp8"),
-        "peer": lambda turn: paged(peer, made[1], turn, use_legacy=True),
+        "drop_in": lambda turn: own(turn.q, turn.cache, turn.table, turn.lens),
+        "peer": lambda turn: others(turn.q, turn.cache, turn.table, turn.lens),
     }
 
     exact = partial(exact_of, lens=[row.kv] * row.batch, scale=SCALE)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from definition import attended
+from served_rows import pool
 from torch.nn import functional
 
 import mla_suite
@@ -30,6 +31,23 @@ class Case(NamedTuple):
     bytes: int
     flops: int
     errors: Mapping[str, float] = {}  # relative, that columns may have beside the exact outputs
+
+
+class Paged:
+    """FlashMLA's call over pages, of FlashMLA or of the drop-in, with its metadata made beforehand.
+
+    always  arguments of every call
+    """
+
+    def __init__(self, module: Any, scale: float, *, causal: bool, fp8: bool, **always: Any) -> None:
+        self.metadata, self._always = module.get_mla_metadata()[0], always
+        self._call, self._numbers = module.flash_mla_with_kvcache, (scale, causal, fp8)
+
+    def __call__(
+        self, q: torch.Tensor, cache: torch.Tensor, table: torch.Tensor | None, lens: torch.Tensor | None, **more: Any
+    ) -> torch.Tensor:
+        arguments = (q, cache.unsqueeze(2), table, lens, 512, self.metadata, None, *self._numbers)
+        return self._call(*arguments, **self._always, **more)[0]
 
 
 class Sparse(NamedTuple):
@@ -96,12 +114,7 @@ def sparse_case(row: Sparse, peer: Any) -> Case:
     kind = get_kv_format(row.record)
     width = kind.head_dim
     scale = width**-0.5
-    pools = []
-    for page, tokens, _ in row.pools:
-        made = caches.pack(kind, torch.randn(64, page, width, device="cuda"))
-        repeats, stride = -(-row.batch * tokens // (64 * page)), made.stride(0)
-        blocks = made.as_strided((64, stride), (stride, 1)).repeat(repeats, 1)
-        pools.append(blocks.as_strided((64 * repeats, page, made.shape[2]), (stride, made.shape[2], 1)))
+    pools = [pool(row.record, page, row.batch * tokens // page) for page, tokens, _ in row.pools]
     selected = sum(topk for *_, topk in row.pools)
     size = row.batch * row.q_len * (selected * (kind.token_bytes + 4) + row.heads * (width + 512) * 2)
     more = min(heads for heads in PEER_HEADS if heads >= row.heads) - row.heads
@@ -120,24 +133,23 @@ def sparse_case(row: Sparse, peer: Any) -> Case:
         )
     formats = [row.record] * len(pools)
     none: list[Any] = [None] * len(pools)
-    held = {}
+    own = Paged(drop_in, scale, causal=False, fp8=True)
+    others = Paged(peer, scale, causal=False, fp8=True, use_legacy=True)
 
-    def paged(module: Any, turn: SparseTurn, **extra: Any) -> torch.Tensor:
-        if module not in held:
-            held[module] = module.get_mla_metadata()[0]
+    def paged(call: Paged, turn: SparseTurn) -> torch.Tensor:
+        more: dict[str, Any] = {"indices": turn.indices[0], "attn_sink": turn.sink}
         if len(turn.pools) > 1:
-            extra |= {"extra_k_cache": turn.pools[1].unsqueeze(2), "extra_indices_in_kvcache": turn.indices[1]}
-        arguments = (turn.q, turn.pools[0].unsqueeze(2), None, None, 512, held[module], None, scale, False, True)
-        return module.flash_mla_with_kvcache(*arguments, turn.indices[0], attn_sink=turn.sink, **extra)[0]
+            more |= {"extra_k_cache": turn.pools[1].unsqueeze(2), "extra_indices_in_kvcache": turn.indices[1]}
+        return call(turn.q, turn.pools[0], None, None, **more)
 
     def op(turn: SparseTurn) -> torch.Tensor:
         arguments = (turn.q, turn.pools, turn.indices, none, none, turn.sink)
         return mla_suite.sparse_decode(*arguments, kv_formats=formats, softmax_scale=scale)[0]
 
-    columns = {"op": op, "drop_in": lambda turn: paged(drop_in, turn)}
-    columns["peer"] = lambda turn: paged(peer, turn._replace(q=turn.peer_q, sink=turn.peer_sink), use_legacy=True)[
-        :, :, : row.heads
-    ]
+    def of_peer(turn: SparseTurn) -> torch.Tensor:
+        return paged(others, turn._replace(q=turn.peer_q, sink=turn.peer_sink))[:, :, : row.heads]
+
+    columns = {"op": op, "drop_in": lambda turn: paged(own, turn), "peer": of_peer}
 
     def exact(turn: SparseTurn) -> tuple[list[int], torch.Tensor]:
         some = sorted({0, row.batch - 1})
@@ -145,7 +157,7 @@ def sparse_case(row: Sparse, peer: Any) -> Case:
         for b in some:
             for i in range(row.q_len):
                 rows = [
-                    caches.gather(kind, pool, own[b, i].long()) for pool, own in zip(pools, turn.indices, strict=True)
+                    caches.gather(kind, each, own[b, i].long()) for each, own in zip(pools, turn.indices, strict=True)
                 ]
                 outputs.append(attended(turn.q[b, i : i + 1], torch.cat(rows), scale, turn.sink))
         return some, torch.cat(outputs).view(len(some), row.q_len, row.heads, 512)
@@ -174,11 +186,11 @@ def prefill_case(row: Prefill, peer: Any) -> Case:
         arguments = (turn.q, [turn.kv], [turn.indices.squeeze(1)])
         return mla_suite.sparse_decode(*arguments, kv_formats=["bf16"], softmax_scale=scale)[0]
 
-    def forward(module: Any, turn: PrefillTurn, **extra: Any) -> torch.Tensor:
-        return module.flash_mla_sparse_fwd(turn.q, turn.kv, turn.indices, scale, **extra)[0]
-
-    columns = {"op": op, "drop_in": lambda turn: forward(drop_in, turn)}
-    columns["peer"] = lambda turn: forward(peer, turn, use_legacy=True)
+    columns = {
+        "op": op,
+        "drop_in": lambda turn: drop_in.flash_mla_sparse_fwd(*turn, scale)[0],
+        "peer": lambda turn: peer.flash_mla_sparse_fwd(*turn, scale, use_legacy=True)[0],
+    }
 
     def exact(turn: PrefillTurn) -> tuple[list[int], torch.Tensor]:
         some = sorted({0, row.tokens // 2, row.tokens - 1})

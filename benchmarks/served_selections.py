@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from flashmla_sparse import PEER_HEADS
+from flashmla_sparse import PEER_HEADS, Paged
 from served_rows import DEVICE, TOKENS, Row, descale_of, pool, queries, turns_for
 from torch.nn import functional
 
@@ -36,15 +36,10 @@ def flash_mla_call(sink: torch.Tensor) -> Any:
         import flash_mla
     except ImportError:
         return None
-    pools, held = [made.unsqueeze(2) for made in pools_of(RECORDS["584"])], flash_mla.get_mla_metadata()[0]
-
-    def call(turn: Any) -> object:
-        q, (window, entries) = turn
-        more = {"attn_sink": sink, "extra_k_cache": pools[1], "extra_indices_in_kvcache": entries}
-        arguments = (q, pools[0], None, None, 512, held, None, 512**-0.5, False, True, window)
-        return flash_mla.flash_mla_with_kvcache(*arguments, use_legacy=True, **more)
-
-    return call
+    first, extra = pools_of(RECORDS["584"])
+    always = {"attn_sink": sink, "extra_k_cache": extra.unsqueeze(2), "use_legacy": True}
+    call = Paged(flash_mla, 512**-0.5, causal=False, fp8=True, **always)
+    return lambda turn: call(turn[0], first, None, None, indices=turn[1][0], extra_indices_in_kvcache=turn[1][1])
 
 
 def selections(batch: int, heads: int, width: int, topks: tuple[int, ...]) -> list[Any]:
