@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -126,7 +125,7 @@ def dense_case(row: Dense, peer: Any, split_sizes: Sequence[int] = ()) -> Case:
     return Case(columns, turns, exact, size, 2 * sum(lens) * row.q_len * row.heads * (576 + 512))
 
 
-def measure(name: str, case: Case, sustained_s: float) -> dict[str, Any]:
+def measure(name: str, case: Case) -> dict[str, Any]:
     """Checks and times every column of a row."""
     some, wanted = case.exact(case.turns[0])
     found: dict[str, Any] = {"name": name, "bytes": case.bytes, "flops": case.flops}
@@ -143,11 +142,7 @@ def measure(name: str, case: Case, sustained_s: float) -> dict[str, Any]:
     for index in range(ROUNDS):
         for column in list(replays) if index % 2 == 0 else reversed(replays):
             rounds[column].append(replays[column].round(REST_S / 2))
-    for column, replay in replays.items():
-        found[column] = round(median(rounds[column]), 3)
-        if sustained_s:
-            found[f"{column}_sustained"] = round(replay.sustained(sustained_s), 3)
-    return found
+    return found | {column: round(median(own), 3) for column, own in rounds.items()}
 
 
 def rows_of(kinds: Sequence[str], names: str) -> Iterator[tuple[str, Any]]:
@@ -158,17 +153,13 @@ def rows_of(kinds: Sequence[str], names: str) -> Iterator[tuple[str, Any]]:
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measures the rows that the options choose, prints each, and saves all of them so far."""
-    peer, began, facts = peer_module(), time.monotonic(), environment(options.commit)
+    peer, facts = peer_module(), environment(options.commit)
     dense = partial(dense_case, split_sizes=options.split_sizes)
     make = {"dense": dense, "sparse": sparse_case, "prefill": prefill_case, "e4m3": e4m3_case}
     done: list[dict[str, Any]] = []
     for kind, row in rows_of(options.kind or list(make), options.rows):
-        if time.monotonic() - began > options.seconds:
-            print(f"stopped after {options.seconds:.0f} s, before {row.name}", flush=True)
-            break
-        after_load = 0.7 if options.sustained and row.name.startswith(options.sustained) else 0.0
         with torch.inference_mode():
-            found = {"kind": kind, **measure(row.name, make[kind](row, peer), after_load)}
+            found = {"kind": kind, **measure(row.name, make[kind](row, peer))}
         done.append(found)
         times = "  ".join(
             f"{column} {found[column]:8.2f} ({found[column] / found['peer']:.2f})" for column in timed(found)
@@ -249,8 +240,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", action="append", choices=KINDS, help="repeatable (default: all)")
     parser.add_argument("--rows", default="", help="only rows whose name holds this")
-    parser.add_argument("--seconds", type=float, default=3600, help="begin no row after so long")
-    parser.add_argument("--sustained", default="", metavar="PREFIX", help="rows to time after 0.7 s of load as well")
     parser.add_argument(
         "--split-sizes", type=sizes, default=(), metavar="KEYS", help="batch-invariant columns, e.g. 512,1024"
     )

@@ -119,7 +119,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--contexts", type=sizes, help="cached tokens per sequence (default: 4096, and 1024 of V3)")
     parser.add_argument("--layers", type=int, help="layers of the model (default: 16 of V3, else 8)")
     parser.add_argument("--heads", type=int, help="attention heads (default: 64 of V4, else 128)")
-    parser.add_argument("--block-size", type=int, help="tokens per page (default: what the backend asks vLLM for)")
     dtypes = "auto (bf16) or fp8 for V3, auto or fp8_ds_mla for V3.2, fp8 for V4; the first is the default"
     parser.add_argument("--kv-cache-dtype", help=dtypes)
     parser.add_argument("--rounds", type=int, default=5, help="times that each engine is timed (default: 5)")

@@ -61,7 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, default=4096, help="cached tokens of each of these (default: 4096)")
     parser.add_argument("--thresholds", type=sizes, default=(1, 512), help="of CUSTOM, beside its own (default: 1,512)")
     parser.add_argument("--layers", type=int, default=8, help="layers of the model (default: 8)")
-    parser.add_argument("--block-size", type=int, help="tokens per page (default: what the backend asks vLLM for)")
     parser.add_argument("--kv-cache-dtype", default="auto", help="auto (bf16) or fp8")
     parser.add_argument("--skip-check", action="store_true", help="time without comparing results first")
     parser.add_argument("--csv", type=Path, help="write the rows to this file as they come")

@@ -153,8 +153,6 @@ def start_engine(backend: str, options: argparse.Namespace, folder: Path, **sett
             "cudagraph_capture_sizes": sorted({*options.batches, 8}),
         },
     }
-    if options.block_size:
-        made["block_size"] = options.block_size
     return LLM(str(folder), **{**made, **settings})
 
 

@@ -248,7 +248,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of every load (default: 3)")
     parser.add_argument("--layers", type=int, default=32, help="layers of the model (default: 32)")
     parser.add_argument("--heads", type=int, default=128, help="attention heads (default: 128)")
-    parser.add_argument("--limit-s", type=float, default=float("inf"), help="seconds after which no load begins")
     parser.add_argument("--logs", type=Path, help="keep the servers' logs in this folder")
     parser.add_argument("--csv", type=Path, help="write a row for every backend, load and round here, as they come")
 
@@ -286,7 +285,6 @@ def run_load(server: Server, model: Path, load: Load, seed: int) -> dict[str, An
 
 def measure(servers: Sequence[Server], model: Path, options: argparse.Namespace) -> Iterator[Row]:
     """A row for every round, load and server, in that order."""
-    end = time.monotonic() + options.limit_s
     warm = Load(max(load.concurrency for load in options.loads), min(256, options.loads[0].input), STREAM_INTERVAL)
     for server in servers:
         run_load(server, model, warm, seed=len(options.loads))
@@ -295,11 +293,6 @@ def measure(servers: Sequence[Server], model: Path, options: argparse.Namespace)
             for server in servers:
                 if turn < options.rounds - server.rounds:
                     continue
-                if time.monotonic() > end:
-                    print(
-                        f"the limit of {options.limit_s:.0f} s is reached before {server.backend}, {load}", flush=True
-                    )
-                    return
                 result = run_load(server, model, load, seed)
                 times = {field: result[name] for field, name in zip(FIELDS, TIMES, strict=True)}
                 yield {"backend": server.backend, **asdict(load), "round": turn, **times}
