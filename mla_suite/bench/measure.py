@@ -109,7 +109,11 @@ def measure(
     usual = ("native", "triton") if device.type == "cuda" else ("native",) if emulated else ("reference",)
     wanted = backends or usual
     for runner in runners.backends(register.get(case.op), call, wanted, device):
-        yield _with_floor(_timed(case, runner, turns, right, effort, device), floors)
+        if isinstance(runner, Runner):
+            found = _timed(case, runner, turns, right, effort, device)
+        else:
+            found = Measured(case, runner.name, failure=runner.why)
+        yield _with_floor(found, floors)
 
 
 def _with_floor(found: Measured, floors: Floors | None) -> Measured:
@@ -124,11 +128,6 @@ def _timed(
     case: Case, runner: Runner, turns: Sequence[Call], right: Right, effort: Effort, device: torch.device
 ) -> Measured:
     found = Measured(case, runner.name, runner.config)
-    if runner.unsupported is not None:
-        return replace(found, failure=runner.unsupported)
-    run, eager = runner.run, runner.eager
-    assert run is not None  # only an unsupported case has none
-    assert eager is not None
     try:
         is_definition = runner.name == "reference" and right.source == "reference"
         modelled = None
@@ -141,14 +140,14 @@ def _timed(
         if modelled:
             return found
         if device.type != "cuda":
-            return replace(found, rounds=tuple(timer.cpu_rounds(lambda: eager(turns[0]), effort)))
-        replay = timer.Replay(run, turns)
+            return replace(found, rounds=tuple(timer.cpu_rounds(lambda: runner.eager(turns[0]), effort)))
+        replay = timer.Replay(runner.run, turns)
         rounds = replay.rounds(effort)
         for _ in range(MAX_EXTRA):
             if timer.unsettled(rounds):
                 rounds += replay.rounds(effort)
         sustained = replay.sustained(effort.sustained_s) if effort.sustained_s else 0.0
-        host = timer.median(timer.host_rounds(lambda: eager(turns[0]), effort))
+        host = timer.median(timer.host_rounds(lambda: runner.eager(turns[0]), effort))
         return replace(found, rounds=tuple(rounds), sustained_us=sustained, host_us=host)
     except Exception as error:  # a kernel that cannot be compiled, launched or trusted is its case's result
         sentence = " ".join(str(error).split())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,11 +18,17 @@ from mla_suite.core.op import Op
 Tensors = tuple[torch.Tensor, ...]
 
 
+class Refused(NamedTuple):
+    """A backend that cannot run a case, and why."""
+
+    name: str
+    why: str
+
+
 @dataclass(frozen=True)
 class Runner:
     """A backend on one case.
 
-    unsupported  why it cannot run the case; None when it can
     run          one call, as it is timed on the device
     answer       its result, comparable with the reference's: outputs were poisoned before
     eager        one call as a user makes it, for host time
@@ -30,23 +36,21 @@ class Runner:
     """
 
     name: str
-    config: str = ""
-    reason: str = ""
-    unsupported: str | None = None
-    run: Callable[[Call], object] | None = None
-    answer: Callable[[Call], Tensors] | None = None
-    eager: Callable[[Call], object] | None = None
+    config: str
+    reason: str
+    run: Callable[[Call], object]
+    answer: Callable[[Call], Tensors]
+    eager: Callable[[Call], object]
     fp8_weights: bool = False
 
     def error(self, call: Call, right: Right) -> float:
         """Relative error of its result; ValueError, in a sentence, when that is not right."""
-        assert self.answer is not None
         bound = right.fp8_weights if self.fp8_weights else None
         return inputs.error(self.answer(call), right.outputs, fp8_weights=bound)
 
 
-def backends(op: Op, call: Call, names: Sequence[str], device: torch.device) -> Iterator[Runner]:
-    """A runner for each backend of the operator that is asked for."""
+def backends(op: Op, call: Call, names: Sequence[str], device: torch.device) -> Iterator[Runner | Refused]:
+    """Each backend of the operator that is asked for."""
     problem = op.problem(*call.args, **call.kwargs)
     arch = dispatch.arch_of(dispatch.first_tensor(call.args))
     chosen = dispatch.choose(op.name, op.backends, problem, arch, device.type).backend
@@ -55,8 +59,7 @@ def backends(op: Op, call: Call, names: Sequence[str], device: torch.device) -> 
         if backend.name not in names:
             continue
         if device.type not in backend.devices:
-            reason = f"it runs on {' and '.join(backend.devices)}, not on {device.type}"
-            yield Runner(backend.name, unsupported=reason)
+            yield Refused(backend.name, f"it runs on {' and '.join(backend.devices)}, not on {device.type}")
             continue
         answer = backend.supports(problem, arch)
         if isinstance(answer, Supported):
@@ -65,7 +68,7 @@ def backends(op: Op, call: Call, names: Sequence[str], device: torch.device) -> 
             eager = (lambda call: operator(*call.args, **call.kwargs)) if backend is chosen else made.run
             yield replace(made, eager=eager)
         else:
-            yield Runner(backend.name, unsupported=answer.reason)
+            yield Refused(backend.name, answer.reason)
 
 
 def configured(op: Op, backend: Backend, config: Any, reason: str) -> Runner:
@@ -82,7 +85,7 @@ def configured(op: Op, backend: Backend, config: Any, reason: str) -> Runner:
 
     answer = partial(inputs.result, op, run_into)
     named = "" if config is None else str(config)
-    return Runner(backend.name, named, reason, None, run, answer, run, fp8_weights(config))
+    return Runner(backend.name, named, reason, run, answer, run, fp8_weights(config))
 
 
 def fp8_weights(config: Any) -> bool:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from mla_suite.archs import ArchSpec
 from mla_suite.bench import inputs, runners
-from mla_suite.bench.inputs import Call, Right
+from mla_suite.bench.inputs import Call
 from mla_suite.bench.runners import Runner
 from mla_suite.bench.sets import Case
 from mla_suite.bench.timer import Effort, Verdict, cold_turns, device_rounds, judge, median, spread
 from mla_suite.core import register
 from mla_suite.core.dispatch import Supported
-from mla_suite.core.op import Op
 from mla_suite.core.tuning import SearchSpace
 from mla_suite.errors import UsageError
 
@@ -36,47 +35,55 @@ def space_of(op: str) -> SearchSpace | None:
     return import_module(module).SPACE if find_spec(module) is not None else None
 
 
-@dataclass
+class Contender(NamedTuple):
+    """A configuration, or another backend by its name, and its rounds."""
+
+    config: Any
+    runner: Runner
+    rounds: list[float]
+
+    @property
+    def us(self) -> float:
+        return median(self.rounds)
+
+
+@dataclass(frozen=True)
 class Outcome:
     """The result of a search for one shape.
 
-    present, best   configurations; `best` is the fastest finalist other than the present one
+    best            the fastest finalist other than the present configuration
     verdict         of best against present; worth storing only when it is `faster`
-    baseline        the fastest other backend and its microseconds; None when there is none
+    baseline        the fastest other backend; None when there is none
     left_to         whether the baseline is faster than both beyond noise, and the table can leave the shape to it
     tried, refused  how many configurations were timed; and why others were not
     """
 
     case: Case
     problem: Any
-    present: Any
-    present_rounds: list[float]
-    best: Any
-    best_rounds: list[float]
+    present: Contender
+    best: Contender | None
     verdict: Verdict | None
-    baseline: tuple[str, float] | None = None
-    baseline_rounds: list[float] = field(default_factory=list)
-    left_to: bool = False
-    tried: int = 0
-    refused: list[str] = field(default_factory=list)
+    baseline: Contender | None
+    left_to: bool
+    tried: int
+    refused: list[str]
 
     @property
     def kept(self) -> str | None:
         """Why nothing is to be stored, in a sentence; None when `best` is, or that the shape is left to another."""
         if self.left_to:
             return None
-        if self.verdict is None:
+        if self.verdict is None or self.best is None:
             return "no other configuration could be run and was right"
         if self.verdict.word != "faster":
             return f"within the noise of the present configuration: {self.verdict}"
-        if self.baseline is not None and median(self.best_rounds) > self.baseline[1]:
-            return f"{self.baseline[0]} takes {self.baseline[1]:.2f} us, less than the best of these"
+        if self.baseline is not None and self.best.us > self.baseline.us:
+            return f"{self.baseline.config} takes {self.baseline.us:.2f} us, less than the best of these"
         return None
 
 
 def on_device(runner: Runner, turns: Sequence[Call], effort: Effort) -> list[float]:
     """Rounds by graph replay."""
-    assert runner.run is not None
     return device_rounds(runner.run, turns, effort)
 
 
@@ -99,10 +106,9 @@ def search(
     right = inputs.expected(case, call)
     turns = inputs.rotation(call, cold_turns(case.sample.bytes, device, 2))
 
-    present = runners.configured(op, backend, answer.config, answer.reason)
-    present.error(call, right)
-    found = Outcome(case, problem, answer.config, [], None, [], None)
-    times: list[tuple[float, Any, Runner]] = []
+    present = Contender(answer.config, runners.configured(op, backend, answer.config, answer.reason), [])
+    present.runner.error(call, right)
+    tried, refused = list[Contender](), list[str]()
     for config in space.candidates(problem, arch):
         if config == answer.config:
             continue
@@ -110,56 +116,32 @@ def search(
         runner = runners.configured(op, backend, config, "candidate")
         try:
             runner.error(call, right)
-            times.append((median(timer(runner, turns, BRIEF)), config, runner))
+            tried.append(Contender(config, runner, timer(runner, turns, BRIEF)))
         except Exception as error:  # a candidate that cannot be built, launched or trusted is out, and says why
-            found.refused.append(f"{config}: {' '.join(str(error).split())[:200]}")
-    found.tried = len(times)
-    finalists = sorted(times, key=lambda entry: entry[0])[:FINALISTS]
+            refused.append(f"{config}: {' '.join(str(error).split())[:200]}")
 
-    rounds: dict[int, list[float]] = {index: [] for index in range(-1, len(finalists))}
+    finalists = [each._replace(rounds=[]) for each in sorted(tried, key=lambda each: each.us)[:FINALISTS]]
     for _ in range(TURNS):  # in turn, so that what drifts drifts for all
-        for index in rounds:
-            runner = present if index < 0 else finalists[index][2]
-            rounds[index] += timer(runner, turns, THOROUGH)
-    found.present_rounds = rounds[-1]
-    if finalists:
-        best = min(range(len(finalists)), key=lambda index: median(rounds[index]))
-        found.best, found.best_rounds = finalists[best][1], rounds[best]
-        found.verdict = judge(found.present_rounds, found.best_rounds)
-    other = _baseline(op, problem, arch, call, turns, right, device, timer)
-    if other is not None:
-        name, us, runner = other
-        own = min((found.present_rounds, found.best_rounds), key=lambda r: median(r) if r else float("inf"))
-        if us < median(own) and space.leaves(name) is not None:
-            for _ in range(TURNS):
-                found.baseline_rounds += timer(runner, turns, THOROUGH)
-            us = median(found.baseline_rounds)
-            found.left_to = judge(own, found.baseline_rounds).word == "faster"
-        found.baseline = name, us
-    return found
+        for each in (present, *finalists):
+            each.rounds.extend(timer(each.runner, turns, THOROUGH))
+    best = min(finalists, key=lambda each: each.us, default=None)
+    verdict = judge(present.rounds, best.rounds) if best else None
 
-
-def _baseline(
-    op: Op,
-    problem: Any,
-    arch: ArchSpec,
-    call: Call,
-    turns: Sequence[Call],
-    right: Right,
-    device: torch.device,
-    timer: Timer,
-) -> tuple[str, float, Runner] | None:
-    """The fastest other backend that users could be given, and a brief time; the reference is no baseline."""
-    times = []
+    others = []
     for backend in op.backends[1:]:
-        if backend.name == "reference" or device.type not in backend.devices:
-            continue
         answer = backend.supports(problem, arch)
-        if isinstance(answer, Supported):
+        # Users could be given any of them but the reference.
+        if backend.name != "reference" and device.type in backend.devices and isinstance(answer, Supported):
             runner = runners.configured(op, backend, answer.config, answer.reason)
             runner.error(call, right)
-            times.append((backend.name, median(timer(runner, turns, BRIEF)), runner))
-    return min(times, key=lambda entry: entry[1]) if times else None
+            others.append(Contender(backend.name, runner, timer(runner, turns, BRIEF)))
+    baseline, left_to = min(others, key=lambda each: each.us, default=None), False
+    own = min((each for each in (present, best) if each), key=lambda each: each.us)
+    if baseline is not None and baseline.us < own.us and space.leaves(baseline.config) is not None:
+        rounds = [us for _ in range(TURNS) for us in timer(baseline.runner, turns, THOROUGH)]
+        baseline = baseline._replace(rounds=rounds)
+        left_to = judge(own.rounds, rounds).word == "faster"
+    return Outcome(case, problem, present, best, verdict, baseline, left_to, len(tried), refused)
 
 
 def cells(outcome: Outcome, space: SearchSpace, arch: ArchSpec, environment: Mapping[str, Any]) -> dict[str, object]:
@@ -169,21 +151,22 @@ def cells(outcome: Outcome, space: SearchSpace, arch: ArchSpec, environment: Map
     """
     if not environment["commit"]:
         raise UsageError("the commit of this package is unknown (no git checkout); name it with --commit")
-    rounds, baseline, chosen = outcome.best_rounds, outcome.baseline, None
-    if outcome.left_to and outcome.baseline is not None:
-        rounds, chosen = outcome.baseline_rounds, space.leaves(outcome.baseline[0])
-        baseline = "native", median(outcome.present_rounds)
-    us = median(rounds)
-    beside = dict(baseline=baseline[0], baseline_microseconds=f"{baseline[1]:.3f}") if baseline else {}
+    chosen, beside = (outcome.baseline, outcome.present) if outcome.left_to else (outcome.best, outcome.baseline)
+    assert chosen is not None, f"{outcome.case.id}: there is nothing to store"
+    left, baseline = None, dict[str, object]()
+    if beside is not None:
+        baseline = dict(baseline=beside.config, baseline_microseconds=f"{beside.us:.3f}")
+    if outcome.left_to:
+        left, baseline["baseline"] = space.leaves(chosen.config), "native"
     named = ("cuda", "rocm", "torch", "triton")
     versions = " ".join(f"{name} {environment[name]}" for name in named if environment[name])
     return {
         **space.key(outcome.problem, arch),
-        **(chosen or space.cells(outcome.problem, arch, outcome.best)),
+        **(left or space.cells(outcome.problem, arch, chosen.config)),
         "kind": "measured",
-        "microseconds": f"{us:.3f}",
-        "spread_percent": f"{100 * spread(rounds) / us:.1f}",
-        **beside,
+        "microseconds": f"{chosen.us:.3f}",
+        "spread_percent": f"{100 * spread(chosen.rounds) / chosen.us:.1f}",
+        **baseline,
         "device": environment["device"],
         "compute_units": environment["compute_units"],
         "driver": environment["driver"] or "unknown",

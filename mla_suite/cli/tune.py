@@ -35,7 +35,6 @@ from mla_suite.archs import ArchSpec, combine_search
 from mla_suite.bench import environment, search, sets, store
 from mla_suite.bench.search import Outcome
 from mla_suite.bench.sets import Case
-from mla_suite.bench.timer import median
 from mla_suite.build import BuildError
 from mla_suite.cli import INTERRUPTED, bar, compiling
 from mla_suite.core import dispatch, register, tuning
@@ -193,13 +192,13 @@ def _cases(args: argparse.Namespace) -> list[Case]:
 
 
 def _line(outcome: Outcome) -> str:
-    present = f"present {outcome.present} {median(outcome.present_rounds):.2f} us"
+    present = f"present {outcome.present.config} {outcome.present.us:.2f} us"
     if outcome.baseline is not None:
-        present += f", {outcome.baseline[0]} {outcome.baseline[1]:.2f}"
+        present += f", {outcome.baseline.config} {outcome.baseline.us:.2f}"
     if outcome.left_to:
         return f"{outcome.case.id}: {present}; worth a row that leaves it to that"
-    if outcome.verdict is None:
+    if outcome.best is None:
         return f"{outcome.case.id}: {present}; {outcome.kept}"
-    best = f"best {outcome.best} {median(outcome.best_rounds):.2f} us ({outcome.verdict})"
+    best = f"best {outcome.best.config} {outcome.best.us:.2f} us ({outcome.verdict})"
     refused = f", {len(outcome.refused)} refused" if outcome.refused else ""
     return f"{outcome.case.id}: {present}; {best} of {outcome.tried}{refused}; {outcome.kept or 'worth a row'}"

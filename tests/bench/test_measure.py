@@ -143,7 +143,7 @@ def test_rounds_that_lie_apart_are_taken_again(
     seconds: float, sustained: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     apart, quiet = [50.0, 55.0, 60.0], [50.0, 50.1, 50.2]
-    runner = Runner("native", run=lambda call: None, eager=lambda call: None, answer=lambda call: ())
+    runner = Runner("native", "", "", lambda call: None, lambda call: (), lambda call: None)
     monkeypatch.setattr(measuring.timer, "host_rounds", lambda call, effort: [7.0])
     for rounds, taken in (([quiet, quiet], 3), ([apart, quiet, quiet, quiet], 6), ([apart] * 4, 9)):
         monkeypatch.setattr(measuring.timer, "Replay", Scripted(*rounds))

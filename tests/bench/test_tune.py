@@ -97,12 +97,13 @@ def searching(monkeypatch: pytest.MonkeyPatch, one: Callable[..., Outcome]) -> N
 
 def test_the_fastest_right_point_is_worth_a_row() -> None:
     found = searched({0: 40.0, 2: 30.0, 3: 35.0, WRONG: 5.0, BROKEN: 4.0})
-    assert (found.present, found.best) == (0, 2)
+    assert found.best is not None
+    assert (found.present.config, found.best.config) == (0, 2)
     assert found.kept is None
     assert found.tried == 4
     assert [entry.split(":")[0] for entry in found.refused] == [str(WRONG), str(BROKEN)]
     assert "too many registers" in found.refused[1]
-    assert len(found.best_rounds) == len(found.present_rounds) >= FEWEST_ROUNDS
+    assert len(found.best.rounds) == len(found.present.rounds) >= FEWEST_ROUNDS
 
 
 def test_what_is_within_the_noise_of_the_present_point_is_not() -> None:
@@ -144,7 +145,7 @@ def test_the_baseline_is_the_fastest_of_the_other_backends() -> None:
     register._registry["combine"] = replace(op, backends=(op.backends[0], *others, op.backends[-1]))
     found = searched({0: 40.0, 2: 30.0, 7: 50.0, 9: 25.0}, baseline_us=20.0)
     assert found.baseline is not None
-    assert found.baseline[0] == "faster"
+    assert found.baseline.config == "faster"
     assert found.kept is not None
     assert found.kept.startswith("faster takes ")
 
