@@ -16,18 +16,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import date
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain, product, repeat
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import mla_suite
+from mla_suite.bench import environment
 from mla_suite.bench.saving import Table
 from mla_suite.bench.timer import queued_us
 from mla_suite.distributed import ContextParallelCache, KeyShard, Parallel, ParallelMLA, cp_decode, peer_memory
@@ -186,15 +187,9 @@ def context_rows(parallel: Parallel, contexts: list[int], device: torch.device) 
         torch.cuda.empty_cache()
 
 
-@contextmanager
-def through_nccl() -> Iterator[None]:
+def through_nccl() -> AbstractContextManager[object]:
     """Collectives go through NCCL, as between hosts."""
-    capacities = dict(peer_memory._capacities)
-    peer_memory._capacities.clear()
-    try:
-        yield
-    finally:
-        peer_memory._capacities.update(capacities)
+    return mock.patch.dict(peer_memory._capacities, clear=True)
 
 
 def collective_rows(parallel: Parallel, device: torch.device) -> Iterator[dict[str, Any]]:
@@ -222,18 +217,10 @@ def collective_rows(parallel: Parallel, device: torch.device) -> Iterator[dict[s
                 nccl = graph_us(call)
             row = {"what": what, "many_us": peers, "nccl_us": nccl, "sent_bytes": sent_bytes}
             if what.startswith("sum"):
-                row |= {f"in_{name}_us": graph_us_in(call, limit) for name, limit in (("one", 2**62), ("two", -1))}
+                for name, limit in (("one", 2**62), ("two", -1)):  # exchanges, by the bytes above which there are two
+                    with mock.patch.object(peer_memory, "SECOND_EXCHANGE_BYTES", limit):
+                        row[f"in_{name}_us"] = graph_us(call)
             yield row
-
-
-def graph_us_in(sum_of_all: Callable[[], object], second_exchange_bytes: int) -> float:
-    """The time of a sum in one exchange, or in two."""
-    chosen = peer_memory.SECOND_EXCHANGE_BYTES
-    peer_memory.SECOND_EXCHANGE_BYTES = second_exchange_bytes
-    try:
-        return graph_us(sum_of_all)
-    finally:
-        peer_memory.SECOND_EXCHANGE_BYTES = chosen
 
 
 def same_bits(found: torch.Tensor) -> None:
@@ -267,10 +254,8 @@ def main() -> None:
         if world % tp == 0
     ]
     cp = ways[-1]
-    about = {
-        "device": f"{world} x {torch.cuda.get_device_name()}",
-        "torch": torch.__version__,
-        "date": f"{date.today()}",
+    about = environment.describe(device) | {
+        "ranks": world,
         "command": f"torchrun --nproc-per-node {world} benchmarks/bench_distributed.py --csv FILE",
     }
     first = dist.get_rank() == 0

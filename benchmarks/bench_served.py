@@ -34,7 +34,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mla_suite
-from mla_suite.bench import inputs, sets
+from mla_suite.bench import environment, inputs, sets
 from mla_suite.bench.saving import Table
 from mla_suite.bench.timer import Replay
 from mla_suite.integrations import by_token
@@ -260,11 +260,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench_served: needs a GPU; `python -m mla_suite emulate --help` counts on AMD without one")
-    about = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "command": f"python benchmarks/bench_served.py --pairs {arguments.pairs}",
-    }
+    about = environment.describe(torch.device(DEVICE))
+    about["command"] = f"python benchmarks/bench_served.py --pairs {arguments.pairs}"
     table = Table(arguments.csv, about, shown=("us", "other us", "ratio", "row"))
     for part in arguments.part or PARTS:
         for row in PARTS[part]():
