@@ -55,9 +55,7 @@ def checked(case: Case, backend: str, device: torch.device, benchmark: Any) -> t
     runner = next(runners.backends(op, call, [backend], device), None)
     if not isinstance(runner, Runner):
         pytest.skip(f"{case.op} {backend}: {runner.why if runner else 'the operator has no such backend'}")
-    right = inputs.expected(case, call)
-    info = {"config": runner.config, "reason": runner.reason, "checked": right.source}
-    benchmark.extra_info |= info | {"error": runner.error(call, right)}
+    benchmark.extra_info |= {"config": runner.config, "reason": runner.reason, "error": runner.error(call)}
     return runner, call
 
 

@@ -12,7 +12,6 @@ from mla_suite import archs as arch_records
 from mla_suite.archs import ArchSpec
 from mla_suite.bench import inputs
 from mla_suite.bench.inputs import Call
-from mla_suite.bench.runners import fp8_weights
 from mla_suite.bench.sets import Case
 from mla_suite.core import register
 from mla_suite.core.dispatch import Choice
@@ -37,7 +36,7 @@ class Bounds:
     clocks        bounds per compute unit, by resource; never times
     modelled      what the model of time makes of the launches together; None for counts that are extrapolated
     instructions  wave instructions of all launches
-    error         relative error of the result, and against what (`checked`)
+    error         relative error of the result
     failure       why there is no count, in a sentence; `wrong`: the result or the kernel is, not only unsupported
     """
 
@@ -46,7 +45,6 @@ class Bounds:
     modelled: ModelledTime | None = None
     instructions: int = 0
     error: float = 0.0
-    checked: str = ""
     failure: str = ""
     wrong: bool = False
 
@@ -75,7 +73,7 @@ def count(case: Case, arch: str) -> Bounds:
         found.config = str(choice.supported.config)
         try:
             if whole:
-                counted = _whole(case, op, call, choice)
+                counted = _whole(op, call, choice)
             elif case.op == "decode":
                 counted = extrapolation.planned_decode(case, call, choice)
             else:
@@ -86,7 +84,7 @@ def count(case: Case, arch: str) -> Bounds:
         except ValueError as error:
             found.failure, found.wrong = str(error), True
             return found
-    found.error, found.checked = counted.error, counted.checked
+    found.error = counted.error
     found.clocks = clocks(counted.reports, record)
     times = [report.modelled for report in counted.reports if report.modelled]
     found.modelled = timing.total(times) if times else None
@@ -112,12 +110,9 @@ def limiter(counted: dict[str, float]) -> str:
     return max(counted, key=lambda name: counted[name] if name != "LDS at 256 B" else 0.0)
 
 
-def _whole(case: Case, op: Op, call: Call, choice: Choice) -> Counted:
-    right = inputs.expected(case, call)
+def _whole(op: Op, call: Call, choice: Choice) -> Counted:
     reports, outputs = extrapolation.launches(op, choice, call, time=True)
-    written = tuple(call.args[op.functional.arguments.index(name)] for name in op.mutates)
-    bound = right.fp8_weights if fp8_weights(choice.supported.config) else None
-    return Counted(reports, inputs.error((*outputs, *written), right.outputs, fp8_weights=bound), right.source)
+    return Counted(reports, inputs.error(op, choice.supported.config, outputs, call))
 
 
 def _sentence(error: LaunchError) -> str:

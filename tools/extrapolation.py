@@ -23,7 +23,6 @@ import torch
 
 from mla_suite.bench import inputs
 from mla_suite.bench.inputs import PLAN, Call
-from mla_suite.bench.runners import fp8_weights
 from mla_suite.bench.sets import Case
 from mla_suite.core import register
 from mla_suite.core.dispatch import Choice
@@ -106,11 +105,10 @@ def launches(
 
 @dataclass(frozen=True)
 class Counted:
-    """Reports of a problem, one per launch; the relative error of what was executed, and against what."""
+    """Reports of a problem, one per launch; and the relative error of what was executed."""
 
     reports: list[Report]
     error: float
-    checked: str
 
 
 _periods: dict[tuple[object, ...], Report] = {}
@@ -138,7 +136,7 @@ def period(case: Case, choice: Choice) -> Report:
 
 def planned_decode(case: Case, call: Call, choice: Choice) -> Counted:
     """Counts of decode with a plan in the emulator that is active; `call` is that of `one_pool`."""
-    op, rounds_weights = register.get(case.op), fp8_weights(choice.supported.config)
+    op, config = register.get(case.op), choice.supported.config
     plan = Plan.read(call.args[PLAN])
     sequences = _tiles(plan, case.lens)
     lens = [sum(tile.shortened for tile in tiles) for tiles in sequences]
@@ -153,7 +151,7 @@ def planned_decode(case: Case, call: Call, choice: Choice) -> Counted:
     kinds = Counter(sequences)
     if len(kinds) > min(MAX_SIGNATURES, len(lens) // 2):
         reports, outputs = at(lens)
-        error = _error(short, outputs, lens, 0, rounds_weights)
+        error = _error(op, config, short, outputs, lens, 0)
     else:
         empty, _ = at([0] * len(lens))
         parts: list[list[tuple[int, Report]]] = [[(1, report)] for report in empty]
@@ -161,14 +159,14 @@ def planned_decode(case: Case, call: Call, choice: Choice) -> Counted:
         for tiles, count in kinds.items():
             chosen = sequences.index(tiles)
             alone, outputs = at([keys if b == chosen else 0 for b, keys in enumerate(lens)])
-            error = max(error, _error(short, outputs, lens, chosen, rounds_weights))
+            error = max(error, _error(op, config, short, outputs, lens, chosen))
             for sums, with_it, without in zip(parts, alone, empty, strict=True):
                 sums += [(count, with_it), (-count, without)]
         reports = [total(sums) for sums in parts]
     left_out = sum(tile.periods for tiles in sequences for tile in tiles)
     if left_out:
         reports[0] = total([(1, reports[0]), (left_out, period(case, choice))])
-    return Counted(reports, error, "fp64")
+    return Counted(reports, error)
 
 
 def one_pool(case: Case) -> Call:
@@ -213,8 +211,8 @@ def _shortened(words: torch.Tensor, plan: Plan, sequences: Sequence[Sequence[Til
     return words
 
 
-def _error(call: Call, outputs: tuple[torch.Tensor, ...], lens: Sequence[int], b: int, rounds_weights: bool) -> float:
-    """Relative error of one sequence's results against fp64; ValueError when they are not right."""
+def _error(op: Op, config: Any, call: Call, outputs: tuple[torch.Tensor, ...], lens: Sequence[int], b: int) -> float:
+    """Relative error of one sequence's results; ValueError when they are not right."""
     q, cache, _, table, indptr, indices, *rest = call.args
     if table is None:
         indices, indptr = indices[indptr[b] :], torch.tensor([0, len(indices) - int(indptr[b])], dtype=torch.int32)
@@ -222,9 +220,7 @@ def _error(call: Call, outputs: tuple[torch.Tensor, ...], lens: Sequence[int], b
         table = table[b : b + 1]
     length = torch.tensor([lens[b]], dtype=torch.int32)
     alone = Call((q[b : b + 1], cache, length, table, indptr, indices, *rest[:-1]), call.kwargs)
-    right = inputs.exact(alone)
-    bound = right.fp8_weights if rounds_weights else None
-    return inputs.error([output[b : b + 1] for output in outputs], right.outputs, fp8_weights=bound)
+    return inputs.error(op, config, tuple(output[b : b + 1] for output in outputs), alone)
 
 
 def sparse(case: Case, choice: Choice) -> Counted:
@@ -244,11 +240,11 @@ def sparse(case: Case, choice: Choice) -> Counted:
     args, kwargs = case.at([0]).make(CPU)
     call = Call(args, kwargs | {"num_splits": splits})
     reports, outputs = launches(op, choice, call)
-    error = inputs.error(outputs, inputs.by_definition(op, call))
+    error = inputs.error(op, config, outputs, call)
     counted = [total([(batch, reports[0])])]
     if len(empty) > 1:
         counted.append(_merge(case, tokens, splits))
-    return Counted(counted, error, "reference")
+    return Counted(counted, error)
 
 
 def _merge(case: Case, tokens: int, splits: int) -> Report:

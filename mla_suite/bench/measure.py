@@ -10,7 +10,7 @@ import torch
 from mla_suite import emulator
 from mla_suite.bench import inputs, runners, timer
 from mla_suite.bench.floors import Floors
-from mla_suite.bench.inputs import Call, Right
+from mla_suite.bench.inputs import Call
 from mla_suite.bench.runners import Runner
 from mla_suite.bench.sets import Case
 from mla_suite.bench.timer import Effort
@@ -33,7 +33,7 @@ class Measured:
     sustained_us   microseconds per call at the end of some time without a pause; 0 where not measured
     floor_us       the larger of the two floors, and which it is (`bound`); 0 and '' where none was measured
     modelled       what a model makes of the time of an emulated GPU; nothing is measured then
-    error          relative error, against what `checked` names: fp64, reference, or definition (it is that itself)
+    error          of the result, relative to the definition in fp64
     failure        why there is no time, in a sentence; '' when there is one
     wrong          the failure is a wrong result or a fault, not an unsupported case
     """
@@ -48,7 +48,6 @@ class Measured:
     bound: str = ""
     modelled: ModelledTime | None = None
     error: float = 0.0
-    checked: str = ""
     failure: str = ""
     wrong: bool = False
 
@@ -77,7 +76,6 @@ class Measured:
             "bytes": sample.bytes,
             "flops": sample.flops,
             "error": self.error,
-            "checked": self.checked,
             "config": self.config,
             "failure": self.failure,
         }
@@ -97,7 +95,6 @@ def measure(
         return
     try:
         call = inputs.make(case, device)
-        right = inputs.expected(case, call)
         turns = inputs.rotation(call, timer.cold_turns(case.sample.bytes, device, 2))
     except torch.OutOfMemoryError:
         yield replace(none, failure="its tensors and a second set of them do not fit the device's memory")
@@ -110,7 +107,7 @@ def measure(
     wanted = backends or usual
     for runner in runners.backends(register.get(case.op), call, wanted, device):
         if isinstance(runner, Runner):
-            found = _timed(case, runner, turns, right, effort, device)
+            found = _timed(case, runner, turns, effort, device)
         else:
             found = Measured(case, runner.name, failure=runner.why)
         yield _with_floor(found, floors)
@@ -124,19 +121,15 @@ def _with_floor(found: Measured, floors: Floors | None) -> Measured:
     return replace(found, floor_us=floor_us, bound=bound)
 
 
-def _timed(
-    case: Case, runner: Runner, turns: Sequence[Call], right: Right, effort: Effort, device: torch.device
-) -> Measured:
+def _timed(case: Case, runner: Runner, turns: Sequence[Call], effort: Effort, device: torch.device) -> Measured:
     found = Measured(case, runner.name, runner.config)
     try:
-        is_definition = runner.name == "reference" and right.source == "reference"
         modelled = None
         if runner.name == "native" and device.type != "cuda":
-            error, modelled = emulator.modelled(lambda: runner.error(turns[0], right))
+            error, modelled = emulator.modelled(lambda: runner.error(turns[0]))
         else:
-            error = runner.error(turns[0], right)
-        checked = "definition" if is_definition else right.source
-        found = replace(found, error=0.0 if is_definition else error, checked=checked, modelled=modelled)
+            error = runner.error(turns[0])
+        found = replace(found, error=error, modelled=modelled)
         if modelled:
             return found
         if device.type != "cuda":

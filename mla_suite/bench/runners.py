@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from mla_suite import testing
 from mla_suite.bench import inputs
-from mla_suite.bench.inputs import Call, Right
+from mla_suite.bench.inputs import Call
 from mla_suite.core import dispatch
 from mla_suite.core.dispatch import Backend, Supported
 from mla_suite.core.op import Op
@@ -29,24 +29,17 @@ class Refused(NamedTuple):
 class Runner:
     """A backend on one case.
 
-    run          one call, as it is timed on the device
-    answer       its result, comparable with the reference's: outputs were poisoned before
-    eager        one call as a user makes it, for host time
-    fp8_weights  whether it rounds softmax weights to fp8, which have an error bound of their own
+    run    one call, as it is timed on the device
+    error  how far its result is off; ValueError, in a sentence, when that is not right
+    eager  one call as a user makes it, for host time
     """
 
     name: str
     config: str
     reason: str
     run: Callable[[Call], object]
-    answer: Callable[[Call], Tensors]
+    error: Callable[[Call], float]
     eager: Callable[[Call], object]
-    fp8_weights: bool = False
-
-    def error(self, call: Call, right: Right) -> float:
-        """Relative error of its result; ValueError, in a sentence, when that is not right."""
-        bound = right.fp8_weights if self.fp8_weights else None
-        return inputs.error(self.answer(call), right.outputs, fp8_weights=bound)
 
 
 def backends(op: Op, call: Call, names: Sequence[str], device: torch.device) -> Iterator[Runner | Refused]:
@@ -75,19 +68,17 @@ def configured(op: Op, backend: Backend, config: Any, reason: str) -> Runner:
     """A backend with a configuration of the caller's choice, and with the launches of a user's call."""
 
     def run(call: Call) -> Tensors:
-        outputs = inputs.outputs_for(op, call)
-        run_into(outputs, *call.args, **call.kwargs)
+        return into(inputs.outputs_for(op, call), call)
+
+    def into(outputs: Tensors, call: Call) -> Tensors:
+        record = op.Args(*call.args, **call.kwargs)
+        backend.run(config, outputs, record, op.seen(record))
         return outputs
 
-    def run_into(outputs: Tensors, *args: Any, **kwargs: Any) -> None:
-        record = op.Args(*args, **kwargs)
-        backend.run(config, outputs, record, op.seen(record))
+    def error(call: Call) -> float:
+        own = inputs.copy(call) if op.mutates else call
+        outputs = into(tuple(testing.poison(tensor) for tensor in inputs.outputs_for(op, own)), own)
+        return inputs.error(op, config, outputs, own)
 
-    answer = partial(inputs.result, op, run_into)
     named = "" if config is None else str(config)
-    return Runner(backend.name, named, reason, run, answer, run, fp8_weights(config))
-
-
-def fp8_weights(config: Any) -> bool:
-    """Whether a kernel of this configuration rounds softmax weights to fp8."""
-    return bool(getattr(config, "fp8_weights", False))
+    return Runner(backend.name, named, reason, run, error, run)

@@ -103,11 +103,10 @@ def search(
     answer = backend.supports(problem, arch)
     if not isinstance(answer, Supported):
         raise UsageError(f"{case.id}: {backend.name} does not take it: {answer.reason}")
-    right = inputs.expected(case, call)
     turns = inputs.rotation(call, cold_turns(case.sample.bytes, device, 2))
 
     present = Contender(answer.config, runners.configured(op, backend, answer.config, answer.reason), [])
-    present.runner.error(call, right)
+    present.runner.error(call)
     tried, refused = list[Contender](), list[str]()
     for config in space.candidates(problem, arch):
         if config == answer.config:
@@ -115,7 +114,7 @@ def search(
         progress(str(config))
         runner = runners.configured(op, backend, config, "candidate")
         try:
-            runner.error(call, right)
+            runner.error(call)
             tried.append(Contender(config, runner, timer(runner, turns, BRIEF)))
         except Exception as error:  # a candidate that cannot be built, launched or trusted is out, and says why
             refused.append(f"{config}: {' '.join(str(error).split())[:200]}")
@@ -133,7 +132,7 @@ def search(
         # Users could be given any of them but the reference.
         if backend.name != "reference" and device.type in backend.devices and isinstance(answer, Supported):
             runner = runners.configured(op, backend, answer.config, answer.reason)
-            runner.error(call, right)
+            runner.error(call)
             others.append(Contender(backend.name, runner, timer(runner, turns, BRIEF)))
     baseline, left_to = min(others, key=lambda each: each.us, default=None), False
     own = min((each for each in (present, best) if each), key=lambda each: each.us)

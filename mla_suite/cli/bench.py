@@ -135,7 +135,7 @@ def _shown(found: Measured) -> str:
     if found.failure:
         return f"WRONG: {found.failure}"
     if found.modelled:
-        return f"{found.modelled}; error {found.error:.0e} {found.checked}"
+        return f"{found.modelled}; error {found.error:.0e}"
     facts = found.facts()
 
     def number(name: str, width: int, digits: int) -> str:
@@ -144,5 +144,4 @@ def _shown(found: Measured) -> str:
 
     columns = (("us", 8, 2), ("spread_percent", 5, 1), ("sustained_us", 8, 2), ("host_us", 7, 1), ("gb_per_s", 7, 0),
                ("tflops", 8, 2), ("floor_us", 8, 2), ("over_floor", 5, 2))  # fmt: skip
-    error = "definition" if found.checked == "definition" else f"{found.error:.0e} {found.checked}"
-    return " ".join([*(number(*column) for column in columns), error])
+    return " ".join([*(number(*column) for column in columns), f"{found.error:.0e}"])

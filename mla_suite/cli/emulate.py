@@ -30,13 +30,11 @@ from rich.table import Table
 from rich.text import Text
 
 import mla_suite
-from mla_suite import archs, emulator, testing
+from mla_suite import archs, emulator
 from mla_suite.archs import ArchSpec
-from mla_suite.bench import inputs
-from mla_suite.bench.runners import fp8_weights
 from mla_suite.build import ObjectError
 from mla_suite.cli import problem
-from mla_suite.core import register
+from mla_suite.core import check_mode, register
 from mla_suite.core.explain import explain, explain_on
 from mla_suite.core.op import Op, Sample
 from mla_suite.emulator import Report, timing
@@ -114,9 +112,8 @@ def measure(op: Op, sample: Sample, arch: str, time: bool = False) -> dict[str, 
             explanation = explain(op.name, *args, **kwargs)
             got = results(args, kwargs)
     keys = int(args[2].sum()) if op.name == "decode" else 0
-    bound = None
-    if op.name == "decode" and fp8_weights(explanation.config):
-        bound = testing.fp8_weights_bound(*args, **kwargs)
+    count = len(got) - len(op.mutates)
+    found = check_mode.compared(op, explanation.config, tuple(got[:count]), op.Args(*args, **kwargs))
     times = [report.modelled for report in reports if report.modelled]
     return {
         "op": op.name,
@@ -124,21 +121,16 @@ def measure(op: Op, sample: Sample, arch: str, time: bool = False) -> dict[str, 
         "arch": arch,
         "explanation": str(explanation),
         "largest_difference": [_difference(a, b) for a, b in zip(expected, got, strict=True)],
-        "wrong": _wrong(op, expected, got, bound),
+        "wrong": _other_bytes(op, expected[count:], got[count:]) or check_mode.first_difference(found) or "",
         "keys": keys,
         "launches": [launch_record(report, record, keys) for report in reports],
         "modelled": str(timing.total(times)) if times else None,
     }
 
 
-def _wrong(op: Op, expected: Sequence[Any], got: Sequence[Any], fp8_weights_bound: Any) -> str:
-    """Names outputs further off than `bench` allows, in a sentence; arguments that were written have the same bytes."""
-    count = len(expected) - len(op.mutates)
-    try:
-        inputs.error(got[:count], expected[:count], fp8_weights=fp8_weights_bound)
-    except ValueError as error:
-        return str(error)
-    written = zip(op.mutates, expected[count:], got[count:], strict=True)
+def _other_bytes(op: Op, expected: Sequence[Any], got: Sequence[Any]) -> str:
+    """Names arguments that were written and have not the bytes that the reference writes, in a sentence."""
+    written = zip(op.mutates, expected, got, strict=True)
     other = [name for name, a, b in written if not torch.equal(a.view(torch.uint8), b.view(torch.uint8))]
     return f"{', '.join(other)} has other bytes than the reference writes" if other else ""
 

@@ -114,19 +114,29 @@ def run(call: Call, on_difference: str) -> None:
 
 def difference(call: Call, config: Any) -> str | None:
     """The first value that is further off than allowed, in words; None where there is none."""
-    with torch.autocast(call.tensors[0].device.type, enabled=False):  # it would round operands to 16 bits
-        results = _equal(call) if call.op.compare is None else call.op.compare(config, call.outputs, call.record)
+    return first_difference(compared(call.op, config, call.outputs, call.record))
+
+
+def compared(op: Op, config: Any, outputs: tuple[torch.Tensor, ...], record: Any) -> Sequence[Compared]:
+    """The results of a call that a backend ran with `config` beside the exact ones."""
+    device = getattr(record, op.functional.arguments[0]).device
+    with torch.autocast(device.type, enabled=False):  # it would round operands to 16 bits
+        return _equal(op, outputs, record, device) if op.compare is None else op.compare(config, outputs, record)
+
+
+def first_difference(results: Sequence[Compared]) -> str | None:
+    """The first value that is further off than allowed, in words; None where there is none."""
     return next(filter(None, map(_first_difference, results)), None)
 
 
-def _equal(call: Call) -> Sequence[Compared]:
+def _equal(op: Op, outputs: tuple[torch.Tensor, ...], record: Any, device: torch.device) -> Sequence[Compared]:
     """The outputs beside those of the reference, which sees the rounded bounds that the call was made with."""
-    record = call.op.seen(call.record)
-    exact = allocation.empty(call.op.check(record), call.tensors[0].device)
-    call.op.backends[-1].run(None, exact, record)
+    record = op.seen(record)
+    exact = allocation.empty(op.check(record), device)
+    op.backends[-1].run(None, exact, record)
     return [
         Compared(f"output {at}" if len(exact) > 1 else "the output", got, right, 0.0)
-        for at, (got, right) in enumerate(zip(call.outputs, exact, strict=True))
+        for at, (got, right) in enumerate(zip(outputs, exact, strict=True))
     ]
 
 

@@ -27,7 +27,7 @@ def test_every_published_shape_is_a_case_of_the_set_and_has_a_source() -> None:
 
 
 def measured(case: sets.Case, us: float) -> Measured:
-    return Measured(case, "native", rounds=(us,) * 4, checked="fp64")
+    return Measured(case, "native", rounds=(us,) * 4)
 
 
 def test_the_table_has_ours_beside_the_published_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

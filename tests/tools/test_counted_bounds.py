@@ -28,7 +28,7 @@ def arch(request: pytest.FixtureRequest) -> str:
 def test_bounds_are_clocks_of_one_compute_unit(arch: str) -> None:
     found = bounds.count(CASE, arch)
     assert found.failure == ""
-    assert found.checked == "reference"
+    assert 0 < found.error < 5e-3
     record = arch_records.get(arch)
     least = CASE.sample.bytes * record.clock_mhz * 1e6 / record.memory_bytes_per_s
     # Every lane's bytes are counted, and each lane of a row reads the row's lse.
