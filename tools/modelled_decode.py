@@ -8,27 +8,23 @@ them reads as many partial results of every row, so all of its workgroups take a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import extrapolation
 import numpy as np
 import torch
-from extrapolation import CPU, PERIOD, SEQ_LENS, STEADY
+from extrapolation import PERIOD, STEADY
 
 from mla_suite import archs
 from mla_suite.archs import ArchSpec
-from mla_suite.bench import inputs
+from mla_suite.bench import inputs, sets
 from mla_suite.bench.inputs import Call
 from mla_suite.core import register
 from mla_suite.core.prepared import ceil_div
 from mla_suite.emulator import ModelledTime, Report, timing
 from mla_suite.launch import emulate
-from mla_suite.ops.decode import DecodeArgs
-from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan.scheduler import round_up
-
-TABLE = DecodeArgs.__match_args__.index("block_table")
 
 
 @dataclass(frozen=True)
@@ -49,13 +45,9 @@ class Problem:
         fp8 = torch.float8_e4m3fnuz if fnuz else torch.float8_e4m3fn
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": fp8}[self.queries]
         kv_format = "fp8_fnuz" if fnuz and self.cache == "fp8" else self.cache
-        sizes: dict[str, Any] = dict(heads=self.heads, q_len=self.q_len, page=self.page)
-        given, kwargs = decode_sample((max(lens),), kv_format=kv_format, dtype=dtype, **sizes).make(CPU)
-        args = list(given)
-        args[0] = args[0].expand(self.batch, *args[0].shape[1:]).contiguous()
-        args[SEQ_LENS] = torch.tensor(lens, dtype=torch.int32)
-        args[TABLE] = args[TABLE].expand(self.batch, -1).contiguous()
-        return Call(tuple(args), kwargs)
+        types: dict[str, Any] = dict(kv_format=kv_format, dtype=dtype)
+        case = sets.decode(self.batch, self.heads, self.keys, self.q_len, page=self.page, **types)
+        return extrapolation.one_pool(replace(case, lens=tuple(lens)))
 
 
 def modelled(arch_name: str, problem: Problem, num_splits: int = 0) -> ModelledTime:
