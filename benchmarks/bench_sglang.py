@@ -51,9 +51,9 @@ from typing import Any
 import torch
 from sglang_steps import ASKED, GROUP, NAME, STEPS, say
 from vllm_check import MAX_ERROR
-from vllm_model import CHECKED_TOKENS, ON_GPU, VOCAB, Row, equal_tokens, medians, save_config
+from vllm_model import CHECKED_TOKENS, ON_GPU, VOCAB, Row, equal_tokens, install, medians, save_config
 
-from mla_suite.bench.environment import version
+from mla_suite.bench.environment import versions
 from mla_suite.bench.saving import Table
 from mla_suite.cli import sizes
 from mla_suite.integrations import PRECISION
@@ -90,11 +90,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--alone", metavar="BACKEND", help=argparse.SUPPRESS)
     parser.add_argument("--rows", metavar="FILE", help=argparse.SUPPRESS)
     return parser.parse_args()
-
-
-def versions() -> str:
-    named = ", ".join(f"{name} {version(name)}" for name in ("sglang", "sglang-kernel", "torch", "triton"))
-    return f"{named}, {torch.cuda.get_device_name() if ON_GPU else 'CPU'}"
 
 
 def longest_of(options: argparse.Namespace) -> int:
@@ -188,10 +183,7 @@ def started(options: argparse.Namespace, backend: str, run: int) -> Iterator[tup
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows"
         rows.touch()
-        installed = Path(folder) / f"{NAME}-0.dist-info"
-        installed.mkdir()
-        (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {NAME}\nVersion: 0\n")
-        (installed / "entry_points.txt").write_text(f"[{GROUP}]\nbench = sglang_steps:install\n")
+        installed = install(Path(folder), NAME, GROUP, {"bench": "sglang_steps:install"})
         skipped = options.skip_check or run > 0
         asked = {"path": str(rows), "layers": options.layers, "batches": options.batches, "compare": not skipped}
         asked["fp8_queries"] = PRECISION == "fp8" or backend == "flashmla"
@@ -228,8 +220,8 @@ def main() -> int:
         return work(options)
     if not ON_GPU:
         raise SystemExit("bench_sglang: no GPU here; on a CPU, `tox -e sglang` runs the server and compares its tokens")
-    facts = {"model": options.model, "kv_cache_dtype": options.kv_cache_dtype, "versions": versions()}
-    facts |= {"layers": options.layers, "heads": options.heads}
+    facts = {"model": options.model, "kv_cache_dtype": options.kv_cache_dtype, "layers": options.layers}
+    facts |= {"heads": options.heads, "versions": versions("sglang", "sglang-kernel", "torch", "triton")}
     if options.prompts:
         facts |= {"chunk": options.chunk, "prefill_graphs": options.prefill_graphs}
     print(*facts.values(), sep="; ")

@@ -28,10 +28,10 @@ from statistics import median
 from typing import Any
 
 import torch
-import transformers
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, StaticCache
 
 from mla_suite.bench import floors
+from mla_suite.bench.environment import versions
 from mla_suite.bench.saving import Table
 from mla_suite.integrations.transformers import LatentCache, patch, unpatch
 
@@ -146,18 +146,14 @@ def measure(options: argparse.Namespace, device: torch.device) -> Iterator[dict[
     unpatch(model)
 
 
-def versions(device: torch.device) -> str:
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    return f"transformers {transformers.__version__}, torch {torch.__version__}, {name}"
-
-
 def main() -> None:
     options = arguments()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    print(versions(device), flush=True)
+    found = versions("transformers", "torch")
+    print(found, flush=True)
     table = Table(options.csv, shown=("model", "mode", "ms", "floor_ms", "over_floor", "gib", "error"))
     sizes = ("layers", "hidden", "heads", "intermediate", "batch", "context")
-    facts = {size: getattr(options, size) for size in sizes} | {"versions": versions(device)}
+    facts = {size: getattr(options, size) for size in sizes} | {"versions": found}
     with torch.no_grad():
         for row in measure(options, device):
             table.add(row | facts)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
 
 import torch
 
-from mla_suite.bench.environment import version
+from mla_suite.bench import environment
 from mla_suite.integrations import plugins
 
 OURS, PEER = "CUSTOM", "FLASH_ATTN_MLA"
@@ -24,8 +24,17 @@ KINDS = {1: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily
 
 
 def versions() -> str:
-    named = ", ".join(f"{name} {version(name)}" for name in ("vllm", "torch", "triton") if version(name))
-    return f"{named}, {torch.cuda.get_device_name() if ON_GPU else 'CPU'}"
+    return environment.versions("vllm", "torch", "triton")
+
+
+def install(folder: Path, name: str, group: str, points: Mapping[str, str]) -> Path:
+    """A distribution with entry points, which a process finds that has `folder` on its path; returns its own folder."""
+    installed = folder / f"{name}-0.dist-info"
+    installed.mkdir(exist_ok=True)
+    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+    lines = [f"[{group}]", *(f"{point} = {place}" for point, place in points.items()), ""]
+    (installed / "entry_points.txt").write_text("\n".join(lines))
+    return installed
 
 
 def medians(rows: Sequence[Row], keys: Sequence[str], timed: Sequence[str]) -> dict[tuple[Any, ...], Row]:

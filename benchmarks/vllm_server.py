@@ -41,7 +41,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_model import ON_GPU, OURS, PEER, VOCAB, Row, medians, save_config, use_random_weights, versions
+from vllm_model import ON_GPU, OURS, PEER, VOCAB, Row, install, medians, save_config, use_random_weights, versions
 
 from mla_suite.bench.saving import Table
 
@@ -132,11 +132,7 @@ def save_model(folder: Path, layers: int, heads: int, loads: Sequence[Load]) -> 
 
 def environment(folder: Path, backend: str) -> dict[str, str]:
     """Variables of a server's processes, which find the plugins by an entry of `folder`, as if they were installed."""
-    installed = folder / "bench_vllm_server-0.dist-info"
-    installed.mkdir(exist_ok=True)
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: bench_vllm_server\nVersion: 0\n")
-    lines = ["[vllm.general_plugins]", *(f"{name} = {place}" for name, place in PLUGINS.items()), ""]
-    (installed / "entry_points.txt").write_text("\n".join(lines))
+    install(folder, "bench_vllm_server", "vllm.general_plugins", PLUGINS)
     variables = {
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -61,6 +61,12 @@ def version(package: str) -> str:
         return ""
 
 
+def versions(*packages: str) -> str:
+    """Of packages, if they are installed, and the GPU, in words."""
+    named = [f"{name} {version(name)}" for name in packages if version(name)]
+    return ", ".join([*named, torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"])
+
+
 def _commit() -> dict[str, str | bool]:
     """Commit of the checkout the package runs from; `changed` when tracked files differ from it."""
     if not (PACKAGE.parent / ".git").exists():
