@@ -37,7 +37,7 @@ from mla_suite.bench.inputs import Call
 from mla_suite.bench.measure import Measured, measure
 from mla_suite.bench.saving import Table
 from mla_suite.bench.timer import Effort
-from mla_suite.cli import positive, sizes
+from mla_suite.cli import positive, sizes, writable
 
 FILE = Path(__file__).parent / "published" / "aiter-3003.csv"
 PROBLEM = {"heads": 32, "q_len": 4}
@@ -143,7 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=positive, default=6, help="rounds of a shape (default 6)")
     parser.add_argument("--accuracy", action="store_true", help="compare with fp64 and time nothing")
     parser.add_argument("--scale-dim", type=positive, default=192, metavar="N", help="its softmax scale is 1/sqrt(N)")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows to this file as they come")
+    parser.add_argument("--csv", type=writable, metavar="FILE", help="write the rows to this file as they come")
     given = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if given.accuracy:

@@ -15,15 +15,13 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
 
 import mla_suite
-from mla_suite import archs
 from mla_suite.bench import environment
-from mla_suite.bench.saving import require_writable, write_whole
-from mla_suite.cli import positive
+from mla_suite.bench.saving import write_whole
+from mla_suite.cli import emulated, positive, writable
 from mla_suite.ops.decode.samples import decode_sample
 
 ROUNDS = 5
@@ -46,26 +44,19 @@ def seconds(call: Callable[[], object], count: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--emulate", metavar="ARCH", default="gfx942", help="on a CPU, the GPU to emulate")
+    emulate = "on a CPU, the GPU to emulate"
+    parser.add_argument("--emulate", type=emulated, metavar="ARCH", default="gfx942", help=emulate)
     for name, default in (("batch", 1), ("heads", 16), ("kv", 1024)):
         parser.add_argument(f"--{name}", type=positive, default=default, help=f"default {default}")
     parser.add_argument(
         "--every", type=positive, nargs="+", default=(1, 100), metavar="N", help="check every N-th call (default 1 100)"
     )
-    parser.add_argument("--save", type=Path, help="write the times to this JSON file")
+    parser.add_argument("--save", type=writable, help="write the times to this JSON file")
     args = parser.parse_args()
-    try:
-        if args.save is not None:
-            require_writable(args.save)
-        emulable = archs.get(args.emulate).emulable
-    except ValueError as error:
-        parser.error(str(error))
-    if not emulable:
-        parser.error(f"{args.emulate} is not emulated; the emulator executes gfx942 and gfx950")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tensors, options = decode_sample([args.kv] * args.batch, heads=args.heads).make(device)
     torch.set_num_threads(1)
-    with mla_suite.emulate(args.emulate) if device.type == "cpu" else nullcontext():
+    with mla_suite.emulate(args.emulate.name) if device.type == "cpu" else nullcontext():
         ms: dict[int, float] = {}
         for n in (0, *args.every):
             with mla_suite.check(n, on_difference="raise"):

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain, product, repeat
-from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -31,6 +30,7 @@ import mla_suite
 from mla_suite.bench import environment
 from mla_suite.bench.saving import Table
 from mla_suite.bench.timer import queued_us
+from mla_suite.cli import writable
 from mla_suite.distributed import ContextParallelCache, KeyShard, Parallel, ParallelMLA, cp_decode, peer_memory
 from mla_suite.distributed.context import merge_ranks
 from mla_suite.distributed.parallel import gather, initialise
@@ -237,7 +237,7 @@ def sizes(text: str) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", type=Path, help="write the rows to this file as they come")
+    parser.add_argument("--csv", type=writable, help="write the rows to this file as they come")
     for name, default in (("batches", BATCHES), ("lengths", LENGTHS), ("contexts", CONTEXTS)):
         shown = ",".join(map(str, default))
         parser.add_argument(f"--{name}", type=sizes, default=default, help=f"{shown} if not given; '' leaves them out")

@@ -32,10 +32,9 @@ from flashmla_sparse import DEVICE, PREFILL, SPARSE, Case, Paged, prefill_case, 
 import mla_suite
 from mla_suite.bench import environment as known
 from mla_suite.bench import sets
-from mla_suite.bench.saving import require_writable, write_whole
+from mla_suite.bench.saving import write_whole
 from mla_suite.bench.timer import REST_S, Replay, cold_turns
-from mla_suite.cli import sizes
-from mla_suite.errors import UsageError
+from mla_suite.cli import sizes, writable
 from mla_suite.integrations import flash_mla as drop_in
 
 KINDS = ("dense", "sparse", "prefill", "e4m3")
@@ -227,13 +226,14 @@ def plot(rows: Sequence[dict[str, Any]], device: str, path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
-def saved_run(path: Path) -> tuple[list[dict[str, Any]], str]:
-    """The rows of a file that --save wrote, and the card that they were measured on; UsageError for another file."""
+def saved_run(path: str) -> tuple[list[dict[str, Any]], str]:
+    """The rows of a file that --save wrote, and the card that they were measured on."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
         return found["rows"], found["environment"]["device"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} is no run that --save wrote: {type(error).__name__}: {error}") from error
+        sentence = f"{path} is no run that --save wrote: {type(error).__name__}: {error}"
+        raise argparse.ArgumentTypeError(sentence) from error
 
 
 def main() -> int:
@@ -244,22 +244,16 @@ def main() -> int:
         "--split-sizes", type=sizes, default=(), metavar="KEYS", help="batch-invariant columns, e.g. 512,1024"
     )
     parser.add_argument("--commit", default="", help="commit named in the saved run (default: that of this checkout)")
-    parser.add_argument("--save", type=Path, help="write the rows to this file as they come")
+    parser.add_argument("--save", type=writable, help="write the rows to this file as they come")
     parser.add_argument(
-        "--report", type=Path, metavar="FILE", help="print the summary of a saved run and measure nothing"
+        "--report", type=saved_run, metavar="FILE", help="print the summary of a saved run and measure nothing"
     )
-    parser.add_argument("--plot", type=Path, metavar="SVG", help="with --report: draw the dense grid, by matplotlib")
+    parser.add_argument("--plot", type=writable, metavar="SVG", help="with --report: draw the dense grid by matplotlib")
     options = parser.parse_args()
-    try:
-        for path in (options.save, options.plot):
-            if path is not None:
-                require_writable(path)
-        rows, card = saved_run(options.report) if options.report else ([], "")
-    except UsageError as error:
-        parser.error(str(error))
     if options.plot and not options.report:
         parser.error("--plot draws a saved run: name it with --report")
     if options.report:
+        rows, card = options.report
         if options.plot:
             plot(rows, card, options.plot)
     elif not torch.cuda.is_available():

@@ -39,12 +39,12 @@ from typing import Any, NamedTuple
 import torch
 
 import mla_suite
-from mla_suite import archs
+from mla_suite.archs import ArchSpec
 from mla_suite.archs import combine as combine_config
 from mla_suite.bench import sets
 from mla_suite.bench.saving import Table
 from mla_suite.bench.timer import Effort, cold_turns, device_rounds, median
-from mla_suite.cli import positive
+from mla_suite.cli import each_emulated, positive, writable
 from mla_suite.core import dispatch
 from mla_suite.errors import UsageError
 from mla_suite.integrations import metadata_convert
@@ -282,10 +282,10 @@ def timed(shape: Shape, names: list[str], cold: bool, device: torch.device) -> I
         yield name, "us", us, moved(maps.merged, maps.tiles, heads) / us / 1e3, maps.merged, us / first_us
 
 
-def counted(shape: Shape, name: str) -> Iterator[Line]:
+def counted(shape: Shape, arch: ArchSpec) -> Iterator[Line]:
     """Clocks in which an AMD arch can move the bytes of each: the stock reduction's least, ours as executed."""
     tokens, heads, splits = shape
-    cpu, arch = torch.device("cpu"), archs.get(name)
+    cpu, name = torch.device("cpu"), arch.name
     rate = arch.memory_bytes_per_s / (arch.clock_mhz * 1e6)
     own, planned = uniform_maps(tokens, splits, cpu), planned_maps(tokens, heads, splits, arch.compute_units, cpu)
     for runner, maps in (("stock bytes", planned), ("stock_uniform bytes", own)):
@@ -304,30 +304,28 @@ def size(text: str) -> Shape:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows to this file as they come")
+    parser.add_argument("--csv", type=writable, metavar="FILE", help="write the rows to this file as they come")
     parser.add_argument("--shapes", nargs="+", metavar="PART", help="only shapes whose names contain one of these")
     sizes = "tokens x heads x splits between commas, instead of the published grid"
     parser.add_argument("--sizes", type=lambda text: [size(part) for part in text.split(",")], help=sizes)
     parser.add_argument("--runners", default=",".join(RUNNERS[:3]), help=f"of {', '.join(RUNNERS)}")
     parser.add_argument("--cold", action="store_true", help="partials from device memory, on a GPU")
-    parser.add_argument("--arch", default="gfx942,gfx950", help="AMD archs to count for without a GPU")
+    counted_for = "AMD archs to count for without a GPU"
+    parser.add_argument("--arch", type=each_emulated, default="gfx942,gfx950", help=counted_for)
     given = parser.parse_args(arguments)
-    names, wanted = given.arch.split(","), given.runners.split(",")
+    wanted = given.runners.split(",")
     if unknown := set(wanted) - set(RUNNERS):
         parser.error(f"no runner {', '.join(sorted(unknown))}; there are {', '.join(RUNNERS)}")
     try:
         cases = sets.matching({case.id: case for case in sets.named("aiter-3468")}, given.shapes)
-        unable = [name for name in names if not archs.get(name).emulable]
         table = Table(given.csv, shown=HEADER)
     except UsageError as error:
         parser.error(str(error))
-    if unable:
-        parser.error(f"{unable[0]} is not emulated; the emulator executes gfx942 and gfx950")
     on_gpu = torch.cuda.is_available()
     print(torch.cuda.get_device_name() if on_gpu else BYTES_ALONE, "torch", torch.__version__)
     for shape in given.sizes or [(case.facts["batch"], case.facts["heads"], case.facts["splits"]) for case in cases]:
         gpu = torch.device("cuda")
-        found = [timed(shape, wanted, given.cold, gpu)] if on_gpu else [counted(shape, name) for name in names]
+        found = [timed(shape, wanted, given.cold, gpu)] if on_gpu else [counted(shape, arch) for arch in given.arch]
         for line in chain(*found):
             table.add(dict(zip(HEADER, (*shape, *line), strict=True)))
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -37,6 +36,7 @@ import mla_suite
 from mla_suite.bench import environment, inputs, sets
 from mla_suite.bench.saving import Table
 from mla_suite.bench.timer import Replay
+from mla_suite.cli import writable
 from mla_suite.integrations import by_token
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
@@ -256,7 +256,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=PARTS, action="append", help="repeatable (default: all)")
     parser.add_argument("--pairs", type=int, default=30, help="of graph replays for a line (default 30)")
-    parser.add_argument("--csv", type=Path, help="write the rows to this file as they come")
+    parser.add_argument("--csv", type=writable, help="write the rows to this file as they come")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench_served: needs a GPU; `python -m mla_suite emulate --help` counts on AMD without one")

@@ -55,7 +55,7 @@ from vllm_model import CHECKED_TOKENS, ON_GPU, VOCAB, Row, equal_tokens, install
 
 from mla_suite.bench.environment import versions
 from mla_suite.bench.saving import Table
-from mla_suite.cli import sizes
+from mla_suite.cli import sizes, writable
 from mla_suite.integrations import PRECISION
 from mla_suite.integrations.plugins import SGLANG_NAME
 
@@ -86,7 +86,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kv-cache-dtype", default="auto", help="auto (bf16) or fp8_e4m3")
     parser.add_argument("--runs", type=int, default=1, help="engines of each backend, in turns; the table has medians")
     parser.add_argument("--skip-check", action="store_true", help="time without comparing results first")
-    parser.add_argument("--csv", type=Path, help="write the rows to this file as they come")
+    parser.add_argument("--csv", type=writable, help="write the rows to this file as they come")
     parser.add_argument("--alone", metavar="BACKEND", help=argparse.SUPPRESS)
     parser.add_argument("--rows", metavar="FILE", help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -33,6 +32,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, StaticCache
 from mla_suite.bench import floors
 from mla_suite.bench.environment import versions
 from mla_suite.bench.saving import Table
+from mla_suite.cli import writable
 from mla_suite.integrations.transformers import LatentCache, patch, unpatch
 
 LATENT_BYTES = 576 * 2
@@ -51,7 +51,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=32, help="sequences (default: 32)")
     parser.add_argument("--context", type=int, default=4096, help="cached tokens of each (default: 4096)")
     parser.add_argument("--modes", default="eager,compiled", help="eager comes first, for it is compared with")
-    parser.add_argument("--csv", type=Path, help="write the lines to this file as they come")
+    parser.add_argument("--csv", type=writable, help="write the lines to this file as they come")
     return parser.parse_args()
 
 

@@ -53,7 +53,7 @@ from vllm_model import ON_GPU, OURS, PEER, VOCAB, Contexts, Row, Split, save_con
 
 from mla_suite.bench.saving import Table
 from mla_suite.bench.timer import queued_us
-from mla_suite.cli import sizes
+from mla_suite.cli import sizes, writable
 
 MODEL_LAYERS = 61  # of DeepSeek V3, which share a step's plan
 WARM_STEPS, TIMED_STEPS, PROFILED_STEPS, REPLAY_ROUNDS, REPLAYS = 4, 40, 5, 3, 8
@@ -124,7 +124,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5, help="times that each engine is timed (default: 5)")
     parser.add_argument("--skip-check", action="store_true", help="time without comparing results first")
     parser.add_argument("--check-alone", action="store_true", help="compare results and time nothing")
-    parser.add_argument("--csv", type=Path, help="write the rows to this file as they come")
+    parser.add_argument("--csv", type=writable, help="write the rows to this file as they come")
     parser.add_argument("--alone", metavar="BACKEND", help=argparse.SUPPRESS)
 
 

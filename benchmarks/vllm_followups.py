@@ -38,7 +38,7 @@ from vllm_engine import MAX_TOKENS, Sequences, filled
 from vllm_model import ON_GPU, OURS, PEER, VOCAB, Contexts, Row, Split, save_config, start_engine, versions
 
 from mla_suite.bench.saving import Table
-from mla_suite.cli import sizes
+from mla_suite.cli import sizes, writable
 
 WARM, TIMED, PROFILED = 2, 7, 3  # follow-ups of each kind
 LARGEST = 2  # kernels of a step that a row names
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=8, help="layers of the model (default: 8)")
     parser.add_argument("--kv-cache-dtype", default="auto", help="auto (bf16) or fp8")
     parser.add_argument("--skip-check", action="store_true", help="time without comparing results first")
-    parser.add_argument("--csv", type=Path, help="write the rows to this file as they come")
+    parser.add_argument("--csv", type=writable, help="write the rows to this file as they come")
     parser.add_argument("--alone", metavar="BACKEND", help=argparse.SUPPRESS)
 
 

@@ -44,6 +44,7 @@ from typing import Any
 from vllm_model import ON_GPU, OURS, PEER, VOCAB, Row, install, medians, save_config, use_random_weights, versions
 
 from mla_suite.bench.saving import Table
+from mla_suite.cli import writable
 
 PLUGINS = {"bench_in_server": "vllm_server:in_server", "bench_on_cpu": "vllm_server:on_cpu"}
 OWN_ON_CPU = "CPU_MLA"
@@ -245,7 +246,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=32, help="layers of the model (default: 32)")
     parser.add_argument("--heads", type=int, default=128, help="attention heads (default: 128)")
     parser.add_argument("--logs", type=Path, help="keep the servers' logs in this folder")
-    parser.add_argument("--csv", type=Path, help="write a row for every backend, load and round here, as they come")
+    parser.add_argument("--csv", type=writable, help="write a row for every backend, load and round here, as they come")
 
 
 def run_load(server: Server, model: Path, load: Load, seed: int) -> dict[str, Any]:

@@ -23,13 +23,13 @@ from functools import cache
 
 import torch
 
-from mla_suite import archs, emulator
+from mla_suite import emulator
 from mla_suite.archs import ArchSpec, combine_search
 from mla_suite.archs import combine as combine_config
 from mla_suite.archs.combine import CombineConfig
 from mla_suite.bench import environment, sets, store
 from mla_suite.bench.sets import Case
-from mla_suite.cli import INTERRUPTED
+from mla_suite.cli import INTERRUPTED, each_emulated
 from mla_suite.cli.tune import add_search_arguments, build_for_search
 from mla_suite.core import register
 from mla_suite.core.tuning import SearchSpace
@@ -136,7 +136,7 @@ def search(case: Case, arch: ArchSpec) -> CountedOutcome:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("archs", metavar="ARCH", help="archs between commas")
+    parser.add_argument("archs", metavar="ARCH", type=each_emulated, help="archs between commas")
     add_search_arguments(parser)
     parser.add_argument("--date", metavar="YYYY-MM-DD", help="date named in the rows (default: today)")
     args = parser.parse_args(argv)
@@ -146,14 +146,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("the commit of this package is unknown (no git checkout); name it with --commit")
     try:
         found = {case.id: case for name in args.set or ["aiter-3468"] for case in sets.named(name, "combine")}
-        cases, searched = sets.matching(found, args.shapes), [archs.get(name) for name in args.archs.split(",")]
+        cases = sets.matching(found, args.shapes)
     except ValueError as error:
         parser.error(str(error))
-    for arch in searched:
-        if not arch.emulable:
-            parser.error(f"{arch.name} is not emulated; the emulator executes gfx942 and gfx950")
     space = combine_search.SPACE
-    for arch in searched:
+    for arch in args.archs:
         rows: list[dict[str, object]] = []
         try:
             build_for_search(space, arch)

@@ -1,7 +1,7 @@
 """The measurements that sharpen the model of time most, made on an AMD GPU and written to a file.
 
 usage: python tools/measure_amd.py FILE [--dry gfx942]
-       python tools/measure_amd.py FILE --read          what a file of another machine says
+       python tools/measure_amd.py --read FILE          what a file of another machine says
 
 It prints the numbers, and as constants of the model beside today's. --dry goes through the same steps in the emulator,
 on small problems and without a GPU: its numbers are modelled, the file says so, and nothing is measured.
@@ -26,8 +26,9 @@ import mla_suite
 from mla_suite import archs, emulator
 from mla_suite.archs import CSRC, ArchSpec
 from mla_suite.bench import timer
-from mla_suite.bench.saving import require_writable, write_whole
+from mla_suite.bench.saving import write_whole
 from mla_suite.build import compilers
+from mla_suite.cli import emulated, writable
 from mla_suite.emulator import Emulator, Memory, ModelledTime, Schedule, timing
 from mla_suite.errors import UsageError
 from mla_suite.launch import hip
@@ -219,26 +220,21 @@ def report(file: Path) -> None:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", metavar="FILE", type=Path, help="where the numbers go, as JSON")
-    parser.add_argument("--dry", metavar="ARCH", help="gfx942 or gfx950, emulated")
-    parser.add_argument("--read", action="store_true", help="measure nothing: print what the file says")
+    file = parser.add_mutually_exclusive_group(required=True)
+    file.add_argument("file", metavar="FILE", nargs="?", type=writable, help="where the numbers go, as JSON")
+    file.add_argument("--read", metavar="FILE", type=Path, help="measure nothing: print what a file says")
+    parser.add_argument("--dry", metavar="ARCH", type=emulated, help="gfx942 or gfx950, emulated")
     given = parser.parse_args(argv)
     if given.read:
         try:
-            report(given.file)
+            report(given.read)
         except UsageError as error:
             parser.error(str(error))
         return 0
     if not given.dry and not (torch.cuda.is_available() and torch.version.hip):
         parser.error("no AMD GPU that torch can use is here; --dry gfx942 goes through the steps without one")
-    name = given.dry or torch.cuda.get_device_properties(0).gcnArchName.split(":")[0]
-    try:
-        require_writable(given.file)
-        arch = archs.get(name)
-    except ValueError as error:
-        parser.error(str(error))
-    if given.dry and not arch.emulable:
-        parser.error(f"{name} is not emulated; the emulator executes gfx942 and gfx950")
+    arch = given.dry or archs.get(torch.cuda.get_device_properties(0).gcnArchName.split(":")[0])
+    name = arch.name
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder, "clocks.s")
         command = [*compilers.find_amd(archs=[name]).to_assembly(name), f"-I{CSRC}", "-S", str(SOURCE), "-o", str(text)]

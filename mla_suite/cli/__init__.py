@@ -2,7 +2,8 @@
 
 A command module has `add_arguments(parser)` and `run(args) -> int`, and its docstring is its `--help`. What it raises
 as a UsageError is a sentence about its arguments: it is printed, and the exit status is 2; after Ctrl-C it is 130.
-`positive` and `sizes` are types of arguments that several commands take; each refuses in a sentence.
+`positive`, `sizes`, `writable`, `emulated` and `each_emulated` are types of arguments that several programs take; each
+refuses in a sentence, before anything has begun.
 `bar` and `compiling` are the progress bars of those that take long, on stderr; where that is no terminal, lines.
 A command is imported when it is asked for: `build` works without torch, and none waits for what others need.
 """
@@ -15,9 +16,16 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from mla_suite.errors import UsageError
+
+if TYPE_CHECKING:
+    from mla_suite.archs import ArchSpec
 
 INTERRUPTED = 130
 LINE_EVERY_S = 10.0  # of a build of hundreds of steps, whose output is no terminal
@@ -44,6 +52,33 @@ def positive(text: str) -> int:
 def sizes(text: str) -> tuple[int, ...]:
     """Numbers between commas."""
     return tuple(positive(part.strip()) for part in text.split(","))
+
+
+def writable(text: str) -> Path:
+    """A file for results."""
+    from mla_suite.bench import saving
+
+    try:
+        saving.require_writable(Path(text))
+    except UsageError as error:
+        raise ArgumentTypeError(str(error)) from error
+    return Path(text)
+
+
+def emulated(text: str) -> ArchSpec:
+    """An arch whose machine code the emulator executes."""
+    from mla_suite.launch import emulate
+
+    try:
+        with emulate(text) as arch:
+            return arch
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from error
+
+
+def each_emulated(text: str) -> list[ArchSpec]:
+    """Such archs between commas."""
+    return [emulated(part) for part in text.split(",")]
 
 
 @contextmanager

@@ -25,7 +25,7 @@ def test_a_dry_run_finds_the_model_itself(arch: str, tmp_path: Path, capsys: pyt
     printed = capsys.readouterr().out
     assert f"{arch}, emulated {arch}: MODELLED by a dry run, nothing was measured" in printed
     assert "memory_latency: 790 today, 790 of this file" in printed
-    assert measure_amd.main([str(file), "--read"]) == 0
+    assert measure_amd.main(["--read", str(file)]) == 0
     assert capsys.readouterr().out == printed
 
 
@@ -33,7 +33,7 @@ def test_another_file_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.Ca
     file = tmp_path / "numbers.json"
     file.write_text(json.dumps({"arch": "gfx942"}))
     with pytest.raises(SystemExit, match="2"):
-        measure_amd.main([str(file), "--read"])
+        measure_amd.main(["--read", str(file)])
     assert "is no file of tools/measure_amd.py: KeyError: 'numbers'" in capsys.readouterr().err
 
 
