@@ -25,6 +25,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from definition import relative
 
 import mla_suite
 from mla_suite.bench import environment
@@ -62,7 +63,7 @@ def graph_us(call: Callable[[], object]) -> float:
 
 def checked(found: torch.Tensor, exact: torch.Tensor, bound: float) -> float:
     """The relative error of a result, which must be below the bound on every rank."""
-    error = float((found.float() - exact.float()).norm() / exact.float().norm())
+    error = relative(found, exact)
     if not error < bound:
         raise SystemExit(f"bench_distributed: rank {dist.get_rank()}: error {error:.3g}, and {bound} is allowed")
     return error

@@ -23,6 +23,7 @@ from statistics import geometric_mean
 from typing import NamedTuple
 
 import torch
+from definition import relative
 
 from mla_suite import archs
 from mla_suite.bench import sets, timer
@@ -96,7 +97,7 @@ def checked(layer: MLA, inputs: Inputs, cos_sin: torch.Tensor) -> None:
         copy = MLA(layer.config, kv_format="bf16", dtype=torch.bfloat16)
     copy.load_state_dict({name: value.cpu() for name, value in layer.state_dict().items()}, assign=True)
     expected = copy.decode(inputs.x[:2].cpu(), inputs.kv_cache[:2].cpu(), own, cos_sin.cpu())
-    off = float((y.double() - expected.double()).norm() / expected.double().norm())
+    off = relative(y, expected)
     assert off <= CLOSE, f"y is off by {off:.1e} of the reference's norm; {CLOSE:.0e} is allowed"
 
 

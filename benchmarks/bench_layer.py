@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from definition import relative
 from torch._dynamo.utils import counters
 from torch._inductor.async_compile import AsyncCompile
 
@@ -110,10 +111,6 @@ def marked(inputs: Inputs, mode: str) -> Inputs:
         for tensor in inputs:
             torch._dynamo.mark_static_address(tensor)
     return inputs
-
-
-def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    return ((got.double() - wanted.double()).norm() / wanted.double().norm()).item()
 
 
 def device_times(call: Callable[..., torch.Tensor], inputs: Inputs, mode: str) -> tuple[list[float], float]:

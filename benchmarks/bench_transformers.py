@@ -27,6 +27,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from definition import relative
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, StaticCache
 
 from mla_suite.bench import floors
@@ -132,7 +133,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> Iterator[dict[
 
             logits = step().float()
             expected = logits if expected is None else expected
-            error = float((logits - expected).norm() / expected.norm())
+            error = relative(logits, expected)
             if not error <= CLOSE:  # NaN compares false
                 raise AssertionError(f"{state}, {mode}: logits are off by {error:.1e}; {CLOSE:.0e} is allowed")
             for _ in range(WARM - 1):  # a compiled step is recorded before it is replayed

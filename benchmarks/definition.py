@@ -1,4 +1,4 @@
-"""Attention as it is defined, in fp32: what the benchmarks of engines and of FlashMLA's calls compare results with."""
+"""What benchmarks compare results with: attention as it is defined, in fp32, and how far off a result is."""
 
 from __future__ import annotations
 
@@ -22,4 +22,5 @@ def attended(q: torch.Tensor, keys: torch.Tensor, scale: float, sink: torch.Tens
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     """How far a result is from what it should be, relative to that one's norm."""
+    expected = expected.float()
     return float((found.float() - expected).norm() / expected.norm())
