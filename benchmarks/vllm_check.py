@@ -62,28 +62,34 @@ def check(llm: Any, model: str, lengths: Sequence[int], split: Split | None = No
     return {"compared": len(errors), "error": max(error for _, error in errors), **answers}
 
 
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+def _followed(call: Callable[..., Any], compare: Callable[..., None]) -> Callable[..., Any]:
+    """The call, and behind it `compare` of its result and its arguments, unless a graph captures it."""
+
+    def compared(*args: Any, **given: Any) -> Any:
+        result = call(*args, **given)
+        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            compare(result, *args, **given)
+        return result
+
+    return compared
+
+
+def _joined(q: Any) -> torch.Tensor:
+    return torch.cat(q, dim=-1) if isinstance(q, tuple) else q
 
 
 def _of_v3(layer: Any, errors: Errors, split: Any) -> Callable[..., Any]:
-    forward = layer.impl.forward_mqa
-
-    def compared(q: Any, cache: torch.Tensor, metadata: Any, module: Any) -> Any:
-        out, lse = forward(q, cache, metadata, module)
-        if _capturing():
-            return out, lse
-        queries = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
-        step = split.step
+    def compare(result: Any, q: Any, cache: torch.Tensor, metadata: Any, module: Any) -> None:
+        queries, step = _joined(q), split.step
         starts = step.query_start_loc_cpu[: metadata.num_decodes + 1].tolist()
         for b, (start, end) in enumerate(pairwise(starts)):
             length = int(step.seq_lens[b])
             pages = step.block_table_tensor[b, : -(-length // cache.shape[1])]
             keys = cache[pages.long()].flatten(0, 1)[:length]
-            errors.append(("absorbed", relative(out[start:end], attended(queries[start:end], keys, layer.impl.scale))))
-        return out, lse
+            expected = attended(queries[start:end], keys, layer.impl.scale)
+            errors.append(("absorbed", relative(result[0][start:end], expected)))
 
-    return compared
+    return _followed(layer.impl.forward_mqa, compare)
 
 
 def _samples(tokens: int) -> list[int]:
@@ -96,13 +102,8 @@ def _of_token(q: torch.Tensor, keys: torch.Tensor, scale: float, sink: torch.Ten
 
 
 def _of_v32(layer: Any, errors: Errors) -> Callable[..., Any]:
-    forward = layer.impl.forward_mqa
-
-    def compared(q: Any, cache: torch.Tensor, metadata: Any, module: Any) -> Any:
-        out, lse = forward(q, cache, metadata, module)
-        if _capturing():
-            return out, lse
-        queries = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+    def compare(result: Any, q: Any, cache: torch.Tensor, metadata: Any, module: Any) -> None:
+        queries = _joined(q)
         kind = "prompts and decodes" if metadata.num_decode_tokens < len(queries) else "decodes"
         for token in _samples(len(queries)):
             positions = layer.impl.topk_indices_buffer[token]
@@ -114,17 +115,13 @@ def _of_v32(layer: Any, errors: Errors) -> Callable[..., Any]:
                 keys = caches.gather(get_kv_format(kv_format), cache.view(torch.uint8), slots)
             else:
                 keys = cache[slots // cache.shape[1], slots % cache.shape[1]]
-            errors.append((kind, relative(out[token], _of_token(queries[token], keys, layer.impl.scale))))
-        return out, lse
+            errors.append((kind, relative(result[0][token], _of_token(queries[token], keys, layer.impl.scale))))
 
-    return compared
+    return _followed(layer.impl.forward_mqa, compare)
 
 
 def _of_decode(kernel: Callable[..., Any], errors: Errors) -> Callable[..., Any]:
-    def compared(**given: Any) -> Any:
-        result = kernel(**given)
-        if _capturing():
-            return result
+    def compare(result: Any, **given: Any) -> None:
         extra = given["extra_k_cache"] is not None
         pools = [("k_cache", "indices", "topk_length")]
         if extra:
@@ -138,19 +135,16 @@ def _of_decode(kernel: Callable[..., Any], errors: Errors) -> Callable[..., Any]
                 keys.append(caches.gather(V4, given[cache_name].squeeze(2), slots[slots >= 0]))
             wanted = _of_token(q[token, 0], torch.cat(keys), given["softmax_scale"], given["attn_sink"])
             errors.append((kind, relative(given["out"][token, 0], wanted)))
-        return result
 
-    return compared
+    return _followed(kernel, compare)
 
 
 def _of_prefill(kernel: Callable[..., Any], errors: Errors) -> Callable[..., Any]:
-    def compared(**given: Any) -> Any:
-        result = kernel(**given)
+    def compare(result: Any, **given: Any) -> None:
         q, kv, indices = given["q"], given["kv"].flatten(0, -2), given["indices"]
         for token in _samples(len(q)):
             chosen = indices[token, 0, : int(given["topk_length"][token])].long()
             wanted = _of_token(q[token], kv[chosen[chosen >= 0]], given["sm_scale"], given["attn_sink"])
             errors.append((f"prompts, {indices.shape[-1]} columns", relative(given["out"][token], wanted)))
-        return result
 
-    return compared
+    return _followed(kernel, compare)
