@@ -67,7 +67,6 @@ EFFORT = Effort(rounds=3, rest_s=0.02)
 BYTES_ALONE = "no GPU: bytes over the memory rate, in clocks; which is faster needs a GPU;"
 HEADER = ("tokens", "heads", "splits", "runner", "unit", "latency", "gb_per_s", "partial_tiles", "of_first")
 RUNNERS = ("stock", "stock_uniform", "ours", "general", "triton", "torch", "torch_compiled", "stream")
-WARM_BYTES = 40_000_000  # partials beyond these do not stay in an H200's L2
 
 
 class Maps(NamedTuple):
@@ -271,8 +270,7 @@ def timed(shape: Shape, names: list[str], cold: bool, device: torch.device) -> I
     found, first_us = runners(*shape, units, device), 0.0
     for name in names:
         maps, call, combines = found[name]
-        touched = moved(maps.rows, tokens, heads)
-        count = min(cold_turns(touched, device), 64) if cold or touched > WARM_BYTES else 1
+        count = min(cold_turns(moved(maps.rows, tokens, heads), device), 64) if cold else 1
         turns = [turn_of(maps.rows, tokens, heads, device) for _ in range(count)]
         call(turns[0])
         if combines and maps.tiles:
