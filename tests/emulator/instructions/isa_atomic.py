@@ -13,7 +13,6 @@ from isa_case import (
     Case,
     Custom,
     active,
-    generator,
     in_lds,
     in_memory,
     in_registers,
@@ -115,74 +114,66 @@ def returned(first: int, rows: np.ndarray, lanes: np.ndarray, text: str) -> Call
     return check
 
 
-def memory_atomic(op: str, kind: str, update: Update, swap_if_equal: bool = False) -> Callable[[str], Iterable[Case]]:
+def memory_atomic(rng: np.random.Generator, op: str, kind: str, update: Update | None) -> Iterable[Case]:
+    """Without an `update` the data are swapped in where memory holds what they are compared with."""
     space = op.split("_")[0]
-    wide = kind in ("u64", "f64")
-    size = 8 if wide else 4
-
-    def make(arch: str) -> Iterable[Case]:
-        rng = generator(op, arch)
-        for variant in range(4):
-            returns, mask = variant % 2 == 1, ALL if variant < 2 else random_mask(rng)
-            old, data, noise = drawn(rng, kind), drawn(rng, kind), words(rng, 2, 64)
-            compare = np.where(LANE % 2 == 0, old, drawn(rng, kind))
-            place = rng.permutation(64)
-            buffer = np.zeros(64, old.dtype)
-            buffer[place] = old
-            lanes = active(mask)
-            inside = np.ones(64, bool)
-            if space == "buffer":
-                inside = place < 56  # the last eight lie past the end of the resource
-            new = np.where(old == compare, data, old) if swap_if_equal else update(old, data)
-            want = buffer.copy()
-            want[place[lanes & inside]] = new[lanes & inside].astype(old.dtype)
-            words_each = size // 4
-            vgpr: dict[int | str, object] = {}
-            payload = [*pieces(data), *(pieces(compare) if swap_if_equal else [])]
-            vgpr |= rows_from(4, payload)
-            data_name = vector_name(4, len(payload))
-            result, sgpr = 12, {}
-            if space == "buffer":
-                result = 4  # the old value replaces the data
-                vgpr[0] = (place * size).astype(U)
-                sgpr = resource(buffer.ctypes.data, 56 * size, first=8)
-                text = f"{op} {data_name}, v0, s[8:11], 0 offen" + (" sc0" if returns else "")
+    size = 8 if kind in ("u64", "f64") else 4
+    for variant in range(4):
+        returns, mask = variant % 2 == 1, ALL if variant < 2 else random_mask(rng)
+        old, data, noise = drawn(rng, kind), drawn(rng, kind), words(rng, 2, 64)
+        compare = np.where(LANE % 2 == 0, old, drawn(rng, kind))
+        place = rng.permutation(64)
+        buffer = np.zeros(64, old.dtype)
+        buffer[place] = old
+        lanes = active(mask)
+        inside = np.ones(64, bool)
+        if space == "buffer":
+            inside = place < 56  # the last eight lie past the end of the resource
+        new = update(old, data) if update else np.where(old == compare, data, old)
+        want = buffer.copy()
+        want[place[lanes & inside]] = new[lanes & inside].astype(old.dtype)
+        words_each = size // 4
+        vgpr: dict[int | str, object] = {}
+        payload = [*pieces(data), *([] if update else pieces(compare))]
+        vgpr |= rows_from(4, payload)
+        data_name = vector_name(4, len(payload))
+        result, sgpr = 12, {}
+        if space == "buffer":
+            result = 4  # the old value replaces the data
+            vgpr[0] = (place * size).astype(U)
+            sgpr = resource(buffer.ctypes.data, 56 * size, first=8)
+            text = f"{op} {data_name}, v0, s[8:11], 0 offen" + (" sc0" if returns else "")
+        else:
+            vgpr |= rows_from(12, noise[:words_each])
+            target = vector_name(12, words_each) + ", " if returns else ""
+            if space == "global" and variant == 1:
+                vgpr[0], sgpr = (place * size).astype(U), {"s2": buffer.ctypes.data}
+                text = f"{op} {target}v0, {data_name}, s[2:3]"
             else:
-                vgpr |= rows_from(12, noise[:words_each])
-                target = vector_name(12, words_each) + ", " if returns else ""
-                if space == "global" and variant == 1:
-                    vgpr[0], sgpr = (place * size).astype(U), {"s2": buffer.ctypes.data}
-                    text = f"{op} {target}v0, {data_name}, s[2:3]"
-                else:
-                    vgpr[0] = (buffer.ctypes.data + place * size).astype(np.uint64)
-                    text = f"{op} {target}v[0:1], {data_name}" + (", off" if space == "global" else "")
-                text += " sc0" if returns else ""
-            checks = [in_memory(buffer, want, text)]
-            if returns:
-                checks.append(returned(result, pieces(old), lanes & inside, text))
-            yield Case([text, WAIT], all_of(checks), vgpr, sgpr, mask, memory=[("data", buffer, "rw")])
-
-    return make
+                vgpr[0] = (buffer.ctypes.data + place * size).astype(np.uint64)
+                text = f"{op} {target}v[0:1], {data_name}" + (", off" if space == "global" else "")
+            text += " sc0" if returns else ""
+        checks = [in_memory(buffer, want, text)]
+        if returns:
+            checks.append(returned(result, pieces(old), lanes & inside, text))
+        yield Case([text, WAIT], all_of(checks), vgpr, sgpr, mask, memory=[("data", buffer, "rw")])
 
 
 for space in ("global", "flat", "buffer"):
     for name, update in INTEGER.items():
         for suffix, kind in (("", "u32"), ("_x2", "u64")):
-            op = f"{space}_atomic_{name}{suffix}"
-            register(Custom(op, memory_atomic(op, kind, update)))
+            register(Custom(f"{space}_atomic_{name}{suffix}", memory_atomic, kind, update))
     for suffix, kind in (("", "u32"), ("_x2", "u64")):
-        op = f"{space}_atomic_cmpswap{suffix}"
-        register(Custom(op, memory_atomic(op, kind, lambda old, data: data, swap_if_equal=True)))
+        register(Custom(f"{space}_atomic_cmpswap{suffix}", memory_atomic, kind, None))
     for name, kind in (("add_f32", "f32"), ("add_f64", "f64"), ("min_f64", "f64"), ("max_f64", "f64")):
-        op = f"{space}_atomic_{name}"
-        register(Custom(op, memory_atomic(op, kind, REAL[name.split("_")[0]])))
+        register(Custom(f"{space}_atomic_{name}", memory_atomic, kind, REAL[name.split("_")[0]]))
     for name, kind in (("pk_add_f16", "f16"), ("pk_add_bf16", "bf16")):
         op = f"{space}_atomic_{name}"
         archs = ("gfx950",) if op == "buffer_atomic_pk_add_bf16" else ARCHS
-        register(Custom(op, memory_atomic(op, kind, PACKED[name]), archs))
+        register(Custom(op, memory_atomic, kind, PACKED[name], archs=archs))
 
 
-def accumulate(arch: str) -> Iterable[Case]:
+def accumulate(rng: np.random.Generator, op: str) -> Iterable[Case]:
     """Every lane adds to the same place: nothing is lost."""
     counter = np.array([5], U)
 
@@ -202,58 +193,48 @@ LDS_INTEGER = {"add_u": "add", "sub_u": "sub", "inc_u": "inc", "dec_u": "dec", "
 LDS_INTEGER |= {"min_i": "smin", "max_i": "smax", "and_b": "and", "or_b": "or", "xor_b": "xor"}
 
 
-def lds_atomic(op: str, kind: str, update: Update, swap_if_equal: bool = False) -> Callable[[str], Iterable[Case]]:
-    wide = kind in ("u64", "f64")
-    size = 8 if wide else 4
+def lds_atomic(rng: np.random.Generator, op: str, kind: str, update: Update | None) -> Iterable[Case]:
+    """As `memory_atomic`."""
+    size = 8 if kind in ("u64", "f64") else 4
     returns = "_rtn_" in op
+    for variant in range(2):
+        mask = ALL if variant == 0 else random_mask(rng)
+        old, data, other, noise = drawn(rng, kind), drawn(rng, kind), drawn(rng, kind), words(rng, 2, 64)
+        place, offset = rng.permutation(64), 0 if variant == 0 else 16
+        lds = np.zeros(64 + offset // size, old.dtype)
+        lds[place + offset // size] = old
+        lanes = active(mask)
+        if update:
+            new = update(old, data)
+        else:  # ds_cmpst: the first operand is compared, the second stored
+            data = np.where(LANE % 2 == 0, old, data)
+            new = np.where(old == data, other, old)
+        want = lds.copy()
+        want[place[lanes] + offset // size] = new[lanes].astype(old.dtype)
+        vgpr: dict[int | str, object] = {0: (place * size).astype(U)}
+        vgpr |= {**rows_from(4, pieces(data)), **rows_from(6, pieces(other)), **rows_from(12, noise[: size // 4])}
+        names = [vector_name(12, size // 4)] if returns else []
+        names += ["v0", vector_name(4, size // 4)] + ([] if update else [vector_name(6, size // 4)])
+        text = f"{op} {', '.join(names)}" + (f" offset:{offset}" if offset else "")
 
-    def make(arch: str) -> Iterable[Case]:
-        rng = generator(op, arch)
-        for variant in range(2):
-            mask = ALL if variant == 0 else random_mask(rng)
-            old, data, other, noise = drawn(rng, kind), drawn(rng, kind), drawn(rng, kind), words(rng, 2, 64)
-            place, offset = rng.permutation(64), 0 if variant == 0 else 16
-            lds = np.zeros(64 + offset // size, old.dtype)
-            lds[place + offset // size] = old
-            lanes = active(mask)
-            if swap_if_equal:  # ds_cmpst: the first operand is compared, the second stored
-                data = np.where(LANE % 2 == 0, old, data)
-                new = np.where(old == data, other, old)
-            else:
-                new = update(old, data)
-            want = lds.copy()
-            want[place[lanes] + offset // size] = new[lanes].astype(old.dtype)
-            vgpr: dict[int | str, object] = {0: (place * size).astype(U)}
-            vgpr |= {**rows_from(4, pieces(data)), **rows_from(6, pieces(other)), **rows_from(12, noise[: size // 4])}
-            names = [vector_name(12, size // 4)] if returns else []
-            names += ["v0", vector_name(4, size // 4)] + ([vector_name(6, size // 4)] if swap_if_equal else [])
-            text = f"{op} {', '.join(names)}" + (f" offset:{offset}" if offset else "")
-
-            kept = noise[: size // 4]
-            results = np.where(lanes, pieces(old), kept) if returns else kept
-            check = all_of([in_lds(want, text), in_registers(12, results, text)])
-            yield Case([text, "s_waitcnt lgkmcnt(0)"], check, vgpr, exec_mask=mask, lds=lds.view(np.uint8))
-
-    return make
+        kept = noise[: size // 4]
+        results = np.where(lanes, pieces(old), kept) if returns else kept
+        check = all_of([in_lds(want, text), in_registers(12, results, text)])
+        yield Case([text, "s_waitcnt lgkmcnt(0)"], check, vgpr, exec_mask=mask, lds=lds.view(np.uint8))
 
 
 for form in ("", "rtn_"):
     for name, update in LDS_INTEGER.items():
         stem, letter = name.split("_")
         for bits in (32, 64):
-            op = f"ds_{stem}_{form}{letter}{bits}"
-            register(Custom(op, lds_atomic(op, f"u{bits}", INTEGER[update])))
+            register(Custom(f"ds_{stem}_{form}{letter}{bits}", lds_atomic, f"u{bits}", INTEGER[update]))
     for stem in ("add", "min", "max"):
         for bits in (32, 64):
-            op = f"ds_{stem}_{form}f{bits}"
-            register(Custom(op, lds_atomic(op, f"f{bits}", REAL[stem])))
+            register(Custom(f"ds_{stem}_{form}f{bits}", lds_atomic, f"f{bits}", REAL[stem]))
     for bits in (32, 64):
-        op = f"ds_cmpst_{form}b{bits}"
-        register(Custom(op, lds_atomic(op, f"u{bits}", lambda old, data: data, swap_if_equal=True)))
+        register(Custom(f"ds_cmpst_{form}b{bits}", lds_atomic, f"u{bits}", None))
 for bits in (32, 64):
-    op = f"ds_wrxchg_rtn_b{bits}"
-    register(Custom(op, lds_atomic(op, f"u{bits}", INTEGER["swap"])))
+    register(Custom(f"ds_wrxchg_rtn_b{bits}", lds_atomic, f"u{bits}", INTEGER["swap"]))
 for form in ("", "rtn_"):
     for kind in ("f16", "bf16"):
-        op = f"ds_pk_add_{form}{kind}"
-        register(Custom(op, lds_atomic(op, kind, PACKED[f"pk_add_{kind}"])))
+        register(Custom(f"ds_pk_add_{form}{kind}", lds_atomic, kind, PACKED[f"pk_add_{kind}"]))

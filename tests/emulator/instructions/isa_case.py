@@ -73,16 +73,16 @@ def register(*specs: Spec) -> None:
         REGISTRY.setdefault(spec.op, []).append(spec)
 
 
-@dataclass
 class Custom:
-    """An instruction whose checks are written out: `make(arch)` gives them."""
+    """An instruction whose checks are written out: `make(rng, op, *given)` yields them."""
 
-    op: str
-    make: Callable[[str], Iterable[Case]]
-    archs: Sequence[str] = ARCHS
+    def __init__(
+        self, op: str, make: Callable[..., Iterable[Case]], *given: object, archs: Sequence[str] = ARCHS
+    ) -> None:
+        self.op, self.make, self.given, self.archs = op, make, given, archs
 
     def cases(self, arch: str) -> Iterable[Case]:
-        return self.make(arch)
+        return self.make(generator(self.op, arch), self.op, *self.given)
 
 
 def in_registers(first: int, want: np.ndarray, text: object) -> Callable[[State], None]:

@@ -6,42 +6,38 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import numpy as np
-from isa_case import ALL, Case, Custom, anything, generator, in_registers, register, words
+from isa_case import ALL, Case, Custom, anything, in_registers, register, words
 
 from mla_suite.emulator import State
 
 U = np.uint32
 
 
-def untouched(*texts: str) -> Callable[[str], Iterable[Case]]:
+def untouched(rng: np.random.Generator, op: str, *texts: str) -> Iterable[Case]:
     """Instructions that change neither registers nor the flow."""
+    x = words(rng, 64)
 
-    def make(arch: str) -> Iterable[Case]:
-        x = words(generator(*texts), 64)
+    def check(state: State) -> None:
+        np.testing.assert_array_equal(state.v[1], x)
+        assert state.s[5] == 77
 
-        def check(state: State) -> None:
-            np.testing.assert_array_equal(state.v[1], x)
-            assert state.s[5] == 77
-
-        yield Case([*texts, "v_mov_b32_e32 v1, v0", "s_mov_b32 s5, 77"], check, {0: x})
-
-    return make
+    yield Case([*texts, "v_mov_b32_e32 v1, v0", "s_mov_b32 s5, 77"], check, {0: x})
 
 
 register(
-    Custom("s_nop", untouched("s_nop 0", "s_nop 7")),
-    Custom("s_setprio", untouched("s_setprio 3")),
-    Custom("s_icache_inv", untouched("s_icache_inv")),
-    Custom("s_dcache_inv", untouched("s_dcache_inv")),
-    Custom("s_dcache_wb", untouched("s_dcache_wb")),
-    Custom("s_sleep", untouched("s_sleep 2")),
-    Custom("s_barrier", untouched("s_barrier")),
-    Custom("buffer_wbl2", untouched("buffer_wbl2 sc1", "s_waitcnt vmcnt(0)")),
-    Custom("buffer_inv", untouched("buffer_inv sc1")),
+    Custom("s_nop", untouched, "s_nop 0", "s_nop 7"),
+    Custom("s_setprio", untouched, "s_setprio 3"),
+    Custom("s_icache_inv", untouched, "s_icache_inv"),
+    Custom("s_dcache_inv", untouched, "s_dcache_inv"),
+    Custom("s_dcache_wb", untouched, "s_dcache_wb"),
+    Custom("s_sleep", untouched, "s_sleep 2"),
+    Custom("s_barrier", untouched, "s_barrier"),
+    Custom("buffer_wbl2", untouched, "buffer_wbl2 sc1", "s_waitcnt vmcnt(0)"),
+    Custom("buffer_inv", untouched, "buffer_inv sc1"),
 )
 
 
-def ends(arch: str) -> Iterable[Case]:
+def ends(rng: np.random.Generator, op: str) -> Iterable[Case]:
     def check(state: State) -> None:
         assert state.s[4] == 1
         assert state.s[5] == 0
@@ -52,29 +48,25 @@ def ends(arch: str) -> Iterable[Case]:
 register(Custom("s_endpgm", ends))
 
 
-def branch(op: str, taken_if: Callable[[bool, bool, bool], bool]) -> Callable[[str], Iterable[Case]]:
+def branch(rng: np.random.Generator, op: str, taken_if: Callable[[bool, bool, bool], bool]) -> Iterable[Case]:
     """Each of SCC, VCC and EXEC zero or not; backward branches too."""
+    for scc in (False, True):
+        for vcc in (0, 1 << 50):
+            for execs in (0, 1 << 33):
+                taken = taken_if(scc, vcc != 0, execs != 0)
 
-    def make(arch: str) -> Iterable[Case]:
-        for scc in (False, True):
-            for vcc in (0, 1 << 50):
-                for execs in (0, 1 << 33):
-                    taken = taken_if(scc, vcc != 0, execs != 0)
+                def check(state: State, taken=taken) -> None:
+                    assert state.s[4] == (1 if taken else 3)
 
-                    def check(state: State, taken=taken) -> None:
-                        assert state.s[4] == (1 if taken else 3)
+                lines = ["s_mov_b32 s4, 1", f"{op} .Lend", "s_mov_b32 s4, 3", ".Lend:"]
+                yield Case(lines, check, {}, {"vcc": vcc}, exec_mask=execs, scc=scc)
 
-                    lines = ["s_mov_b32 s4, 1", f"{op} .Lend", "s_mov_b32 s4, 3", ".Lend:"]
-                    yield Case(lines, check, {}, {"vcc": vcc}, exec_mask=execs, scc=scc)
+    def check_loop(state: State) -> None:
+        assert state.s[4] == 5
 
-        def check_loop(state: State) -> None:
-            assert state.s[4] == 5
-
-        if op == "s_cbranch_scc1":
-            lines = ["s_mov_b32 s4, 0", ".Ltop:", "s_add_u32 s4, s4, 1", "s_cmp_lt_u32 s4, 5", "s_cbranch_scc1 .Ltop"]
-            yield Case(lines, check_loop)
-
-    return make
+    if op == "s_cbranch_scc1":
+        lines = ["s_mov_b32 s4, 0", ".Ltop:", "s_add_u32 s4, s4, 1", "s_cmp_lt_u32 s4, 5", "s_cbranch_scc1 .Ltop"]
+        yield Case(lines, check_loop)
 
 
 for op, taken_if in {
@@ -86,13 +78,13 @@ for op, taken_if in {
     "s_cbranch_execz": lambda scc, vcc, execs: not execs,
     "s_cbranch_execnz": lambda scc, vcc, execs: execs,
 }.items():
-    register(Custom(op, branch(op, taken_if)))
+    register(Custom(op, branch, taken_if))
 
 
-def counters(arch: str) -> Iterable[Case]:
+def counters(rng: np.random.Generator, op: str) -> Iterable[Case]:
     """A value is readable once as few of the later operations are outstanding as its wait allows; before, its use is
     reported. vmcnt counts vector memory, lgkmcnt LDS and scalar memory; the latter returns out of order."""
-    data = words(generator("waits"), 256)
+    data = words(rng, 256)
     memory = [("data", data, "r")]
     base = {"s2": data.ctypes.data}
     lanes = np.arange(64, dtype=U) * 4
@@ -152,7 +144,7 @@ def counters(arch: str) -> Iterable[Case]:
         (["s_waitcnt vmcnt(0)", *values], copied, frozenset()),
         (late, anything, frozenset({"lds_in_flight"})),
     ):
-        yield Case([*copies, *lines, "s_waitcnt lgkmcnt(0)"], check, {0: lanes}, base, lds=words(generator("lds"), 192),
+        yield Case([*copies, *lines, "s_waitcnt lgkmcnt(0)"], check, {0: lanes}, base, lds=words(rng, 192),
                    memory=memory, findings=findings)  # fmt: skip
     # A counter that is full stalls: of 64 loads the first has returned before the last is issued.
     many = [f"global_load_dword v{4 if i == 0 else 30 + i}, v0, s[2:3]" for i in range(64)]
@@ -163,30 +155,26 @@ def counters(arch: str) -> Iterable[Case]:
 register(Custom("s_waitcnt", counters))
 
 
-def clocks(op: str) -> Callable[[str], Iterable[Case]]:
+def clocks(rng: np.random.Generator, op: str) -> Iterable[Case]:
     """Two readings: the later is not smaller."""
 
-    def make(arch: str) -> Iterable[Case]:
-        def check(state: State) -> None:
-            assert state.s64(6) >= state.s64(4)
+    def check(state: State) -> None:
+        assert state.s64(6) >= state.s64(4)
 
-        lines = [f"{op} s[4:5]", "s_waitcnt lgkmcnt(0)", "s_nop 3", f"{op} s[6:7]", "s_waitcnt lgkmcnt(0)"]
-        yield Case(lines, check)
+    lines = [f"{op} s[4:5]", "s_waitcnt lgkmcnt(0)", "s_nop 3", f"{op} s[6:7]", "s_waitcnt lgkmcnt(0)"]
+    yield Case(lines, check)
 
-        # An LDS access behind it may return first, so that one outstanding says nothing about the clock.
-        behind = ["ds_read_b32 v4, v0", "s_waitcnt lgkmcnt(1)"]
-        for later in ([], behind):
-            lines = [f"{op} s[4:5]", *later, "s_mov_b32 s6, s4"]
-            lds, findings = words(generator(op), 64), frozenset({"register_before_wait"})
-            yield Case(lines, anything, {0: 0}, lds=lds, findings=findings)
-
-    return make
+    # An LDS access behind it may return first, so that one outstanding says nothing about the clock.
+    behind = ["ds_read_b32 v4, v0", "s_waitcnt lgkmcnt(1)"]
+    for later in ([], behind):
+        lines = [f"{op} s[4:5]", *later, "s_mov_b32 s6, s4"]
+        yield Case(lines, anything, {0: 0}, lds=words(rng, 64), findings=frozenset({"register_before_wait"}))
 
 
-register(Custom("s_memtime", clocks("s_memtime")), Custom("s_memrealtime", clocks("s_memrealtime")))
+register(Custom("s_memtime", clocks), Custom("s_memrealtime", clocks))
 
 
-def mode_register(arch: str) -> Iterable[Case]:
+def mode_register(rng: np.random.Generator, op: str) -> Iterable[Case]:
     """MODE: rounding in 3:0, denormals in 7:4. Fields are read and written by offset and size."""
 
     def check(state: State) -> None:
@@ -210,7 +198,7 @@ for op in ("s_getreg_b32", "s_setreg_b32", "s_setreg_imm32_b32"):
     register(Custom(op, mode_register))
 
 
-def program_counter(arch: str) -> Iterable[Case]:
+def program_counter(rng: np.random.Generator, op: str) -> Iterable[Case]:
     """The address of the next instruction, to which compilers add distances to constants: the emulator makes these
     distances addresses, so it is 0 there."""
 

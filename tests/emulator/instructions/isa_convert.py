@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from isa_case import (
     ALL,
+    ARCHS,
     DENORMALS,
     Case,
     Custom,
     active,
-    generator,
     in_registers,
     random_mask,
     register,
@@ -123,37 +123,27 @@ def _in_floats(first: int, want: np.ndarray) -> Callable[[State], None]:
     return lambda state: np.testing.assert_array_equal(state.v[first : first + len(rows)].view(np.float32), rows)
 
 
-def from_narrow(op: str, kind: str) -> Callable[[str], Iterable[Case]]:
+def from_narrow(rng: np.random.Generator, op: str, name: str) -> Iterable[Case]:
     """One byte, which SDWA picks."""
-
-    def make(arch: str) -> Iterable[Case]:
-        rng, table = generator(op, arch), values_of(fp8_name(arch, kind))
-        codes = _codes(rng)
-        for select in ("e32", *SDWA[:4]):
-            text = f"{op}_e32 v1, v0" if select == "e32" else f"{op}_sdwa v1, v0 src0_sel:{select}"
-            shift = 0 if select == "e32" else 8 * int(select[-1])
-            want = table[codes >> U(shift) & U(255)]
-            yield Case([text], _in_floats(1, want), {0: codes})
-
-    return make
+    table, codes = values_of(name), _codes(rng)
+    for select in ("e32", *SDWA[:4]):
+        text = f"{op}_e32 v1, v0" if select == "e32" else f"{op}_sdwa v1, v0 src0_sel:{select}"
+        shift = 0 if select == "e32" else 8 * int(select[-1])
+        want = table[codes >> U(shift) & U(255)]
+        yield Case([text], _in_floats(1, want), {0: codes})
 
 
-def from_narrow_pair(op: str, kind: str) -> Callable[[str], Iterable[Case]]:
+def from_narrow_pair(rng: np.random.Generator, op: str, name: str) -> Iterable[Case]:
     """Two bytes of the half that SDWA or op_sel picks."""
-
-    def make(arch: str) -> Iterable[Case]:
-        rng, table = generator(op, arch), values_of(fp8_name(arch, kind))
-        codes = _codes(rng)
-        forms = [
-            ("_e32 v[2:3], v0", 0),
-            ("_sdwa v[2:3], v0 src0_sel:WORD_0", 0),
-            ("_sdwa v[2:3], v0 src0_sel:WORD_1", 16),
-        ]
-        for form, shift in forms:
-            want = np.stack([table[codes >> U(shift + s) & U(255)] for s in (0, 8)])
-            yield Case([op + form], _in_floats(2, want), {0: codes})
-
-    return make
+    table, codes = values_of(name), _codes(rng)
+    forms = [
+        ("_e32 v[2:3], v0", 0),
+        ("_sdwa v[2:3], v0 src0_sel:WORD_0", 0),
+        ("_sdwa v[2:3], v0 src0_sel:WORD_1", 16),
+    ]
+    for form, shift in forms:
+        want = np.stack([table[codes >> U(shift + s) & U(255)] for s in (0, 8)])
+        yield Case([op + form], _in_floats(2, want), {0: codes})
 
 
 def _in_range(rng: np.random.Generator, name: str, count: int) -> np.ndarray:
@@ -169,44 +159,41 @@ def _in_range(rng: np.random.Generator, name: str, count: int) -> np.ndarray:
     return np.clip(out, -top, top).astype(np.float32)
 
 
-def to_narrow_pair(op: str, kind: str) -> Callable[[str], Iterable[Case]]:
-    def make(arch: str) -> Iterable[Case]:
+def to_narrow_pair(rng: np.random.Generator, op: str, name: str) -> Iterable[Case]:
+    for high, mask in ((False, ALL), (True, ALL), (False, random_mask(rng))):
+        a, b, old = _in_range(rng, name, 64), _in_range(rng, name, 64), words(rng, 64)
+        pair = encode(name, a) | encode(name, b) << U(8)
+        new = (old & U(0xFFFF)) | pair << U(16) if high else (old & U(0xFFFF0000)) | pair
+        want = np.where(active(mask), new, old)
+        text = f"{op} v2, v0, v1" + (" op_sel:[0,0,1]" if high else "")
+        yield Case([text], in_registers(2, want, text), {0: a, 1: b, 2: old}, exec_mask=mask)
+    # Above the range: with FP16_OVFL (MODE bit 23) the largest value; NaN is a NaN of the format.
+    table = values_of(name)
+    top = np.nanmax(np.where(np.isinf(table), np.nan, table))
+    a = np.where(np.arange(64) % 2 == 0, top * 1.5, -top * 8).astype(np.float32)
+    b = np.full(64, np.nan, np.float32)
+
+    def check_top(state: State) -> None:
+        got = state.v[2]
+        np.testing.assert_array_equal(table[got & U(255)], np.sign(a) * top)
+        assert np.isnan(table[got >> U(8) & U(255)]).all()
+
+    yield Case([f"{op} v2, v0, v1"], check_top, {0: a, 1: b}, mode=DENORMALS | 1 << 23)
+
+    def check_open(state: State) -> None:
+        assert not np.isfinite(table[state.v[2] & U(255)]).any()  # NaN, or the format's infinity
+
+    yield Case([f"{op} v2, v0, v1"], check_open, {0: a, 1: b})
+
+
+for arch in ARCHS:
+    for kind in ("fp8", "bf8"):
         name = fp8_name(arch, kind)
-        rng = generator(op, arch)
-        for high, mask in ((False, ALL), (True, ALL), (False, random_mask(rng))):
-            a, b, old = _in_range(rng, name, 64), _in_range(rng, name, 64), words(rng, 64)
-            pair = encode(name, a) | encode(name, b) << U(8)
-            new = (old & U(0xFFFF)) | pair << U(16) if high else (old & U(0xFFFF0000)) | pair
-            want = np.where(active(mask), new, old)
-            text = f"{op} v2, v0, v1" + (" op_sel:[0,0,1]" if high else "")
-            yield Case([text], in_registers(2, want, text), {0: a, 1: b, 2: old}, exec_mask=mask)
-        # Above the range: with FP16_OVFL (MODE bit 23) the largest value; NaN is a NaN of the format.
-        table = values_of(name)
-        top = np.nanmax(np.where(np.isinf(table), np.nan, table))
-        a = np.where(np.arange(64) % 2 == 0, top * 1.5, -top * 8).astype(np.float32)
-        b = np.full(64, np.nan, np.float32)
-
-        def check_top(state: State) -> None:
-            got = state.v[2]
-            np.testing.assert_array_equal(table[got & U(255)], np.sign(a) * top)
-            assert np.isnan(table[got >> U(8) & U(255)]).all()
-
-        yield Case([f"{op} v2, v0, v1"], check_top, {0: a, 1: b}, mode=DENORMALS | 1 << 23)
-
-        def check_open(state: State) -> None:
-            assert not np.isfinite(table[state.v[2] & U(255)]).any()  # NaN, or the format's infinity
-
-        yield Case([f"{op} v2, v0, v1"], check_open, {0: a, 1: b})
-
-    return make
-
-
-for kind in ("fp8", "bf8"):
-    register(
-        Custom(f"v_cvt_f32_{kind}", from_narrow(f"v_cvt_f32_{kind}", kind)),
-        Custom(f"v_cvt_pk_f32_{kind}", from_narrow_pair(f"v_cvt_pk_f32_{kind}", kind)),
-        Custom(f"v_cvt_pk_{kind}_f32", to_narrow_pair(f"v_cvt_pk_{kind}_f32", kind)),
-    )
+        register(
+            Custom(f"v_cvt_f32_{kind}", from_narrow, name, archs=(arch,)),
+            Custom(f"v_cvt_pk_f32_{kind}", from_narrow_pair, name, archs=(arch,)),
+            Custom(f"v_cvt_pk_{kind}_f32", to_narrow_pair, name, archs=(arch,)),
+        )
 
 # CDNA4 scaled conversions: the scale is an f32 of which the exponent counts. Narrow to wide multiplies, wide to narrow
 # divides. OCP formats.
@@ -242,78 +229,65 @@ def _equal(wide: str, got: np.ndarray, want: np.ndarray) -> None:
     np.testing.assert_array_equal(np.signbit(as_real[0])[zero], np.signbit(as_real[1])[zero])
 
 
-def widen(op: str, narrow: str, wide: str, elements: int) -> Callable[[str], Iterable[Case]]:
-    def make(arch: str) -> Iterable[Case]:
-        rng = generator(op, arch)
-        bits, table = BITS[FORMATS[narrow]], values_of(FORMATS[narrow]).astype(np.float64)
-        total = elements * bits
-        registers = -(-total // 32)
-        selections = {8: 4, 16: 2}.get(total, 1)
-        for part in range(selections):
-            raw = words(rng, registers, 64)
-            scale, factor = _scales(rng)
-            whole = sum(raw[i].astype(object) << 32 * i for i in range(registers))
-            start = part * total
-            codes = np.stack([(whole >> start + e * bits & (1 << bits) - 1).astype(np.int64) for e in range(elements)])
-            with np.errstate(all="ignore"):
-                want = _pack(wide, table[codes] * factor)
-            source, target = vector_name(0, registers), vector_name(32, len(want))
-            # One byte of the register: two bits of op_sel; half of it: one.
-            select = f" op_sel:[{part & 1},{part >> 1},0]" if selections == 4 else f" op_sel:[{part},0,0]"
-            text = f"{op} {target}, {source}, v10" + (select if part else "")
+def widen(rng: np.random.Generator, op: str, narrow: str, wide: str, elements: int) -> Iterable[Case]:
+    bits, table = BITS[FORMATS[narrow]], values_of(FORMATS[narrow]).astype(np.float64)
+    total = elements * bits
+    registers = -(-total // 32)
+    selections = {8: 4, 16: 2}.get(total, 1)
+    for part in range(selections):
+        raw = words(rng, registers, 64)
+        scale, factor = _scales(rng)
+        whole = sum(raw[i].astype(object) << 32 * i for i in range(registers))
+        start = part * total
+        codes = np.stack([(whole >> start + e * bits & (1 << bits) - 1).astype(np.int64) for e in range(elements)])
+        with np.errstate(all="ignore"):
+            want = _pack(wide, table[codes] * factor)
+        source, target = vector_name(0, registers), vector_name(32, len(want))
+        # One byte of the register: two bits of op_sel; half of it: one.
+        select = f" op_sel:[{part & 1},{part >> 1},0]" if selections == 4 else f" op_sel:[{part},0,0]"
+        text = f"{op} {target}, {source}, v10" + (select if part else "")
 
-            def check(state: State, want: np.ndarray = want) -> None:
-                _equal(wide, state.v[32 : 32 + len(want)], want)
+        def check(state: State, want: np.ndarray = want) -> None:
+            _equal(wide, state.v[32 : 32 + len(want)], want)
 
-            yield Case([text], check, {**rows_from(0, raw), 10: scale})
-
-    return make
+        yield Case([text], check, {**rows_from(0, raw), 10: scale})
 
 
-def narrow_pair(op: str, narrow: str, wide: str) -> Callable[[str], Iterable[Case]]:
-    def make(arch: str) -> Iterable[Case]:
-        rng, name = generator(op, arch), FORMATS[narrow]
-        bits = BITS[name]
-        parts = 4 if bits == 4 else 2
-        for part in range(parts):
-            scale, factor = _scales(rng)
-            pair = np.stack([_in_range(rng, name, 64) for _ in range(2)]) * factor
-            if wide == "f32":
-                raw, exact = pair.astype(np.float32).view(U), pair.astype(np.float32).astype(np.float64)
-                names = "v0, v1"
-            else:
-                top = np.abs(values_of(name)[np.isfinite(values_of(name))]).max()
-                rounded = (
-                    pair.astype(np.float16) if wide == "f16" else bf16_to_f32(f32_to_bf16(pair.astype(np.float32)))
-                )
-                limit = np.minimum(top * factor, 65504 if wide == "f16" else np.inf)
-                exact = np.clip(rounded.astype(np.float64), -limit, limit)
-                raw = _pack(wide, exact)
-                names = "v0"
-            old = words(rng, 64)
-            codes = encode(name, exact / factor)
-            field = codes[0] | codes[1] << U(bits)
-            shift, mask = part * 2 * bits, (1 << 2 * bits) - 1
-            want = (old & ~U(mask << shift)) | field << U(shift)
-            if bits == 4:
-                select = f" op_sel:[0,0,{part & 1},{part >> 1}]"
-            else:
-                select = f" op_sel:[0,0,{part}]" if wide != "f32" else f" op_sel:[0,0,0,{part}]"
-            text = f"{op} v20, {names}, v10{select if part else ''}"
-            yield Case([text], in_registers(20, want, text), {**rows_from(0, raw), 10: scale, 20: old})
-
-    return make
+def narrow_pair(rng: np.random.Generator, op: str, narrow: str, wide: str) -> Iterable[Case]:
+    name = FORMATS[narrow]
+    bits = BITS[name]
+    parts = 4 if bits == 4 else 2
+    for part in range(parts):
+        scale, factor = _scales(rng)
+        pair = np.stack([_in_range(rng, name, 64) for _ in range(2)]) * factor
+        if wide == "f32":
+            raw, exact = pair.astype(np.float32).view(U), pair.astype(np.float32).astype(np.float64)
+            names = "v0, v1"
+        else:
+            top = np.abs(values_of(name)[np.isfinite(values_of(name))]).max()
+            rounded = pair.astype(np.float16) if wide == "f16" else bf16_to_f32(f32_to_bf16(pair.astype(np.float32)))
+            limit = np.minimum(top * factor, 65504 if wide == "f16" else np.inf)
+            exact = np.clip(rounded.astype(np.float64), -limit, limit)
+            raw = _pack(wide, exact)
+            names = "v0"
+        old = words(rng, 64)
+        codes = encode(name, exact / factor)
+        field = codes[0] | codes[1] << U(bits)
+        shift, mask = part * 2 * bits, (1 << 2 * bits) - 1
+        want = (old & ~U(mask << shift)) | field << U(shift)
+        if bits == 4:
+            select = f" op_sel:[0,0,{part & 1},{part >> 1}]"
+        else:
+            select = f" op_sel:[0,0,{part}]" if wide != "f32" else f" op_sel:[0,0,0,{part}]"
+        text = f"{op} v20, {names}, v10{select if part else ''}"
+        yield Case([text], in_registers(20, want, text), {**rows_from(0, raw), 10: scale, 20: old})
 
 
 for wide in ("f32", "f16", "bf16"):
     for narrow in ("fp8", "bf8", "fp4"):
-        name = f"v_cvt_scalef32_pk_{wide}_{narrow}"
-        register(Custom(name, widen(name, narrow, wide, 2), NEW))
-        name = f"v_cvt_scalef32_pk_{narrow}_{wide}"
-        register(Custom(name, narrow_pair(name, narrow, wide), NEW))
+        register(Custom(f"v_cvt_scalef32_pk_{wide}_{narrow}", widen, narrow, wide, 2, archs=NEW))
+        register(Custom(f"v_cvt_scalef32_pk_{narrow}_{wide}", narrow_pair, narrow, wide, archs=NEW))
     for narrow in ("fp6", "bf6"):
-        name = f"v_cvt_scalef32_pk32_{wide}_{narrow}"
-        register(Custom(name, widen(name, narrow, wide, 32), NEW))
+        register(Custom(f"v_cvt_scalef32_pk32_{wide}_{narrow}", widen, narrow, wide, 32, archs=NEW))
 for narrow in ("fp8", "bf8"):
-    name = f"v_cvt_scalef32_f32_{narrow}"
-    register(Custom(name, widen(name, narrow, "f32", 1), NEW))
+    register(Custom(f"v_cvt_scalef32_f32_{narrow}", widen, narrow, "f32", 1, archs=NEW))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-from isa_case import Case, Custom, active, generator, in_registers, random_mask, register, rows_from, words
+from isa_case import Case, Custom, active, in_registers, random_mask, register, rows_from, words
 from isa_vector import Vector
 
 U, L = np.uint32, np.uint64
@@ -246,22 +246,17 @@ for table in (0x00, 0x27, 0x96, 0xE8, 0xCA, 0xFE):
     )
 
 
-def bitop3_half(table: int, selects: tuple[int, int, int, int]):
+def bitop3_half(rng: np.random.Generator, op: str) -> Iterable[Case]:
     """The 16-bit form: op_sel picks the half of every source; the fourth bit, the half of the destination."""
-
-    def make(arch: str) -> Iterable[Case]:
-        rng = generator("v_bitop3_b16", table, *selects)
+    for table, selects in ((0xEC, (0, 0, 0, 0)), (0x27, (1, 0, 1, 0)), (0x96, (0, 1, 0, 1)), (0xCA, (1, 1, 1, 1))):
         raw, old, mask = words(rng, 3, 64), words(rng, 64), random_mask(rng)
         sources = [row >> U(16 * high) & U(0xFFFF) for row, high in zip(raw, selects, strict=False)]
         value = bitop3(table)(*sources) & U(0xFFFF)
         merged = old & U(0xFFFF) | value << U(16) if selects[3] else old & U(0xFFFF0000) | value
         want = np.where(active(mask), merged, old)
         chosen = f" op_sel:[{','.join(map(str, selects))}]" if any(selects) else ""
-        text = f"v_bitop3_b16 v9, v0, v1, v2 bitop3:{table:#x}{chosen}"
+        text = f"{op} v9, v0, v1, v2 bitop3:{table:#x}{chosen}"
         yield Case([text], in_registers(9, want, text), {**rows_from(0, raw), 9: old}, exec_mask=mask)
 
-    return make
 
-
-for table, selects in ((0xEC, (0, 0, 0, 0)), (0x27, (1, 0, 1, 0)), (0x96, (0, 1, 0, 1)), (0xCA, (1, 1, 1, 1))):
-    register(Custom("v_bitop3_b16", bitop3_half(table, selects), ("gfx950",)))
+register(Custom("v_bitop3_b16", bitop3_half, archs=("gfx950",)))

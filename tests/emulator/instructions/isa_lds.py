@@ -3,7 +3,7 @@ Share" and the DS instructions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 from isa_case import (
@@ -12,7 +12,6 @@ from isa_case import (
     Case,
     Custom,
     active,
-    generator,
     in_lds,
     in_registers,
     random_mask,
@@ -21,7 +20,7 @@ from isa_case import (
     vector_name,
     words,
 )
-from isa_memory import LOADS, STORES, Part, bytes_at, loaded, stored
+from isa_memory import LOADS, STORES, Part, bytes_at, loaded, stored, written
 
 U = np.uint32
 WAIT = "s_waitcnt lgkmcnt(0)"
@@ -43,157 +42,123 @@ def step_of(part: Part) -> int:
     return 4 if part.bytes == 12 else part.bytes
 
 
-def read(op: str, part: Part) -> Callable[[str], Iterable[Case]]:
-    def make(arch: str) -> Iterable[Case]:
-        rng = generator(op, arch)
+def read(rng: np.random.Generator, op: str, part: Part) -> Iterable[Case]:
+    lds = rng.integers(0, 256, 2048, dtype=np.uint8)
+    for variant in range(3):
+        mask, offset = ALL if variant == 0 else random_mask(rng), 0 if variant == 0 else 16 * variant
+        at = rng.integers(0, 1900 // step_of(part), 64) * step_of(part)
+        old = words(rng, part.registers, 64)
+        want = np.where(active(mask), loaded(part, bytes_at(lds, at + offset, part.bytes), old), old)
+        first = 0 if variant == 2 and not part.half else 4  # the destination may be the address
+        text = f"{op} {vector_name(first, part.registers)}, v0" + (f" offset:{offset}" if offset else "")
+        vgpr = {**rows_from(first, old), 0: at.astype(U)}
+        if first == 0:
+            want[0] = np.where(active(mask), want[0], at)
+        yield Case([text, WAIT], in_registers(first, want, text), vgpr, exec_mask=mask, lds=lds)
+
+
+def write(rng: np.random.Generator, op: str, part: Part) -> Iterable[Case]:
+    for variant in range(3):
         lds = rng.integers(0, 256, 2048, dtype=np.uint8)
-        for variant in range(3):
-            mask, offset = ALL if variant == 0 else random_mask(rng), 0 if variant == 0 else 16 * variant
-            at = rng.integers(0, 1900 // step_of(part), 64) * step_of(part)
-            old = words(rng, part.registers, 64)
-            want = np.where(active(mask), loaded(part, bytes_at(lds, at + offset, part.bytes), old), old)
-            first = 0 if variant == 2 and not part.half else 4  # the destination may be the address
-            text = f"{op} {vector_name(first, part.registers)}, v0" + (f" offset:{offset}" if offset else "")
-            vgpr = {**rows_from(first, old), 0: at.astype(U)}
-            if first == 0:
-                want[0] = np.where(active(mask), want[0], at)
-            yield Case([text, WAIT], in_registers(first, want, text), vgpr, exec_mask=mask, lds=lds)
-
-    return make
+        mask, offset = ALL if variant == 0 else random_mask(rng), 0 if variant == 0 else 16 * variant
+        at = rng.permutation(1900 // max(part.bytes, 4))[:64] * max(part.bytes, 4)
+        value = words(rng, part.registers, 64)
+        want = written(lds, [(at + offset, stored(part, value))], active(mask))
+        text = f"{op} v0, {vector_name(4, part.registers)}" + (f" offset:{offset}" if offset else "")
+        vgpr = {0: at.astype(U), **rows_from(4, value)}
+        yield Case([text, WAIT], in_lds(want, text), vgpr, exec_mask=mask, lds=lds)
 
 
-def written(lds: np.ndarray, pieces: list[tuple[np.ndarray, np.ndarray]], mask: int) -> np.ndarray:
-    want = lds.copy()
-    for lane in np.flatnonzero(active(mask)):
-        for at, raw in pieces:
-            want[at[lane] : at[lane] + raw.shape[1]] = raw[lane]
-    return want
-
-
-def write(op: str, part: Part) -> Callable[[str], Iterable[Case]]:
-    def make(arch: str) -> Iterable[Case]:
-        rng = generator(op, arch)
-        for variant in range(3):
-            lds = rng.integers(0, 256, 2048, dtype=np.uint8)
-            mask, offset = ALL if variant == 0 else random_mask(rng), 0 if variant == 0 else 16 * variant
-            at = rng.permutation(1900 // max(part.bytes, 4))[:64] * max(part.bytes, 4)
-            value = words(rng, part.registers, 64)
-            want = written(lds, [(at + offset, stored(part, value))], mask)
-            text = f"{op} v0, {vector_name(4, part.registers)}" + (f" offset:{offset}" if offset else "")
-            vgpr = {0: at.astype(U), **rows_from(4, value)}
-            yield Case([text, WAIT], in_lds(want, text), vgpr, exec_mask=mask, lds=lds)
-
-    return make
-
-
-def read_two(op: str, size: int, unit: int) -> Callable[[str], Iterable[Case]]:
+def read_two(rng: np.random.Generator, op: str, size: int, unit: int) -> Iterable[Case]:
     """Offsets count in elements, or in 64 elements for the st64 forms."""
-
-    def make(arch: str) -> Iterable[Case]:
-        rng = generator(op, arch)
-        lds = rng.integers(0, 256, 8192, dtype=np.uint8)
-        for first, second in ((0, 1), (3, 2), (1, 0)):
-            mask = random_mask(rng)
-            at, old = rng.integers(0, 64, 64) * size, words(rng, size // 2, 64)
-            both = [bytes_at(lds, at + o * unit, size) for o in (first, second)]
-            want = np.where(active(mask), np.concatenate(both, axis=1).view(U).T, old)
-            text = f"{op} {vector_name(4, size // 2)}, v0 offset0:{first} offset1:{second}"
-            vgpr = {0: at.astype(U), **rows_from(4, old)}
-            yield Case([text, WAIT], in_registers(4, want, text), vgpr, exec_mask=mask, lds=lds)
-
-    return make
+    lds = rng.integers(0, 256, 8192, dtype=np.uint8)
+    for first, second in ((0, 1), (3, 2), (1, 0)):
+        mask = random_mask(rng)
+        at, old = rng.integers(0, 64, 64) * size, words(rng, size // 2, 64)
+        both = [bytes_at(lds, at + o * unit, size) for o in (first, second)]
+        want = np.where(active(mask), np.concatenate(both, axis=1).view(U).T, old)
+        text = f"{op} {vector_name(4, size // 2)}, v0 offset0:{first} offset1:{second}"
+        vgpr = {0: at.astype(U), **rows_from(4, old)}
+        yield Case([text, WAIT], in_registers(4, want, text), vgpr, exec_mask=mask, lds=lds)
 
 
-def write_two(op: str, size: int, unit: int) -> Callable[[str], Iterable[Case]]:
-    def make(arch: str) -> Iterable[Case]:
-        rng = generator(op, arch)
-        for first, second in ((0, 1), (3, 2)):
-            lds, mask = rng.integers(0, 256, 8192, dtype=np.uint8), random_mask(rng)
-            # Lanes four elements apart, so that no two write the same bytes; st64 offsets lie 64 elements apart.
-            at = rng.permutation(64) * size * (1 if unit > 8 else 4)
-            value = words(rng, size // 2, 64)
-            raw = np.ascontiguousarray(value.T).view(np.uint8).reshape(64, 2 * size)
-            want = written(lds, [(at + first * unit, raw[:, :size]), (at + second * unit, raw[:, size:])], mask)
-            half = size // 4
-            names = f"{vector_name(4, half)}, {vector_name(4 + half, half)}"
-            text = f"{op} v0, {names} offset0:{first} offset1:{second}"
-            vgpr = {0: at.astype(U), **rows_from(4, value)}
-            yield Case([text, WAIT], in_lds(want, text), vgpr, exec_mask=mask, lds=lds)
-
-    return make
+def write_two(rng: np.random.Generator, op: str, size: int, unit: int) -> Iterable[Case]:
+    for first, second in ((0, 1), (3, 2)):
+        lds, mask = rng.integers(0, 256, 8192, dtype=np.uint8), random_mask(rng)
+        # Lanes four elements apart, so that no two write the same bytes; st64 offsets lie 64 elements apart.
+        at = rng.permutation(64) * size * (1 if unit > 8 else 4)
+        value = words(rng, size // 2, 64)
+        raw = np.ascontiguousarray(value.T).view(np.uint8).reshape(64, 2 * size)
+        want = written(lds, [(at + first * unit, raw[:, :size]), (at + second * unit, raw[:, size:])], active(mask))
+        half = size // 4
+        names = f"{vector_name(4, half)}, {vector_name(4 + half, half)}"
+        text = f"{op} v0, {names} offset0:{first} offset1:{second}"
+        vgpr = {0: at.astype(U), **rows_from(4, value)}
+        yield Case([text, WAIT], in_lds(want, text), vgpr, exec_mask=mask, lds=lds)
 
 
 for name, part in READS.items():
-    register(Custom(f"ds_read_{name}", read(f"ds_read_{name}", part)))
+    register(Custom(f"ds_read_{name}", read, part))
 for name, part in WRITES.items():
-    register(Custom(f"ds_write_{name}", write(f"ds_write_{name}", part)))
+    register(Custom(f"ds_write_{name}", write, part))
 for size in (4, 8):
     for stem, unit in (("2", size), ("2st64", 64 * size)):
-        op = f"ds_read{stem}_b{8 * size}"
-        register(Custom(op, read_two(op, size, unit)))
-        op = f"ds_write{stem}_b{8 * size}"
-        register(Custom(op, write_two(op, size, unit)))
+        register(Custom(f"ds_read{stem}_b{8 * size}", read_two, size, unit))
+        register(Custom(f"ds_write{stem}_b{8 * size}", write_two, size, unit))
 
 
-def transposed(op: str, bits: int, size: int) -> Callable[[str], Iterable[Case]]:
+def transposed(rng: np.random.Generator, op: str, bits: int, size: int) -> Iterable[Case]:
     """CDNA4 "LDS transpose loads": sixteen lanes name the pieces of a tile of `rows` x 16 elements, row by row; lane i
     of them receives column i, row 0 lowest."""
     elements = 8 * size // bits
-
-    def make(arch: str) -> Iterable[Case]:
-        rng = generator(op, arch)
-        lds = rng.integers(0, 256, 4096, dtype=np.uint8)
-        for scattered in (False, True):
-            pieces = rng.permutation(200)[:64] if scattered else LANE
-            at = pieces * (16 if size == 12 else size)
-            raw = bytes_at(lds, at, size)
-            fields = np.zeros((64, elements), np.int64)
-            for e in range(elements):
-                for b in range(bits):
-                    position = e * bits + b
-                    fields[:, e] |= (raw[:, position // 8].astype(np.int64) >> position % 8 & 1) << b
-            tile = fields.reshape(4, elements, 16)  # group, row, column
-            want = np.zeros((size // 4, 64), np.int64)
-            for group in range(4):
-                for row in range(elements):
-                    position = row * bits
-                    for column in range(16):
-                        value = int(tile[group, row, column]) << position % 32
-                        want[position // 32, group * 16 + column] |= value & 0xFFFFFFFF
-                        if value >> 32:
-                            want[position // 32 + 1, group * 16 + column] |= value >> 32
-            text = f"{op} {vector_name(4, size // 4)}, v0"
-            yield Case([text, WAIT], in_registers(4, want.astype(U), text), {0: at.astype(U)}, lds=lds)
-
-    return make
+    lds = rng.integers(0, 256, 4096, dtype=np.uint8)
+    for scattered in (False, True):
+        pieces = rng.permutation(200)[:64] if scattered else LANE
+        at = pieces * (16 if size == 12 else size)
+        raw = bytes_at(lds, at, size)
+        fields = np.zeros((64, elements), np.int64)
+        for e in range(elements):
+            for b in range(bits):
+                position = e * bits + b
+                fields[:, e] |= (raw[:, position // 8].astype(np.int64) >> position % 8 & 1) << b
+        tile = fields.reshape(4, elements, 16)  # group, row, column
+        want = np.zeros((size // 4, 64), np.int64)
+        for group in range(4):
+            for row in range(elements):
+                position = row * bits
+                for column in range(16):
+                    value = int(tile[group, row, column]) << position % 32
+                    want[position // 32, group * 16 + column] |= value & 0xFFFFFFFF
+                    if value >> 32:
+                        want[position // 32 + 1, group * 16 + column] |= value >> 32
+        text = f"{op} {vector_name(4, size // 4)}, v0"
+        yield Case([text, WAIT], in_registers(4, want.astype(U), text), {0: at.astype(U)}, lds=lds)
 
 
 for name, bits, size in (("b64_tr_b16", 16, 8), ("b64_tr_b8", 8, 8), ("b64_tr_b4", 4, 8), ("b96_tr_b6", 6, 12)):
-    register(Custom(f"ds_read_{name}", transposed(f"ds_read_{name}", bits, size), ("gfx950",)))
+    register(Custom(f"ds_read_{name}", transposed, bits, size, archs=("gfx950",)))
 
 
-def pull(arch: str) -> Iterable[Case]:
+def pull(rng: np.random.Generator, op: str) -> Iterable[Case]:
     """DS_BPERMUTE: lane l receives lane (address / 4) % 64; a lane without EXEC gives 0."""
-    rng = generator("ds_bpermute_b32", arch)
     for mask, offset in ((ALL, 0), (random_mask(rng), 0), (ALL, 12)):
         source, data, old = rng.integers(0, 64, 64), words(rng, 64), words(rng, 64)
         lanes, address = active(mask), (source * 4 + rng.integers(0, 4, 64) * 256).astype(U)
         taken = (source + offset // 4) % 64
         want = np.where(lanes, np.where(lanes[taken], data[taken], 0), old).astype(U)
-        text = "ds_bpermute_b32 v2, v0, v1" + (f" offset:{offset}" if offset else "")
+        text = f"{op} v2, v0, v1" + (f" offset:{offset}" if offset else "")
         yield Case([text, WAIT], in_registers(2, want, text), {0: address, 1: data, 2: old}, exec_mask=mask)
 
 
-def push(arch: str) -> Iterable[Case]:
+def push(rng: np.random.Generator, op: str) -> Iterable[Case]:
     """DS_PERMUTE: lane l sends to lane address / 4; who is sent nothing receives 0."""
-    rng = generator("ds_permute_b32", arch)
     for mask in (ALL, random_mask(rng)):
         target, data, old = rng.permutation(64), words(rng, 64), words(rng, 64)
         lanes = active(mask)
         sent = np.zeros(64, U)
         sent[target[lanes]] = data[lanes]
         want = np.where(lanes, sent, old)
-        text = "ds_permute_b32 v2, v0, v1"
+        text = f"{op} v2, v0, v1"
         vgpr = {0: (target * 4).astype(U), 1: data, 2: old}
         yield Case([text, WAIT], in_registers(2, want, text), vgpr, exec_mask=mask)
 
@@ -211,13 +176,12 @@ SWIZZLES: dict[str, np.ndarray] = {
 }
 
 
-def swizzle(arch: str) -> Iterable[Case]:
-    rng = generator("ds_swizzle_b32", arch)
+def swizzle(rng: np.random.Generator, op: str) -> Iterable[Case]:
     for pattern, source in SWIZZLES.items():
         data, old, mask = words(rng, 64), words(rng, 64), random_mask(rng)
         lanes = active(mask)
         want = np.where(lanes, np.where(lanes[source], data[source], 0), old).astype(U)
-        text = f"ds_swizzle_b32 v2, v0 offset:{pattern}"
+        text = f"{op} v2, v0 offset:{pattern}"
         yield Case([text, WAIT], in_registers(2, want, text), {0: data, 2: old}, exec_mask=mask)
 
 

@@ -265,9 +265,8 @@ for n, k in ((16, 128), (32, 64)):
             register(Matrix(op, op, n, k, left, right, NEW, tail, scaled=True, few=a != b))
 
 
-def double(arch: str) -> Iterable[Case]:
+def double(rng: np.random.Generator, op: str) -> Iterable[Case]:
     """16x16x4 f64: one element of A and B per lane; row 4 i + l / 16 of D in the i-th pair."""
-    rng = generator("f64", arch)
     for exact in (True, False):
         a, b, c = rng.standard_normal((16, 4)), rng.standard_normal((4, 16)), rng.standard_normal((16, 16))
         if exact:
@@ -288,16 +287,15 @@ def double(arch: str) -> Iterable[Case]:
                 bound = 0 if exact else 2.0**-51 * magnitude[rows[i], columns]
                 assert (np.abs(got - want[rows[i], columns]) <= bound).all()
 
-        yield Case(["v_mfma_f64_16x16x4_f64 v[8:15], v[0:1], v[2:3], v[8:15]"], check, vgpr)
+        yield Case([f"{op} v[8:15], v[0:1], v[2:3], v[8:15]"], check, vgpr)
 
 
 register(Custom("v_mfma_f64_16x16x4_f64", double))
 
 
-def partial_exec(arch: str) -> Iterable[Case]:
+def partial_exec(rng: np.random.Generator, op: str) -> Iterable[Case]:
     """Matrix instructions ignore EXEC, so one that runs under a partial EXEC is a mistake: it is reported."""
-
-    text = "v_mfma_f32_16x16x16_f16 v[0:3], v[4:5], v[6:7], 0"
+    text = f"{op} v[0:3], v[4:5], v[6:7], 0"
     yield Case([text], anything, exec_mask=ALL >> 1, findings=frozenset({"partial_exec_matrix"}))
 
 

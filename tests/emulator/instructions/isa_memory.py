@@ -14,7 +14,6 @@ from isa_case import (
     Case,
     Custom,
     active,
-    generator,
     in_lds,
     in_memory,
     in_registers,
@@ -42,8 +41,8 @@ class Part(NamedTuple):
         return max(self.bytes // 4, 1)
 
 
-Maker = Callable[[str, Part], Callable[[str], Iterable[Case]]]
-"""Makes the checks of an instruction's name and what it moves."""
+Maker = Callable[[np.random.Generator, str, Part], Iterable[Case]]
+"""Yields the checks of an instruction, by its name and what it moves."""
 
 
 LOADS = {
@@ -102,6 +101,15 @@ def stored(part: Part, registers: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(shifted.T).view(np.uint8).reshape(64, -1)[:, : part.bytes]
 
 
+def written(memory: np.ndarray, pieces: Iterable[tuple[np.ndarray, np.ndarray]], lanes: np.ndarray) -> np.ndarray:
+    """Memory after these lanes have stored their bytes: (offsets [64], bytes [64, n]) of each piece."""
+    after = memory.copy()
+    for lane in np.flatnonzero(lanes):
+        for at, raw in pieces:
+            after[at[lane] : at[lane] + raw.shape[1]] = raw[lane]
+    return after
+
+
 def offsets_of(rng: np.random.Generator, part: Part, room: int) -> np.ndarray:
     step = min(part.bytes, 4)
     return rng.permutation(room // step - 8)[:64] * step
@@ -110,74 +118,59 @@ def offsets_of(rng: np.random.Generator, part: Part, room: int) -> np.ndarray:
 WAIT = "s_waitcnt vmcnt(0) lgkmcnt(0)"
 
 
-def load(op: str, part: Part) -> Callable[[str], Iterable[Case]]:
+def load(rng: np.random.Generator, op: str, part: Part) -> Iterable[Case]:
     flat = op.startswith("flat")
-
-    def make(arch: str) -> Iterable[Case]:
-        rng = generator(op, arch)
-        data = rng.integers(0, 256, 1024 + 64, dtype=np.uint8)
-        base = data.ctypes.data
-        target = vector_name(4, part.registers)
-        for variant in range(4):
-            mask = ALL if variant == 0 else random_mask(rng)
-            offsets, old = offsets_of(rng, part, 1024), words(rng, part.registers, 64)
-            immediate = 0 if variant == 0 else int(rng.choice([4, 8, 16]))
-            tail = f" offset:{immediate}" if immediate else ""
-            sgpr: dict[int | str, int] = {}
-            if variant % 2 and not flat:  # a scalar base and a 32-bit offset per lane
-                address: object = offsets.astype(U)
-                name, sgpr = "v0, s[2:3]", {"s2": base}
-                if variant == 3:
-                    tail, immediate, sgpr = " offset:-16", 0, {"s2": base + 16}
-            else:
-                address = (base + offsets).astype(np.uint64)
-                name = "v[0:1]" if flat else "v[0:1], off"
-            want = np.where(active(mask), loaded(part, bytes_at(data, offsets + immediate, part.bytes), old), old)
-            text = f"{op} {target}, {name}{tail}"
-            vgpr = {0: address, **rows_from(4, old)}
-            memory = [("data", data, "r")]
-            yield Case([text, WAIT], in_registers(4, want, text), vgpr, sgpr, mask, memory=memory)
-
-    return make
+    data = rng.integers(0, 256, 1024 + 64, dtype=np.uint8)
+    base = data.ctypes.data
+    target = vector_name(4, part.registers)
+    for variant in range(4):
+        mask = ALL if variant == 0 else random_mask(rng)
+        offsets, old = offsets_of(rng, part, 1024), words(rng, part.registers, 64)
+        immediate = 0 if variant == 0 else int(rng.choice([4, 8, 16]))
+        tail = f" offset:{immediate}" if immediate else ""
+        sgpr: dict[int | str, int] = {}
+        if variant % 2 and not flat:  # a scalar base and a 32-bit offset per lane
+            address: object = offsets.astype(U)
+            name, sgpr = "v0, s[2:3]", {"s2": base}
+            if variant == 3:
+                tail, immediate, sgpr = " offset:-16", 0, {"s2": base + 16}
+        else:
+            address = (base + offsets).astype(np.uint64)
+            name = "v[0:1]" if flat else "v[0:1], off"
+        want = np.where(active(mask), loaded(part, bytes_at(data, offsets + immediate, part.bytes), old), old)
+        text = f"{op} {target}, {name}{tail}"
+        vgpr = {0: address, **rows_from(4, old)}
+        memory = [("data", data, "r")]
+        yield Case([text, WAIT], in_registers(4, want, text), vgpr, sgpr, mask, memory=memory)
 
 
-def store(op: str, part: Part) -> Callable[[str], Iterable[Case]]:
+def store(rng: np.random.Generator, op: str, part: Part) -> Iterable[Case]:
     flat = op.startswith("flat")
-
-    def make(arch: str) -> Iterable[Case]:
-        rng = generator(op, arch)
-        source = vector_name(4, part.registers)
-        for variant in range(3):
-            data = rng.integers(0, 256, 2048, dtype=np.uint8)
-            mask = ALL if variant == 0 else random_mask(rng)
-            step = max(part.bytes, 4)
-            offsets = rng.permutation(1024 // step)[:64] * step if part.bytes < 16 else rng.permutation(64) * step
-            value = words(rng, part.registers, 64)
-            sgpr: dict[int | str, int] = {}
-            if variant == 1 and not flat:
-                address: object = offsets.astype(U)
-                name, sgpr = f"v0, {source}, s[2:3]", {"s2": data.ctypes.data}
-            else:
-                address = (data.ctypes.data + offsets).astype(np.uint64)
-                name = f"v[0:1], {source}" + ("" if flat else ", off")
-            want, lanes = data.copy(), active(mask)
-            raw = stored(part, value)
-            for lane in np.flatnonzero(lanes):
-                want[offsets[lane] : offsets[lane] + part.bytes] = raw[lane]
-            text = f"{op} {name}"
-
-            vgpr = {0: address, **rows_from(4, value)}
-            check = in_memory(data, want, text)
-            yield Case([text, WAIT], check, vgpr, sgpr, mask, memory=[("data", data, "rw")])
-
-    return make
+    source = vector_name(4, part.registers)
+    for variant in range(3):
+        data = rng.integers(0, 256, 2048, dtype=np.uint8)
+        mask = ALL if variant == 0 else random_mask(rng)
+        step = max(part.bytes, 4)
+        offsets = rng.permutation(1024 // step)[:64] * step if part.bytes < 16 else rng.permutation(64) * step
+        value = words(rng, part.registers, 64)
+        sgpr: dict[int | str, int] = {}
+        if variant == 1 and not flat:
+            address: object = offsets.astype(U)
+            name, sgpr = f"v0, {source}, s[2:3]", {"s2": data.ctypes.data}
+        else:
+            address = (data.ctypes.data + offsets).astype(np.uint64)
+            name = f"v[0:1], {source}" + ("" if flat else ", off")
+        want = written(data, [(offsets, stored(part, value))], active(mask))
+        text = f"{op} {name}"
+        vgpr = {0: address, **rows_from(4, value)}
+        yield Case([text, WAIT], in_memory(data, want, text), vgpr, sgpr, mask, memory=[("data", data, "rw")])
 
 
 def register_forms(space: str, load: Maker, store: Maker) -> None:
     """All loads and stores of one way to address memory."""
     for verb, make, parts in (("load", load, LOADS), ("store", store, STORES)):
         for name, part in parts.items():
-            register(Custom(f"{space}_{verb}_{name}", make(f"{space}_{verb}_{name}", part)))
+            register(Custom(f"{space}_{verb}_{name}", make, part))
 
 
 register_forms("global", load, store)
@@ -225,56 +218,40 @@ def addressings(rng: np.random.Generator, part: Part, data: np.ndarray, size: in
     yield Addressing("v0, s[4:7], 0 idxen", {0: index.astype(U)}, resource(base, records, stride), at, index < records)
 
 
-def buffer_load(op: str, part: Part) -> Callable[[str], Iterable[Case]]:
+def buffer_load(rng: np.random.Generator, op: str, part: Part) -> Iterable[Case]:
     """A lane whose bytes lie past the end reads 0 and touches nothing."""
-
-    def make(arch: str) -> Iterable[Case]:
-        rng = generator(op, arch)
-        size = 480 if part.bytes < 12 else 720
-        data = rng.integers(0, 256, size, dtype=np.uint8)
-        for variant, mode in enumerate(addressings(rng, part, data, size)):
-            mask = ALL if variant != 1 else random_mask(rng)
-            old = words(rng, part.registers, 64)
-            padded = np.concatenate([data, np.zeros(8192, np.uint8)])
-            offsets = np.where(mode.offsets < size, mode.offsets, size)
-            raw = bytes_at(padded, offsets, part.bytes)  # words past the end, one by one, are zero
-            if "idxen" in mode.text:
-                raw = np.where(mode.valid[:, None], raw, 0).astype(np.uint8)
-            want = np.where(active(mask), loaded(part, raw, old), old)
-            text = f"{op} {vector_name(4, part.registers)}, {mode.text}"
-            vgpr = {**mode.vgpr, **rows_from(4, old)}
-            check = in_registers(4, want, text)
-            yield Case([text, WAIT], check, vgpr, mode.sgpr, mask, memory=[("data", data, "r")])
-
-    return make
+    size = 480 if part.bytes < 12 else 720
+    data = rng.integers(0, 256, size, dtype=np.uint8)
+    for variant, mode in enumerate(addressings(rng, part, data, size)):
+        mask = ALL if variant != 1 else random_mask(rng)
+        old = words(rng, part.registers, 64)
+        padded = np.concatenate([data, np.zeros(8192, np.uint8)])
+        offsets = np.where(mode.offsets < size, mode.offsets, size)
+        raw = bytes_at(padded, offsets, part.bytes)  # words past the end, one by one, are zero
+        if "idxen" in mode.text:
+            raw = np.where(mode.valid[:, None], raw, 0).astype(np.uint8)
+        want = np.where(active(mask), loaded(part, raw, old), old)
+        text = f"{op} {vector_name(4, part.registers)}, {mode.text}"
+        vgpr = {**mode.vgpr, **rows_from(4, old)}
+        yield Case([text, WAIT], in_registers(4, want, text), vgpr, mode.sgpr, mask, memory=[("data", data, "r")])
 
 
-def buffer_store(op: str, part: Part) -> Callable[[str], Iterable[Case]]:
+def buffer_store(rng: np.random.Generator, op: str, part: Part) -> Iterable[Case]:
     """A lane whose bytes lie past the end stores nothing."""
-
-    def make(arch: str) -> Iterable[Case]:
-        rng = generator(op, arch)
-        size = 480
-        for variant in range(3):
-            data = rng.integers(0, 256, size, dtype=np.uint8)
-            step = max(part.bytes, 4)
-            offsets = (rng.permutation(size // step + 12)[:64] * step).astype(np.int64)
-            while len(offsets) < 64:
-                offsets = np.concatenate([offsets, [size + 4096 + step * len(offsets)]])
-            mask = ALL if variant != 1 else random_mask(rng)
-            value = words(rng, part.registers, 64)
-            raw, want = stored(part, value), data.copy()
-            for lane in np.flatnonzero(active(mask)):
-                if offsets[lane] + part.bytes <= size:
-                    want[offsets[lane] : offsets[lane] + part.bytes] = raw[lane]
-            text = f"{op} {vector_name(4, part.registers)}, v0, s[8:11], 0 offen"
-            sgpr = resource(data.ctypes.data, size, first=8)
-
-            vgpr = {0: offsets.astype(U), **rows_from(4, value)}
-            check = in_memory(data, want, text)
-            yield Case([text, WAIT], check, vgpr, sgpr, mask, memory=[("data", data, "rw")])
-
-    return make
+    size = 480
+    for variant in range(3):
+        data = rng.integers(0, 256, size, dtype=np.uint8)
+        step = max(part.bytes, 4)
+        offsets = (rng.permutation(size // step + 12)[:64] * step).astype(np.int64)
+        while len(offsets) < 64:
+            offsets = np.concatenate([offsets, [size + 4096 + step * len(offsets)]])
+        mask = ALL if variant != 1 else random_mask(rng)
+        value = words(rng, part.registers, 64)
+        want = written(data, [(offsets, stored(part, value))], active(mask) & (offsets + part.bytes <= size))
+        text = f"{op} {vector_name(4, part.registers)}, v0, s[8:11], 0 offen"
+        sgpr = resource(data.ctypes.data, size, first=8)
+        vgpr = {0: offsets.astype(U), **rows_from(4, value)}
+        yield Case([text, WAIT], in_memory(data, want, text), vgpr, sgpr, mask, memory=[("data", data, "rw")])
 
 
 register_forms("buffer", buffer_load, buffer_store)
@@ -284,75 +261,65 @@ register_forms("buffer", buffer_load, buffer_store)
 DIRECT = {"ubyte": 1, "ushort": 2, "dword": 4, "dwordx3": 12, "dwordx4": 16}
 
 
-def direct(op: str, width: int) -> Callable[[str], Iterable[Case]]:
+def direct(rng: np.random.Generator, op: str, width: int) -> Iterable[Case]:
     place = max(width, 4)
+    data = rng.integers(0, 256, 4096, dtype=np.uint8)
+    for variant in range(4):
+        buffered = op.startswith("buffer")
+        mask = ALL if variant % 2 == 0 else random_mask(rng)
+        immediate = 0 if variant < 2 else 16 if width != 12 else 12
+        offsets = rng.permutation(128)[:64] * 16
+        lds = rng.integers(0, 256, 64 * place + 128, dtype=np.uint8)
+        size = 1500 if buffered else 4096
+        want, m0 = lds.copy(), 32 if width != 12 else 48
+        for lane in np.flatnonzero(active(mask)):
+            at = m0 + immediate + lane * place
+            start = offsets[lane] + immediate
+            piece = data[start : start + width] if start + width <= size else np.zeros(width, np.uint8)
+            want[at : at + place] = np.pad(piece, (0, place - width))
+        tail = f" offset:{immediate}" if immediate else ""
+        if buffered:
+            text = f"{op} v0, s[4:7], 0 offen{tail} lds"
+            sgpr = {**resource(data.ctypes.data, size), "m0": m0}
+            vgpr: dict[int | str, object] = {0: offsets.astype(U)}
+        elif variant == 1:
+            text, sgpr = f"{op} v0, s[2:3]{tail}", {"s2": data.ctypes.data, "m0": m0}
+            vgpr = {0: offsets.astype(U)}
+        else:
+            text, sgpr = f"{op} v[0:1], off{tail}", {"m0": m0}
+            vgpr = {0: (data.ctypes.data + offsets).astype(np.uint64)}
 
-    def make(arch: str) -> Iterable[Case]:
-        rng = generator(op, arch)
-        data = rng.integers(0, 256, 4096, dtype=np.uint8)
-        for variant in range(4):
-            buffered = op.startswith("buffer")
-            mask = ALL if variant % 2 == 0 else random_mask(rng)
-            immediate = 0 if variant < 2 else 16 if width != 12 else 12
-            offsets = rng.permutation(128)[:64] * 16
-            lds = rng.integers(0, 256, 64 * place + 128, dtype=np.uint8)
-            size = 1500 if buffered else 4096
-            want, m0 = lds.copy(), 32 if width != 12 else 48
-            for lane in np.flatnonzero(active(mask)):
-                at = m0 + immediate + lane * place
-                start = offsets[lane] + immediate
-                piece = data[start : start + width] if start + width <= size else np.zeros(width, np.uint8)
-                want[at : at + place] = np.pad(piece, (0, place - width))
-            tail = f" offset:{immediate}" if immediate else ""
-            if buffered:
-                text = f"{op} v0, s[4:7], 0 offen{tail} lds"
-                sgpr = {**resource(data.ctypes.data, size), "m0": m0}
-                vgpr: dict[int | str, object] = {0: offsets.astype(U)}
-            elif variant == 1:
-                text, sgpr = f"{op} v0, s[2:3]{tail}", {"s2": data.ctypes.data, "m0": m0}
-                vgpr = {0: offsets.astype(U)}
-            else:
-                text, sgpr = f"{op} v[0:1], off{tail}", {"m0": m0}
-                vgpr = {0: (data.ctypes.data + offsets).astype(np.uint64)}
-
-            check = in_lds(want, text)
-            yield Case([text, "s_waitcnt vmcnt(0)"], check, vgpr, sgpr, mask, lds=lds, memory=[("data", data, "r")])
-
-    return make
+        check = in_lds(want, text)
+        yield Case([text, "s_waitcnt vmcnt(0)"], check, vgpr, sgpr, mask, lds=lds, memory=[("data", data, "r")])
 
 
 for name, width in DIRECT.items():
     archs = ARCHS if width <= 4 else ("gfx950",)
-    register(Custom(f"global_load_lds_{name}", direct(f"global_load_lds_{name}", width), archs))
+    register(Custom(f"global_load_lds_{name}", direct, width, archs=archs))
     if name not in ("ubyte", "ushort"):
-        op = f"buffer_load_{name}"
-        register(Custom(op, direct(op, width), archs))
+        register(Custom(f"buffer_load_{name}", direct, width, archs=archs))
 
 
-def scalar_load(op: str, count: int, buffered: bool) -> Callable[[str], Iterable[Case]]:
-    def make(arch: str) -> Iterable[Case]:
-        rng = generator(op, arch)
-        data = words(rng, 64)
-        target = f"s[32:{31 + count}]" if count > 1 else "s32"
-        for base, offset, at in (("0", 0, 0), ("0x24", 0x24, 9), ("s20", 0x40, 16), ("s20 offset:0x10", 0x40, 20)):
-            if buffered:
-                text = f"{op} {target}, s[8:11], {base}"
-                words_in = 24
-                sgpr = resource(data.ctypes.data, 4 * words_in, first=8)
-                want = np.where(np.arange(at, at + count) < words_in, data[at : at + count], 0)
-            else:
-                text, sgpr = f"{op} {target}, s[8:9], {base}", {"s8": data.ctypes.data}
-                want = data[at : at + count]
+def scalar_load(rng: np.random.Generator, op: str, count: int, buffered: bool) -> Iterable[Case]:
+    data = words(rng, 64)
+    target = f"s[32:{31 + count}]" if count > 1 else "s32"
+    for base, offset, at in (("0", 0, 0), ("0x24", 0x24, 9), ("s20", 0x40, 16), ("s20 offset:0x10", 0x40, 20)):
+        if buffered:
+            text = f"{op} {target}, s[8:11], {base}"
+            words_in = 24
+            sgpr = resource(data.ctypes.data, 4 * words_in, first=8)
+            want = np.where(np.arange(at, at + count) < words_in, data[at : at + count], 0)
+        else:
+            text, sgpr = f"{op} {target}, s[8:9], {base}", {"s8": data.ctypes.data}
+            want = data[at : at + count]
 
-            def check(state: State, want=want, text=text) -> None:
-                np.testing.assert_array_equal(state.s[32 : 32 + count], want, err_msg=text)
+        def check(state: State, want=want, text=text) -> None:
+            np.testing.assert_array_equal(state.s[32 : 32 + count], want, err_msg=text)
 
-            sgpr = {**sgpr, "s20": offset}
-            yield Case([text, "s_waitcnt lgkmcnt(0)"], check, {}, sgpr, memory=[("data", data, "r")])
-
-    return make
+        sgpr = {**sgpr, "s20": offset}
+        yield Case([text, "s_waitcnt lgkmcnt(0)"], check, {}, sgpr, memory=[("data", data, "r")])
 
 
 for suffix, count in (("", 1), ("x2", 2), ("x4", 4), ("x8", 8), ("x16", 16)):
-    for stem, buffered in (("s_load_dword", False), ("s_buffer_load_dword", True)):
-        register(Custom(stem + suffix, scalar_load(stem + suffix, count, buffered)))
+    register(Custom(f"s_load_dword{suffix}", scalar_load, count, False))
+    register(Custom(f"s_buffer_load_dword{suffix}", scalar_load, count, True))

@@ -60,7 +60,6 @@ class Vector:
         adjust: Callable[[list[np.ndarray]], list[np.ndarray]] | None = None,
         exact: bool = False,
         tail: str = "",
-        immediate: int | None = None,
     ) -> None:
         sources, _, result = signature.partition("->")
         self.op, self.archs, self.formula, self.encoding = op, archs, formula, encoding
@@ -68,7 +67,7 @@ class Vector:
         self.accumulates, self.keeps_high, self.ulps = accumulates, keeps_high, ulps
         self.arithmetic, self.without, self.adjust, self.exact = arithmetic, without.split(), adjust, exact
         self.rows = rows or (6 if len(self.kinds) > 1 else 2)
-        self.tail, self.immediate = tail, immediate
+        self.tail = tail
 
     # -- building blocks -------------------------------------------------------------------------------------------
 
@@ -186,9 +185,6 @@ class Vector:
         sources = operands(rng, self.kinds, rows)
         if self.adjust:
             sources = self.adjust(sources)
-        if self.immediate is not None:
-            k, value = self.immediate
-            sources[k] = np.full_like(sources[k], value)
         if self.accumulates:
             return sources, sources[-1]
         old = words(rng, rows, 64)
