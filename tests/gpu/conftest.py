@@ -1,6 +1,6 @@
 """The GPU suite: `tox -e sm_90`, or its command alone. It ends with one table of what was asked of which operator.
 
-Everything here is about the GPU that torch finds, NVIDIA's or AMD's; without one each file is skipped.
+Everything here is about the GPU that torch finds, NVIDIA's or AMD's; without one the files named _on_gpu are skipped.
 """
 
 from __future__ import annotations
@@ -16,11 +16,35 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import decode_calls
 import gpu_summary
 
 from mla_suite.archs.sm_90 import decode_splits
 from mla_suite.archs.sm_90.costs import Estimate
 from mla_suite.core import dispatch
+
+HERE = Path(__file__).parent
+ON_CPU_AS_WELL = "test_calls_in_turn"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.path.parent == HERE and item.path.stem.endswith("_on_gpu") and ON_CPU_AS_WELL not in item.name:
+            item.add_marker(pytest.mark.skip(reason="no GPU that torch can use"))
+
+
+@pytest.fixture
+def native_decode() -> None:
+    """Skips where a plain decode has no native kernel on this GPU."""
+    decode_calls.require_kernels()
+
+
+@pytest.fixture
+def sm_90_decode() -> None:
+    """Skips where the GPU is not of sm_90, or decode has no native kernel on it."""
+    decode_calls.require_kernels("sm_90")
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,6 @@ import torch
 from mla_suite.models.absorb import absorbed, head_values
 from mla_suite.models.rope import rotate
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="no GPU that torch can use; tests/triton runs the kernels on a CPU"
-)
 GPU = torch.device("cuda")
 LENGTH = 500
 SHAPES = [(1, 128), (3, 16), (20, 5), (128, 128), (300, 32)]  # tokens, heads

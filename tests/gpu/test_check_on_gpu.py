@@ -11,7 +11,6 @@ import mla_suite
 from mla_suite.core import dispatch, register
 from mla_suite.ops.decode.samples import decode_sample
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SAMPLES = [
     pytest.param(op, sample, id=f"{op.name}-{sample.name}")
     for op in register.registry().values()

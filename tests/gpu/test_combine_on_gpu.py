@@ -14,8 +14,6 @@ from mla_suite.testing import assert_close
 DEVICE = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
-
 
 def combine(*tensors, **options):
     """Result of the native kernel, twice the same bits, in outputs that were poisoned; a skip names what is missing."""

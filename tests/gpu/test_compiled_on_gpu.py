@@ -16,10 +16,6 @@ from torch._dynamo.utils import counters
 
 from mla_suite.core.op import Sample
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(),
-    reason="no GPU that torch can use; test_registry.py and test_export.py trace on a CPU",
-)
 GPU = torch.device("cuda")
 NAMED = pytest.mark.parametrize(("name", "sample"), FIRST, ids=[name for name, _ in FIRST])
 

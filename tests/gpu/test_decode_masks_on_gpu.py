@@ -15,7 +15,7 @@ import torch
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
+pytestmark = pytest.mark.usefixtures("sm_90_decode")
 
 KINDS = (
     {},
@@ -23,11 +23,6 @@ KINDS = (
     {"kv_format": "fp8"},
     {"kv_format": "fp8", "dtype": torch.float8_e4m3fn},
 )
-
-
-@pytest.fixture(autouse=True)
-def native_kernels():
-    calls.require_kernels("sm_90")
 
 
 def drawn(draw, **mask):

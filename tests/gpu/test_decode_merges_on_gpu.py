@@ -24,7 +24,6 @@ from decode_calls import (
     decode_grid,
     hostile,
     on_cpu,
-    require_kernels,
 )
 
 import mla_suite
@@ -33,12 +32,7 @@ from mla_suite.core import dispatch
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
-
-
-@pytest.fixture(autouse=True)
-def gpu():
-    require_kernels("sm_90")
+pytestmark = pytest.mark.usefixtures("sm_90_decode")
 
 
 EXCHANGES = ("reduce_o", "exchange_p")

@@ -37,8 +37,6 @@ from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan.metadata import Plan
 from mla_suite.testing import exact_decode
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
-
 
 @pytest.fixture(autouse=True)
 def gpu(rules):

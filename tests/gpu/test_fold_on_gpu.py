@@ -21,19 +21,13 @@ from decode_calls import (
     hostile,
     kernels,
     on_cpu,
-    require_kernels,
 )
 
 import mla_suite
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
-
-
-@pytest.fixture(autouse=True)
-def gpu():
-    require_kernels("sm_90")
+pytestmark = pytest.mark.usefixtures("sm_90_decode")
 
 
 LONG = (4000, 17, 900, 2100, 64, 0, 1500, 333)

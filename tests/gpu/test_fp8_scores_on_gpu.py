@@ -10,7 +10,7 @@ import random
 
 import pytest
 import torch
-from decode_calls import FP8, LENS, PLAN, Q, here, hostile, require_kernels
+from decode_calls import FP8, LENS, PLAN, Q, here, hostile
 
 import mla_suite
 from mla_suite import testing
@@ -18,7 +18,7 @@ from mla_suite.core import dispatch
 from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.usefixtures("sm_90_decode")
 KEPT_BITS = 13  # of a term of a sum, behind the leading bit of the largest
 SHAPES = {
     "edges": dict(lens=(0, 1, 31, 32, 33, 64, 65, 500), heads=64),
@@ -73,7 +73,6 @@ def modelled(args, kwargs):
 
 def check(sample, num_sm_parts=None):
     """With `num_sm_parts` by a plan of so many parts, or 0 for those of this GPU."""
-    require_kernels("sm_90")
     args, kwargs = hostile(sample)
     if num_sm_parts is not None:
         longest = kwargs["max_seqlen_kv"] = max(args[LENS].tolist())
@@ -124,7 +123,6 @@ def test_random_problems():
 
 def test_what_is_stated_of_random_values():
     """Against exact scores: the operator's own bound, and one that is far below what fp8 weights would lose."""
-    require_kernels("sm_90")
     args, kwargs = decode_sample((2000, 700), heads=128, precision="fp8", **FP8).make(torch.device("cuda"))
     choice = dispatch.choose("decode", DECODE.backends, DECODE.problem(*args, **kwargs), here(), "cuda")
     outputs = mla_suite.decode(*args, **kwargs)
@@ -136,7 +134,6 @@ def test_what_is_stated_of_random_values():
 
 
 def test_calls_are_the_same_every_time():
-    require_kernels("sm_90")
     args, kwargs = decode_sample((1500, 33, 700), heads=128, precision="fp8", **FP8).make(torch.device("cuda"))
     first = mla_suite.decode(*args, **kwargs)
     for _ in range(20):

@@ -8,9 +8,6 @@ import pytest
 import torch
 from test_docs import PAGES, Block, blocks, run_python
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="no GPU that torch can use; test_docs.py compiles the guides' blocks for one"
-)
 FOUND = [
     (page, block) for page in PAGES for block in blocks(page) if (block.language, block.needs) == ("python", "gpu")
 ]

@@ -18,9 +18,6 @@ from torch._dynamo.utils import counters
 
 from mla_suite.core import dispatch, register
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="no GPU that torch can use; test_mla.py and test_export.py run it on a CPU"
-)
 GPU = torch.device("cuda")
 STEPS, BATCH = 4, 3
 CLOSE = dict(rtol=2**-6, atol=2**-6)  # bf16 projections round once more or less when fused

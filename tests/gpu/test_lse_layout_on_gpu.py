@@ -21,15 +21,9 @@ from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
 from mla_suite.launch import launcher
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
+pytestmark = pytest.mark.usefixtures("native_decode")
 SCALE = 576**-0.5
 OPERATORS = torch.ops.mla_suite
-
-
-@pytest.fixture(autouse=True)
-def kernels():
-    decode_calls.require_kernels()
-    torch.manual_seed(0)
 
 
 def dense(lens, heads, q_len, page=64, dtype=torch.bfloat16):

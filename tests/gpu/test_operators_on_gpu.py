@@ -10,10 +10,6 @@ from mla_suite import testing
 from mla_suite.core import register
 from mla_suite.core.op import Sample
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(),
-    reason="no GPU that torch can use; test_problems_on_cpu.py runs these checks on a CPU",
-)
 GPU = torch.device("cuda")
 
 

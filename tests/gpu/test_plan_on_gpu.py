@@ -19,8 +19,6 @@ DEVICE = torch.device("cuda")
 NUM_SM_PARTS = (1, 2, 7, 31, 62, 66, 132, 160, 161, 321, 1024)  # of a round of warps, and one more
 BATCHES = (1, 2, 31, 32, 33, 128, FEW, FEW + 1, 600, MAX_SEQUENCES)
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
-
 
 def into(made: torch.Tensor, lens: torch.Tensor, ends: torch.Tensor | None, kwargs: dict[str, int]) -> None:
     """The native kernels' words, or a skip that names what is missing."""

@@ -10,9 +10,6 @@ import torch
 
 from mla_suite.models.qkv_down_proj import MAX_TOKENS, LatentNorm, latents
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="no GPU that torch can use; tests/triton runs the kernel on a CPU"
-)
 GPU = torch.device("cuda")
 SIZES = [1536, 512, 64]
 

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decode_calls import decode_grid, native, require_kernels
+from decode_calls import decode_grid, native
 from rank_problems import SHAPES, merged, rank_calls, whole_call
 
 import mla_suite
 from mla_suite.testing import exact_decode
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
-
-
-@pytest.fixture(autouse=True)
-def gpu():
-    require_kernels()
+pytestmark = pytest.mark.usefixtures("native_decode")
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -7,21 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from decode_calls import require_kernels
 from soak_streaming import QUICK, soak
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
+pytestmark = pytest.mark.usefixtures("sm_90_decode")
 
 
 def test_alternating_calls_repeat_their_bits_beside_a_busy_stream():
-    require_kernels("sm_90")
     wrong = soak(list(QUICK), 100_000, busy=True, process=False, step=lambda name, count: None)
     assert set(wrong.values()) == {0}
 
 
 def test_long_calls_of_several_processes():
-    require_kernels("sm_90")
     program = Path(__file__).with_name("soak_processes.py")
     kinds = ["--kinds", "short,batch,sparse,extend"]
     command = [sys.executable, str(program), "--processes", "4", "--seconds", "5", *kinds]

@@ -15,7 +15,6 @@ from mla_suite.core import dispatch
 from mla_suite.launch import current_arch
 
 AS_STORED = ("bf16", "four pools")  # rows of bf16, of 576 and of 512 values
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,6 @@ from mla_suite.kv_formats import get_kv_format
 from mla_suite.launch import current_arch
 from mla_suite.testing import poison
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
 HEADS = (1, 7, 16, 64, 100, 128)
 RECORDS = {"v32": 576, "dsv4": 512, "bf16": 576}
 

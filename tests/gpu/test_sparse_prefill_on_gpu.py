@@ -11,7 +11,6 @@ from mla_suite.integrations.flash_mla import flash_mla_sparse_fwd
 from mla_suite.launch import current_arch
 from mla_suite.ops.sparse_decode import SparseDecodeArgs, max_logits
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
 KEYS = 3000
 
 

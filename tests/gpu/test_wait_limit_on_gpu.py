@@ -8,10 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from decode_calls import require_kernels
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
+pytestmark = pytest.mark.usefixtures("sm_90_decode")
 HERE = Path(__file__).parent
 WITHOUT_DECODE = """
 import torch
@@ -30,11 +28,6 @@ args, kwargs = decode_sample((700,), heads=16, num_splits=8).make(torch.device("
 torch.ops.mla_suite.decode(*args, **kwargs)
 torch.cuda.synchronize()
 """
-
-
-@pytest.fixture(autouse=True)
-def gpu():
-    require_kernels("sm_90")
 
 
 def run_with_limit(*command):
