@@ -53,6 +53,14 @@ PAIRS = {
 }
 
 
+def assert_a_rounding_apart(results, expected):
+    """Results are a rounding from what combine computes of partials that were rounded to fp32 on their way."""
+    (out, lse), (right, right_lse) = results, expected
+    step = 2.0**-7 if out.dtype == torch.bfloat16 else 2.0**-10
+    torch.testing.assert_close(out.float(), right.float(), rtol=step, atol=2.0**-14)
+    torch.testing.assert_close(lse, right_lse, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("shape", PAIRS)
 def test_pairs_within_the_rounding_bound(rules, shape, exchange):
@@ -72,16 +80,12 @@ def test_hard_scores_of_exchanged_probabilities(rules, kind):
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("shape", PAIRS)
 def test_cuts_merged_in_pairs_are_those_merged_by_combine(rules, shape, exchange):
-    """To a rounding of the result, which combine computes from partials that were rounded to fp32 on their way; a row
-    that one split does not see is the other's."""
+    """A row that one split does not see is the other's."""
     args, kwargs = decode_sample(seed=len(shape), **PAIRS[shape]).make(torch.device("cuda"))
     rules(cluster_mode=exchange)
-    out, lse = decode(args, kwargs)
+    found = decode(args, kwargs)
     rules(cluster_mode="none")
-    expected, expected_lse = decode(args, kwargs)
-    step = 2.0**-7 if out.dtype == torch.bfloat16 else 2.0**-10
-    torch.testing.assert_close(out.float(), expected.float(), rtol=step, atol=2.0**-14)
-    torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-6)
+    assert_a_rounding_apart(found, decode(args, kwargs))
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -129,9 +133,8 @@ def test_a_streaming_combine_takes_no_old_partial(monkeypatch, rules, heads, lea
     for problem in problems:
         results.append(decode(*problem))
         torch.cuda.synchronize()
-    for (out, lse), (right, right_lse) in zip(results, expected, strict=True):
-        torch.testing.assert_close(out.float(), right.float(), rtol=2.0**-7, atol=2.0**-14)
-        torch.testing.assert_close(lse, right_lse, rtol=1e-6, atol=1e-6)
+    for pair in zip(results, expected, strict=True):
+        assert_a_rounding_apart(*pair)
     for _ in range(20):
         assert_same_bits([decode(*problem) for problem in problems], results)
     assert_a_graph_repeats(problems, results)
@@ -175,15 +178,12 @@ def test_a_plan_walked_in_pairs_is_right(rules, name):
     """To the bound; to a rounding of what it is without clusters; and the same bits every time."""
     args, kwargs = planned(name)
     rules(**IN_PAIRS)
-    out, lse = decode(args, kwargs)
-    assert_right(out, lse, exact_decode(*on_cpu(args), **kwargs))
+    found = decode(args, kwargs)
+    assert_right(*found, exact_decode(*on_cpu(args), **kwargs))
     for _ in range(10):
-        assert_same_bits([decode(args, kwargs)], [(out, lse)])
+        assert_same_bits([decode(args, kwargs)], [found])
     rules(pairs=False)
-    expected, expected_lse = decode(args, kwargs)
-    step = 2.0**-7 if out.dtype == torch.bfloat16 else 2.0**-10
-    torch.testing.assert_close(out.float(), expected.float(), rtol=step, atol=2.0**-14)
-    torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-6)
+    assert_a_rounding_apart(found, decode(args, kwargs))
 
 
 def test_a_graph_with_plans_walked_in_pairs_repeats_its_bits(rules):

@@ -26,6 +26,11 @@ Fault: TypeAlias = tuple[str, str, str]
 """A header in a kernel's folder, what a fault breaks there, and what then stands in its place."""
 
 
+def without(header: str, removed: str, *, before: str = "", behind: str = "") -> Fault:
+    """A header without some text, which is found by what is before and behind it."""
+    return header, before + removed + behind, before + behind
+
+
 def compiled(source: str, to: Path, constants: Mapping[str, object], *first: Path) -> Path:
     """The program `source` of cuda_on_host with these constants; headers in the folders `first` go before all others.
 

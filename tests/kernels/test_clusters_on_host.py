@@ -9,7 +9,7 @@ of a process that another interrupts.
 from __future__ import annotations
 
 import pytest
-from kernels_on_host import HostKernel
+from kernels_on_host import HostKernel, without
 
 SPARSE, DENSE = (HostKernel(source, "sm_90/decode") for source in ("sparse_records.cpp", "dense.cpp"))
 CLUSTERS = {"share_kv": (2, 1), "share_and_reduce": (2, 2), "reduce_four": (1, 4)} | dict.fromkeys(
@@ -92,53 +92,39 @@ def test_results_of_selected_keys_are_those_of_fp64(tmp_path, name):
     SPARSE.check(tmp_path, sparse(record, mode) | STOPS, problems)
 
 
+PRODUCER, PV, QK = "producer_tma.hpp", "mainloop_pv.hpp", "mainloop_qk.hpp"
+EXCHANGE_P, REDUCE_O, REDUCE_FOUR = (f"cluster/{name}.hpp" for name in ("exchange_p", "reduce_o", "reduce_four"))
 SPARSE_FAULTS = {
     "share_kv: results over keys on their way to the peer": (
-        *("mainloop_pv.hpp", "(Cluster::sharing_rank() ^ 1)", "Cluster::sharing_rank()"),
+        *(PV, "(Cluster::sharing_rank() ^ 1)", "Cluster::sharing_rank()"),
     ),
-    "share_kv: results over results that another lane still reads": (
-        *("epilogue.hpp", "    if constexpr (PIECES == 1) __syncwarp();  // all lanes have read\n", ""),
+    "share_kv: results over results that another lane still reads": without(
+        "epilogue.hpp", "    if constexpr (PIECES == 1) __syncwarp();  // all lanes have read\n"
     ),
-    "share_and_reduce: results over keys on their way to the peer": (
-        "cluster/share_and_reduce.hpp",
-        "    pv.wait_for_readers();\n",
-        "",
+    "share_and_reduce: results over keys on their way to the peer": without(
+        "cluster/share_and_reduce.hpp", "    pv.wait_for_readers();\n"
     ),
-    "reduce_four: the neighbour's sums before they have come": (
-        "cluster/reduce_four.hpp",
-        "      mbarrier_wait(sum_full(tile / Base::CHUNK_TILES), 0);\n",
-        "",
+    "reduce_four: the neighbour's sums before they have come": without(
+        REDUCE_FOUR, "      mbarrier_wait(sum_full(tile / Base::CHUNK_TILES), 0);\n"
     ),
-    "reduce_four: results over what another lane still merges": (
-        "cluster/reduce_four.hpp",
-        "      __syncwarp();  // all lanes are done with what the buffers take the place of\n",
-        "",
+    "reduce_four: results over what another lane still merges": without(
+        REDUCE_FOUR, "      __syncwarp();  // all lanes are done with what the buffers take the place of\n"
     ),
-    "reduce_four: statistics before they have come": (
-        "cluster/reduce_four.hpp",
-        "    mbarrier_wait(neighbour_stats_full(barriers), 0);\n",
-        "",
+    "reduce_four: statistics before they have come": without(
+        REDUCE_FOUR, "    mbarrier_wait(neighbour_stats_full(barriers), 0);\n"
     ),
-    "reduce_four: an end before the neighbour has what is sent": (
-        "cluster/reduce_four.hpp",
-        "    mbarrier_wait(ClusterReduceFour::neighbour_copy_done(barriers_), 0);\n",
-        "",
+    "reduce_four: an end before the neighbour has what is sent": without(
+        REDUCE_FOUR, "    mbarrier_wait(ClusterReduceFour::neighbour_copy_done(barriers_), 0);\n"
     ),
-    "reduce_four: the columns of the neighbour": ("cluster/reduce_four.hpp", "% 2 ^ 1; }", "% 2; }"),
-    "reduce_o: results over keys that the peer multiplies": (
-        "cluster/reduce_o.hpp",
-        "      if (chunk == 0) mbarrier_wait(ClusterReduceO::peer_ring_drained(barriers_), 0);\n",
-        "",
+    "reduce_four: the columns of the neighbour": (REDUCE_FOUR, "% 2 ^ 1; }", "% 2; }"),
+    "reduce_o: results over keys that the peer multiplies": without(
+        REDUCE_O, "      if (chunk == 0) mbarrier_wait(ClusterReduceO::peer_ring_drained(barriers_), 0);\n"
     ),
-    "reduce_o: the peer's results before they have come": (
-        "cluster/reduce_o.hpp",
-        "      mbarrier_wait(o_full(tile / CHUNK_TILES), 0);\n",
-        "",
+    "reduce_o: the peer's results before they have come": without(
+        REDUCE_O, "      mbarrier_wait(o_full(tile / CHUNK_TILES), 0);\n"
     ),
     "reduce_o: the scales of the other split": (
-        "cluster/reduce_o.hpp",
-        "load_merge_scales<Traits>(shared_, 1, peer);",
-        "load_merge_scales<Traits>(shared_, 0, peer);",
+        *(REDUCE_O, "load_merge_scales<Traits>(shared_, 1, peer);", "load_merge_scales<Traits>(shared_, 0, peer);"),
     ),
     "reduce_o: queries of which a peer without keys loads none": (
         "producer.hpp",
@@ -237,13 +223,6 @@ def test_results_are_those_of_fp64(tmp_path, mode, kind):
     DENSE.check(tmp_path, KINDS[kind] | clusters(mode) | STOPS, dense_problems(mode, kind))
 
 
-def without(header, removed, before="", behind=""):
-    """A fault: a header without some text, which is found by what is before and behind it."""
-    return header, before + removed + behind, before + behind
-
-
-PRODUCER, PV, QK = "producer_tma.hpp", "mainloop_pv.hpp", "mainloop_qk.hpp"
-EXCHANGE_P, REDUCE_O, MERGE = (f"cluster/{name}.hpp" for name in ("exchange_p", "reduce_o", "pair_lse_merge"))
 DENSE_FAULTS = {
     "share_kv: keys over those that the peer multiplies": without(
         *(PRODUCER, "    this->wait_for_tma_stage(to);\n"),
@@ -326,7 +305,7 @@ DENSE_FAULTS = {
         REDUCE_O, "    mbarrier_wait(ClusterPair::scales_ready(barriers_), 0);\n"
     ),
     "reduce_o: the peer's sums before they have come": without(
-        MERGE, "  mbarrier_wait(ClusterPair::peer_stats_full(barriers), 0);\n"
+        "cluster/pair_lse_merge.hpp", "  mbarrier_wait(ClusterPair::peer_stats_full(barriers), 0);\n"
     ),
     "reduce_last: results over keys that the peer multiplies": without(
         REDUCE_O, "      if (chunk == 0) mbarrier_wait(ClusterReduceO::peer_ring_drained(barriers_), 0);\n"

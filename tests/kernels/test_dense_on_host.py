@@ -8,7 +8,7 @@ That folded splits and splits that combine folds have the same bits is shown on 
 from __future__ import annotations
 
 import pytest
-from kernels_on_host import HostKernel
+from kernels_on_host import HostKernel, without
 
 KERNEL = HostKernel("dense.cpp", "sm_90/decode")
 TYPES = {name: {"DTYPE": name} for name in ("bf16", "fp16", "fp8")}
@@ -109,138 +109,112 @@ def test_queries_in_two_tensors(tmp_path, kind, source):
     KERNEL.check(tmp_path, constants(kind, "bf16", source), problems)
 
 
-BOXES, GATHERED = ("un-rotated", "bf16", "tma"), ("un-rotated", "bf16", "cp_async")
 PLAIN, WINDOW, TREE = (f"{what} 300 33 90" for what in ("16 1 64 1 1 plain", "4 4 64 1 1 window40", "4 4 64 1 1 tree"))
-UNROTATED_FAULTS = {
-    "turned the other way": (BOXES, "rotate_rope.hpp", "as_float(sin[2 * i + e]));", "-as_float(sin[2 * i + e]));"),
-    "keys taken twice": (BOXES, "rotate_rope.hpp", "+ lane / 8 % 2 * 4", "+ lane / 8 % 2 * 3"),
-    "rotated before they arrive": (
-        *(BOXES, "rotate_rope.hpp"),
-        *("    mbarrier_wait(barriers_.rope_full(kv_.stage), kv_.parity);\n", ""),
-    ),
-    "the table read past the tile": (BOXES, "producer.hpp", "min(end - first, BLOCK_N) * Traits", "BLOCK_N * Traits"),
-    "a stage overwritten": (BOXES, "producer.hpp", "    mbarrier_wait(stage.empty, stage.parity ^ 1);\n", ""),
-    "a stage published early": (BOXES, "traits.hpp", "? 1 + ROTATORS : 128", "? 1 : 128"),
-    "halves exchanged": (BOXES, "rotate_rope.hpp", "st_shared_v2(high, quad.high)", "st_shared_v2(high, quad.low)"),
-    "nobody says that keys arrived": (
-        *(GATHERED, "producer_cp_async.hpp"),
-        *("      cp_async_mbarrier_arrive(barriers_.rope_full(kv.stage));\n", ""),
-    ),
-    "NaN before the window": (
-        *(BOXES, "mainloop_qk.hpp"),
-        *("        clear_values(kv_.stage, 0, tile_.first_key - first);\n", ""),
-    ),
-    "siblings seen": (BOXES, "query_rows.hpp", "return tree_bits(", "return ~0u; tree_bits("),
-    "other positions": (GATHERED, "producer.hpp", "static_cast<int64_t>(first) * Traits", "0 * Traits"),
+QK, PV, FOLD, ROTATE = "mainloop_qk.hpp", "mainloop_pv.hpp", "fold.hpp", "rotate_rope.hpp"
+PRODUCER, CP_ASYNC, FP8 = "producer.hpp", "producer_cp_async.hpp", "producer_fp8.hpp"
+FAULTS_OF = {
+    ("un-rotated", "bf16", "tma"): {
+        "turned the other way": (ROTATE, "as_float(sin[2 * i + e]));", "-as_float(sin[2 * i + e]));"),
+        "keys taken twice": (ROTATE, "+ lane / 8 % 2 * 4", "+ lane / 8 % 2 * 3"),
+        "rotated before they arrive": without(
+            ROTATE, "    mbarrier_wait(barriers_.rope_full(kv_.stage), kv_.parity);\n"
+        ),
+        "the table read past the tile": (PRODUCER, "min(end - first, BLOCK_N) * Traits", "BLOCK_N * Traits"),
+        "a stage overwritten": without(PRODUCER, "    mbarrier_wait(stage.empty, stage.parity ^ 1);\n"),
+        "a stage published early": ("traits.hpp", "? 1 + ROTATORS : 128", "? 1 : 128"),
+        "halves exchanged": (ROTATE, "st_shared_v2(high, quad.high)", "st_shared_v2(high, quad.low)"),
+        "NaN before the window": without(QK, "        clear_values(kv_.stage, 0, tile_.first_key - first);\n"),
+        "siblings seen": ("query_rows.hpp", "return tree_bits(", "return ~0u; tree_bits("),
+    },
+    ("un-rotated", "bf16", "cp_async"): {
+        "nobody says that keys arrived": without(
+            CP_ASYNC, "      cp_async_mbarrier_arrive(barriers_.rope_full(kv.stage));\n"
+        ),
+        "other positions": (PRODUCER, "static_cast<int64_t>(first) * Traits", "0 * Traits"),
+    },
+    (160, "bf16", "tma"): {
+        "a block of the map twice": (
+            *("prologue_prefetch.hpp", "WHOLE_BLOCKS ? 0 : block * 64", "WHOLE_BLOCKS ? 0 : 0"),
+        ),
+        "columns of the other warpgroup": (
+            "cluster/none.hpp",
+            "return group * Traits::WARPGROUP_COLUMNS",
+            "return group * 2 * Traits::WARPGROUP_COLUMNS",
+        ),
+        "queries of half a row": ("q_operand.hpp", "HALF = 2 * Traits::Q_BOXES;", "HALF = Traits::Q_STEPS / 2;"),
+        "narrow values behind the last key stay": (
+            *(QK, "      clear_values(stage_multiplied_last(), tile_.end_key - first, BLOCK_N);\n", "      ;\n"),
+        ),
+        "buffers in a stage": (
+            *("traits.hpp", "<= STAGE_BYTES ? 0 : 8 * OUT_BUFFER_BYTES;", "<= STAGE_BYTES ? 0 : 0;"),
+        ),
+    },
+    (160, "bf16", "cp_async"): {"the next row copied": (CP_ASYNC, "valid && in_row(c)", "valid")},
+    (160, "fp8", "fp8"): {
+        "the next query converted": (FP8, "half == 1 ? Traits::LAST_Q_BOXES", "half == 1 ? Traits::Q_BOXES"),
+        "a raw stage too many": (FP8, "copied_ - converted_ < AHEAD", "copied_ - converted_ <= AHEAD"),
+    },
+    ("scaled", "bf16", "fp8"): {
+        "not scaled": ("scaled_queries.hpp", "min(max(127 + 14 - exponent, -112), 112);", "0;"),
+        "the largest of half a row": without("scaled_queries.hpp", "size = max(size, __shfl_xor_sync(~0u, size, 2));"),
+        "the wrong row": ("scaled_queries.hpp", "+ half * 512 +", "+ half * 256 +"),
+        "the other row's scale": ("qk_rows.hpp", "? row_scale_[half] : scale_", "? row_scale_[0] : scale_"),
+        "not scaled back": (QK, "(scale_ * inverse_power(power[half]))", "(scale_)"),
+    },
+    ("folded", "bf16", "tma"): {
+        "the last split lost": (PV, "      if (!goes_on) {\n", "      if (goes_on) {\n"),
+        "a state divided": without(QK, "        inverse[0] = inverse[1] = 1.0f;\n"),
+        "another sequence's split": (
+            "tile_scheduler.hpp",
+            "words.x) != tile_.sequence || warp_uniform(words.y) != tile_.end_key) break;",
+            "words.x) == -2) break;",
+        ),
+        "combine not told": without("producer_tma.hpp", "if constexpr (Traits::FOLDS) scheduler.tell_combine();"),
+        "never begun": (PV, "        sum.begin(o_, factors);", "        sum.add(o_, factors);"),
+        "a split not scaled": (FOLD, "factors.of_split[i / 2]);", "1.0f);"),
+        "the sum so far not scaled": (FOLD, "factors.before[i / 2], four[i]);", "1.0f, four[i]);"),
+        "one split's denominator for all": without(FOLD, "      inverse[half] = fold.scale();\n"),
+        "two warpgroups' sums in one place": (FOLD, "(block(params) * 2 + group)", "(block(params) * 2)"),
+        "two warpgroups' sums in one shared place": (
+            *(FOLD, "(group * 128 + warpgroup_thread()) * 16", "warpgroup_thread() * 16"),
+        ),
+        "a sink in every split": without(
+            QK, "if (tile_.partial_row < 0 && params_.attn_sink != nullptr) return tile_.keys();"
+        ),
+        "a tile that is not in shared memory": (FOLD, "tile >= SHARED_TILES", "tile > SHARED_TILES"),
+        "O not cleared": (
+            PV,
+            "i < VALUES; ++i) o_[0][i] = o_[LAST_PRODUCT][i] = 0.0f;\n      command = next_command();\n",
+            "i < 1; ++i) o_[0][i] = o_[LAST_PRODUCT][i] = 0.0f;\n      command = next_command();\n",
+        ),
+    },
+    ("plain", "bf16", "tma"): {
+        "a rope part of the latent part's map": (
+            PRODUCER,
+            "latent ? params_.q_map : params_.q_rope_map",
+            "params_.q_map",
+        ),
+        "rope blocks counted behind the latent ones": (PRODUCER, "latent ? block : block - LATENT_BLOCKS", "block"),
+        "boxes over each other": (PRODUCER, "++block, to += Traits::q_box_bytes(params_)", "++block"),
+        "each block from its token's first head": (
+            *(PRODUCER, "head = heads.head(first_row(), in_sequence);", "head = 0;"),
+        ),
+    },
+    ("scores", "fp8", "fp8_scores"): {
+        "half of a row's queries twice": (
+            *("q_as_stored.hpp", "&steps_[4 * (half * HALF_STEPS + k)]", "&steps_[4 * k]"),
+        ),
+        "pieces of one side": ("q_as_stored.hpp", "row * PITCH + side * 16;", "row * PITCH;"),
+        "blocks of 16-bit keys": (
+            *("q_as_stored.hpp", "k / 2 * Traits::RAW_BLOCK_BYTES", "k / 4 * Traits::RAW_BLOCK_BYTES"),
+        ),
+        "values in another order": (FP8, "((part ^ key / 2 % 4) << 4)", "(part << 4)"),
+        "a stage copied while scores are made of it": (*("kernel.hpp", "Traits::SCORES_AS_STORED ? 256 : 128", "128"),),
+        "scores of the stage before": (QK, "SCORES_AS_STORED) raw_.next();", "SCORES_AS_STORED) ;"),
+        "values behind the last key stay": without(FP8, "if (count < BLOCK_N) clear_absent(count, to);"),
+    },
 }
-BF16, COPIED, FP8 = ((160, *of) for of in (("bf16", "tma"), ("bf16", "cp_async"), ("fp8", "fp8")))
-NARROW_FAULTS = {
-    "a block of the map twice": (
-        BF16,
-        "prologue_prefetch.hpp",
-        "WHOLE_BLOCKS ? 0 : block * 64",
-        "WHOLE_BLOCKS ? 0 : 0",
-    ),
-    "columns of the other warpgroup": (
-        *(BF16, "cluster/none.hpp"),
-        *("return group * Traits::WARPGROUP_COLUMNS", "return group * 2 * Traits::WARPGROUP_COLUMNS"),
-    ),
-    "queries of half a row": (BF16, "q_operand.hpp", "HALF = 2 * Traits::Q_BOXES;", "HALF = Traits::Q_STEPS / 2;"),
-    "narrow values behind the last key stay": (
-        *(BF16, "mainloop_qk.hpp"),
-        *("      clear_values(stage_multiplied_last(), tile_.end_key - first, BLOCK_N);\n", "      ;\n"),
-    ),
-    "buffers in a stage": (BF16, "traits.hpp", "<= STAGE_BYTES ? 0 : 8 * OUT_BUFFER_BYTES;", "<= STAGE_BYTES ? 0 : 0;"),
-    "the next row copied": (COPIED, "producer_cp_async.hpp", "valid && in_row(c)", "valid"),
-    "the next query converted": (
-        *(FP8, "producer_fp8.hpp"),
-        *("half == 1 ? Traits::LAST_Q_BOXES", "half == 1 ? Traits::Q_BOXES"),
-    ),
-    "a raw stage too many": (FP8, "producer_fp8.hpp", "copied_ - converted_ < AHEAD", "copied_ - converted_ <= AHEAD"),
-}
-SCALED = "scaled", "bf16", "fp8"
-SCALED_FAULTS = {
-    "not scaled": (SCALED, "scaled_queries.hpp", "min(max(127 + 14 - exponent, -112), 112);", "0;"),
-    "the largest of half a row": (
-        *(SCALED, "scaled_queries.hpp"),
-        *("size = max(size, __shfl_xor_sync(~0u, size, 2));", ""),
-    ),
-    "the wrong row": (SCALED, "scaled_queries.hpp", "+ half * 512 +", "+ half * 256 +"),
-    "the other row's scale": (SCALED, "qk_rows.hpp", "? row_scale_[half] : scale_", "? row_scale_[0] : scale_"),
-    "not scaled back": (SCALED, "mainloop_qk.hpp", "(scale_ * inverse_power(power[half]))", "(scale_)"),
-}
-FOLDED = "folded", "bf16", "tma"
-FOLD_FAULTS = {
-    "the last split lost": (FOLDED, "mainloop_pv.hpp", "      if (!goes_on) {\n", "      if (goes_on) {\n"),
-    "a state divided": (FOLDED, "mainloop_qk.hpp", "        inverse[0] = inverse[1] = 1.0f;\n", ""),
-    "another sequence's split": (
-        *(FOLDED, "tile_scheduler.hpp"),
-        *("words.x) != tile_.sequence || warp_uniform(words.y) != tile_.end_key) break;", "words.x) == -2) break;"),
-    ),
-    "combine not told": (FOLDED, "producer_tma.hpp", "if constexpr (Traits::FOLDS) scheduler.tell_combine();", ""),
-    "never begun": (FOLDED, "mainloop_pv.hpp", "        sum.begin(o_, factors);", "        sum.add(o_, factors);"),
-    "a split not scaled": (FOLDED, "fold.hpp", "factors.of_split[i / 2]);", "1.0f);"),
-    "the sum so far not scaled": (FOLDED, "fold.hpp", "factors.before[i / 2], four[i]);", "1.0f, four[i]);"),
-    "one split's denominator for all": (FOLDED, "fold.hpp", "      inverse[half] = fold.scale();\n", ""),
-    "two warpgroups' sums in one place": (FOLDED, "fold.hpp", "(block(params) * 2 + group)", "(block(params) * 2)"),
-    "two warpgroups' sums in one shared place": (
-        *(FOLDED, "fold.hpp"),
-        *("(group * 128 + warpgroup_thread()) * 16", "warpgroup_thread() * 16"),
-    ),
-    "a sink in every split": (
-        FOLDED,
-        "mainloop_qk.hpp",
-        "if (tile_.partial_row < 0 && params_.attn_sink != nullptr) return tile_.keys();",
-        "",
-    ),
-    "a tile that is not in shared memory": (FOLDED, "fold.hpp", "tile >= SHARED_TILES", "tile > SHARED_TILES"),
-    "O not cleared": (
-        *(FOLDED, "mainloop_pv.hpp"),
-        "i < VALUES; ++i) o_[0][i] = o_[LAST_PRODUCT][i] = 0.0f;\n      command = next_command();\n",
-        "i < 1; ++i) o_[0][i] = o_[LAST_PRODUCT][i] = 0.0f;\n      command = next_command();\n",
-    ),
-}
-PLAIN_BOXES = "plain", "bf16", "tma"
-PARTS_FAULTS = {
-    "a rope part of the latent part's map": (
-        *(PLAIN_BOXES, "producer.hpp"),
-        *("latent ? params_.q_map : params_.q_rope_map", "params_.q_map"),
-    ),
-    "rope blocks counted behind the latent ones": (
-        *(PLAIN_BOXES, "producer.hpp", "latent ? block : block - LATENT_BLOCKS", "block"),
-    ),
-    "boxes over each other": (PLAIN_BOXES, "producer.hpp", "++block, to += Traits::q_box_bytes(params_)", "++block"),
-    "each block from its token's first head": (
-        *(PLAIN_BOXES, "producer.hpp", "head = heads.head(first_row(), in_sequence);", "head = 0;"),
-    ),
-}
-AS_STORED = "scores", "fp8", "fp8_scores"
-SCORE_FAULTS = {
-    "half of a row's queries twice": (
-        *(AS_STORED, "q_as_stored.hpp"),
-        *("&steps_[4 * (half * HALF_STEPS + k)]", "&steps_[4 * k]"),
-    ),
-    "pieces of one side": (AS_STORED, "q_as_stored.hpp", "row * PITCH + side * 16;", "row * PITCH;"),
-    "blocks of 16-bit keys": (
-        *(AS_STORED, "q_as_stored.hpp"),
-        *("k / 2 * Traits::RAW_BLOCK_BYTES", "k / 4 * Traits::RAW_BLOCK_BYTES"),
-    ),
-    "values in another order": (AS_STORED, "producer_fp8.hpp", "((part ^ key / 2 % 4) << 4)", "(part << 4)"),
-    "a stage copied while scores are made of it": (
-        *(AS_STORED, "kernel.hpp"),
-        *("Traits::SCORES_AS_STORED ? 256 : 128", "128"),
-    ),
-    "scores of the stage before": (
-        AS_STORED,
-        "mainloop_qk.hpp",
-        "SCORES_AS_STORED) raw_.next();",
-        "SCORES_AS_STORED) ;",
-    ),
-    "values behind the last key stay": (
-        *(AS_STORED, "producer_fp8.hpp"),
-        *("if (count < BLOCK_N) clear_absent(count, to);", ""),
-    ),
-}
+"""Faults by the instance that shows them."""
 SHOWN_BY = {
     "plain": IN_PARTS[:2],
     "un-rotated": [PLAIN],
@@ -250,7 +224,7 @@ SHOWN_BY = {
     "scores": ["64 1 64 1 1 plain 300 90", "64 1 32 1 2 planned 700 40 330"],
 }
 MASKED = {"NaN before the window": [WINDOW], "siblings seen": [TREE]}
-FAULTS = UNROTATED_FAULTS | NARROW_FAULTS | SCALED_FAULTS | FOLD_FAULTS | PARTS_FAULTS | SCORE_FAULTS
+FAULTS = {name: (instance, *fault) for instance, faults in FAULTS_OF.items() for name, fault in faults.items()}
 PLANTED = (
     *("rotated before they arrive", "not scaled", "a split not scaled", "boxes over each other"),
     "half of a row's queries twice",

@@ -13,6 +13,7 @@ import shutil
 import pytest
 import torch
 from bench_flashmla import DENSE
+from kernels_on_host import without
 from plan_on_host import SM_90, SM_PARTS, Problem, compiled, definition, drawn, words_of_kernels
 from planted import each_of, plant
 
@@ -112,120 +113,79 @@ def test_windows(program):
             check(program, [Problem(lens, 128, 33, queries, **split, window_left=window)])
 
 
+PLAN, DEALING = "common/plan.hpp", "common/plan_dealing.hpp"
+DIFFER, UNWRITTEN, NOTHING = "words differ", "has not written", "an address of nothing"
+NO_BARRIER = "nobody has written|no barrier"
+RACE = "nobody has written|words differ|two threads|no barrier"
 FAULTS = {
     "keys counted from the window's first": (
-        "plan_prefix_sum.hpp",
-        "window_origin(first_key(",
-        "(first_key(",
-        "words differ",
+        *("common/plan_prefix_sum.hpp", "window_origin(first_key(", "(first_key(", DIFFER),
     ),
     "a window without its query tokens": (
-        "visibility.hpp",
-        "const int earlier = kv_len - q_len;",
-        "const int earlier = kv_len;",
-        "words differ",
+        *("common/visibility.hpp", "const int earlier = kv_len - q_len;", "const int earlier = kv_len;", DIFFER),
     ),
     "no barrier after prices": (
-        "plan.hpp",
-        "if (lane == 0) prices[wave] = own;\n    block_sync();",
-        "if (lane == 0) prices[wave] = own;",
-        "nobody has written|no barrier",
+        *without(PLAN, "\n    block_sync();", before="if (lane == 0) prices[wave] = own;"),
+        NO_BARRIER,
     ),
     "no barrier before turns": (
-        "plan_dealing.hpp",
-        "d.longest_first[place] = left;\n    block_sync();",
-        "d.longest_first[place] = left;",
-        "nobody has written|no barrier",
+        *without(DEALING, "\n    block_sync();", before="d.longest_first[place] = left;"),
+        NO_BARRIER,
     ),
     "no barrier before bins' work tiles are read": (
-        "plan_dealing.hpp",
-        "d.first_tile[own] = own * whole + more;\n    block_sync();",
-        "d.first_tile[own] = own * whole + more;",
-        "nobody has written|no barrier",
+        *without(DEALING, "\n    block_sync();", before="d.first_tile[own] = own * whole + more;"),
+        NO_BARRIER,
     ),
     "a barrier of some threads": (
-        "plan_dealing.hpp",
-        "keys[own] = key;\n      block_sync();",
-        "keys[own] = key;\n      if (own < count) block_sync();",
+        *(DEALING, "keys[own] = key;\n      block_sync();", "keys[own] = key;\n      if (own < count) block_sync();"),
         "another barrier|missing from|nobody has written",
     ),
     "an exchange of one lane": (
-        "plan.hpp",
+        PLAN,
         "if (wave > 0) return;\n    const bool exists",
         "if (thread_id() > 0) return;\n    const bool exists",
         "missing from",
     ),
     "the next lane but one": (
-        "plan.hpp",
-        "from_lane_of(point, lane + 1)",
-        "from_lane_of(point, lane + 2)",
-        "words differ|undefined",
+        *(PLAN, "from_lane_of(point, lane + 1)", "from_lane_of(point, lane + 2)", "words differ|undefined"),
     ),
     "this lane for the one before": (
-        "plan.hpp",
-        "from_lane_of(point, lane - 1)",
-        "from_lane_of(point, lane)",
+        *(PLAN, "from_lane_of(point, lane - 1)", "from_lane_of(point, lane)"),
         "words differ|written|address|undefined",
     ),
-    "a work tile too many": (
-        "plan_dealing.hpp",
-        "i < p.work_tile_capacity",
-        "i <= p.work_tile_capacity",
-        "an address of nothing",
-    ),
-    "a group too few": (
-        "plan_dealing.hpp",
-        "from < count && own < most",
-        "from + group < count && own < most",
-        "nobody has written|words differ|two threads|no barrier",
-    ),
+    "a work tile too many": (DEALING, "i < p.work_tile_capacity", "i <= p.work_tile_capacity", NOTHING),
+    "a group too few": (DEALING, "from < count && own < most", "from + group < count && own < most", RACE),
     "a thread without a bin before one with": (
-        "plan_dealing.hpp",
-        "bin.blocks += d.longest_first[first];",
-        "",
-        "nobody has written|words differ|two threads|no barrier",
+        *without(DEALING, "bin.blocks += d.longest_first[first];"),
+        RACE,
     ),
     "a chunk that is given up too early": (
-        "plan_dealing.hpp",
-        "of_bins * p.num_sm_parts >",
-        "2 * of_bins * p.num_sm_parts >",
-        "words differ",
+        *(DEALING, "of_bins * p.num_sm_parts >", "2 * of_bins * p.num_sm_parts >", DIFFER),
     ),
-    "a part too few": (
-        "plan_dealing.hpp",
-        "part <= p.num_sm_parts",
-        "part < p.num_sm_parts",
-        "has not written",
-    ),
-    "no last row": (
-        "plan_dealing.hpp",
-        "p.plan[p.split_indptr + p.batch] = sizes.partial_rows;",
-        "",
-        "has not written",
-    ),
+    "a part too few": (DEALING, "part <= p.num_sm_parts", "part < p.num_sm_parts", UNWRITTEN),
+    "no last row": (*without(DEALING, "p.plan[p.split_indptr + p.batch] = sizes.partial_rows;"), UNWRITTEN),
     "no wait for prices": (
-        "plan.hpp",
-        "p.dealt > 0, p, s.costs);\n    Wave::wait_for_producer();",
-        "p.dealt > 0, p, s.costs);",
+        *without(PLAN, "\n    Wave::wait_for_producer();", before="p.dealt > 0, p, s.costs);"),
         "before griddep_wait",
     ),
     "equal bins at one place": (
-        "plan_dealing.hpp",
+        DEALING,
         "from + group <= own ? first + group :",
         "from + group <= own ? first :",
-        "nobody has written|words differ|two threads|no barrier",
+        RACE,
     ),
 }
+"""A source, what is broken there and what then stands in its place, and what a run may end with."""
 
 
-@each_of(FAULTS, "no barrier before turns", place=lambda file, right, *_: (f"common/{file}", right))
+@each_of(FAULTS, "no barrier before turns", place=lambda file, right, *_: (file, right))
 def test_a_planted_fault_is_found(tmp_path, program, name):
     file, right, broken, expected = FAULTS[name]
     sources = tmp_path / "csrc"
     for folder in ("common", "sm_90/plan"):
         shutil.copytree(CSRC / folder, sources / folder)
     shutil.copy(CSRC / "sm_90" / "wave.hpp", sources / "sm_90")
-    plant(sources / "common" / file, right, broken)
+    plant(sources / file, right, broken)
     draw = random.Random(5)
     problems = [drawn(draw, 100) for _ in range(20)]
     plans = [definition(problem) for problem in problems]
