@@ -1,18 +1,15 @@
 """Compiles programs.hip once per arch, and launches its kernels."""
 
 import struct
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
+from built import assembly
 
-from mla_suite.archs import CSRC
-from mla_suite.build import compilers
 from mla_suite.emulator import Emulator, Memory, Report, Schedule
 
-ARCHS = ("gfx942", "gfx950")
-CONSTANTS = {"gfx942": ["-DK=16"], "gfx950": ["-DK=32"]}
+DEPTHS = {"gfx942": 16, "gfx950": 32}
 
 
 @pytest.fixture(scope="session")
@@ -20,24 +17,10 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Assembly text of programs.hip by arch."""
     folder = tmp_path_factory.mktemp("programs")
     source = Path(__file__).with_name("programs.hip")
-    texts = {}
-    for arch in ARCHS:
-        out = folder / f"{arch}.s"
-        command = [
-            *compilers.packaged().to_assembly(arch),
-            *CONSTANTS[arch],
-            f"-I{CSRC}",
-            "-S",
-            str(source),
-            "-o",
-            str(out),
-        ]
-        subprocess.run(command, check=True)
-        texts[arch] = out.read_text()
-    return texts
+    return {arch: assembly(arch, source, folder / f"{arch}.s", {"K": depth}) for arch, depth in DEPTHS.items()}
 
 
-@pytest.fixture(params=ARCHS)
+@pytest.fixture(params=DEPTHS)
 def arch(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,15 +21,13 @@ import numpy as np
 import pytest
 import torch
 from backend_calls import BackendCalls
-from built import require_built
+from built import assembly, require_built
 from mutations import KINDS, Launch, contents, deletions, instruction, mutate, table, why_redundant
 
 import mla_suite
 from mla_suite import archs
-from mla_suite.archs import CSRC
 from mla_suite.archs import combine as combine_config
 from mla_suite.archs.append_kv import MAX_TOKENS, AppendConfig
-from mla_suite.build import compilers
 from mla_suite.core import dispatch, register
 from mla_suite.emulator import Emulator, Memory
 from mla_suite.emulator.driver import EmulatorDriver
@@ -46,11 +43,8 @@ CPU = torch.device("cpu")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Assembly of kernels/mutated.hip by arch."""
     folder = tmp_path_factory.mktemp("mutated")
-    source = str(Path(__file__).parent / "kernels" / "mutated.hip")
-    for arch, width in WIDTH.items():
-        flags = [f"-DWIDTH={width}", f"-I{CSRC}", "-S", source, "-o", str(folder / arch)]
-        subprocess.run([*compilers.packaged().to_assembly(arch), *flags], check=True)
-    return {arch: (folder / arch).read_text() for arch in WIDTH}
+    source = Path(__file__).parent / "kernels" / "mutated.hip"
+    return {arch: assembly(arch, source, folder / arch, {"WIDTH": width}) for arch, width in WIDTH.items()}
 
 
 def pipeline(

@@ -33,6 +33,7 @@ from mla_suite.ops.sparse_decode.samples import PoolShape
 from mla_suite.ops.sparse_decode.samples import sample as sparse_sample
 
 CPU = torch.device("cpu")
+ARCHS = ("gfx942", "gfx950")  # in turn: each case takes Triton seconds to compile
 # The error that bf16 weights may add: each is rounded by half an ulp, 2^-9 of itself, and their sum is not.
 WEIGHTS = 2.0**-8
 
@@ -64,13 +65,8 @@ def assert_exact(out: torch.Tensor, lse: torch.Tensor, exact: testing.Exact) -> 
     torch.testing.assert_close(lse.double(), exact.lse, atol=1e-5, rtol=1e-5)
 
 
-def on_an_arch(*cases: tuple[Any, ...]) -> list[Any]:
-    """Each case on one arch, in turn; a full run takes both, of which Triton takes seconds each to compile."""
-    return [
-        pytest.param(arch, *case, id=f"{arch}-{case[0].name}", marks=[] if (i + j) % 2 == 0 else pytest.mark.full)
-        for j, arch in enumerate(("gfx942", "gfx950"))
-        for i, case in enumerate(cases)
-    ]
+def named(given: str | Sample) -> str:
+    return given if isinstance(given, str) else given.name
 
 
 def test_combine(arch: str) -> None:
@@ -86,7 +82,7 @@ PLAN = [
 ]
 
 
-@pytest.mark.parametrize(("arch", "case"), on_an_arch(*zip(PLAN)))
+@pytest.mark.parametrize(("arch", "case"), in_turn(ARCHS, PLAN), ids=named)
 def test_plan(arch: str, case: Sample) -> None:
     args, kwargs = case.make(CPU)
     (got,), _ = run("plan", arch, args, kwargs)
@@ -94,7 +90,7 @@ def test_plan(arch: str, case: Sample) -> None:
 
 
 @pytest.mark.skipif(triton_rows.TOO_OLD is not None, reason=str(triton_rows.TOO_OLD))
-@pytest.mark.parametrize(("arch", "name"), in_turn(("gfx942", "gfx950"), ["bf16", "fp8", "dsv4_fnuz", "dsv4", "v32"]))
+@pytest.mark.parametrize(("arch", "name"), in_turn(ARCHS, ["bf16", "fp8", "dsv4_fnuz", "dsv4", "v32"]))
 def test_append_kv(arch: str, name: str) -> None:
     args, kwargs = append_sample(5, name, page=3, rope=True, skip=True).make(CPU)
     mine = args[2].clone(memory_format=torch.preserve_format)
@@ -111,7 +107,7 @@ DECODE = [
 ]
 
 
-@pytest.mark.parametrize(("arch", "case"), on_an_arch(*zip(DECODE)))
+@pytest.mark.parametrize(("arch", "case"), in_turn(ARCHS, DECODE), ids=named)
 def test_decode(arch: str, case: Sample) -> None:
     args, kwargs = case.make(CPU)
     (out, lse), done = run("decode", arch, args, kwargs)
@@ -129,9 +125,10 @@ SPARSE = [
 
 
 @pytest.mark.skipif(triton_rows.TOO_OLD is not None, reason=str(triton_rows.TOO_OLD))
-@pytest.mark.parametrize(("arch", "case", "num_splits"), on_an_arch(*SPARSE))
-def test_sparse_decode(arch: str, case: Sample, num_splits: int) -> None:
-    args, kwargs = case.make(CPU)
+@pytest.mark.parametrize(("arch", "case"), in_turn(ARCHS, SPARSE))
+def test_sparse_decode(arch: str, case: tuple[Sample, int]) -> None:
+    sample, num_splits = case
+    args, kwargs = sample.make(CPU)
     kwargs["num_splits"] = num_splits
     (out, lse), _ = run("sparse_decode", arch, args, kwargs)
     assert_exact(out, lse, exact(*args[:6], **kwargs))  # neither a plan nor descales

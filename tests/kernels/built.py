@@ -1,13 +1,16 @@
-"""Kernels that a test needs to be built."""
+"""Kernels that a test needs to be built, or builds."""
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 import mla_suite
-from mla_suite.build import manifest, params
+from mla_suite.archs import CSRC
+from mla_suite.build import compilers, manifest, params
 from mla_suite.launch import has_kernel
 
 PLAIN_DECODE = "decode_dtype-bf16_rows-16_width-576_rotate-0"
@@ -26,6 +29,14 @@ def require_objects() -> Path:
     if isinstance(found, str):
         pytest.skip("the package's own kernels are not built: run `python -m mla_suite build`")
     return found
+
+
+def assembly(arch: str, source: Path, to: Path, constants: Mapping[str, object], csrc: Path = CSRC) -> str:
+    """The text of an AMD source, which the packaged compiler writes into a file."""
+    defines = [f"-D{name}={value}" for name, value in constants.items()]
+    command = [*compilers.packaged().to_assembly(arch), *defines, f"-I{csrc}", "-S", str(source), "-o", str(to)]
+    subprocess.run(command, check=True)
+    return to.read_text()
 
 
 def assert_built_whole(configs, kernel: str) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
 from types import SimpleNamespace
 
 import merge_runs
 import pytest
 import torch
 from backend_calls import BackendCalls
-from built import require_built
+from built import assembly, require_built
+from hostile_inputs import in_turn
 from merges import (
     HEADS,
     INF,
@@ -32,7 +32,6 @@ from mla_suite.archs import CSRC
 from mla_suite.archs import combine as config
 from mla_suite.archs import combine as kernels
 from mla_suite.archs.combine import CombineConfig
-from mla_suite.build import compilers
 from mla_suite.core import dispatch
 from mla_suite.launch import launcher, run
 from mla_suite.launch.driver import LaunchError
@@ -111,23 +110,24 @@ def test_more_splits_than_threads_of_a_workgroup(arch):
 # Values that are not read, and values that are not hidden
 
 
-@pytest.mark.parametrize("waves_share_a_row", [True, False])
-def test_what_is_not_read_and_what_is_nan(arch, waves_share_a_row, monkeypatch):
-    point = a_row_by_eight_waves(arch) if waves_share_a_row else four_rows(arch)
-    monkeypatch.setattr(config, "choose", lambda *facts: (point, "by the test"))
+@pytest.fixture(params=[a_row_by_eight_waves, four_rows])
+def chosen(request, arch, monkeypatch):
+    """Calls are merged by several waves for a row, or by one for several rows."""
+    monkeypatch.setattr(config, "choose", lambda *facts: (request.param(arch), "by the test"))
     dispatch.clear_caches()
+    yield
+    dispatch.clear_caches()
+
+
+@pytest.mark.usefixtures("chosen")
+def test_what_is_not_read_and_what_is_nan():
     merge_runs.what_is_not_read_and_what_is_nan(combine, CPU)
-    dispatch.clear_caches()
 
 
+@pytest.mark.usefixtures("chosen")
 @pytest.mark.parametrize("splits", [6, 150])
-@pytest.mark.parametrize("waves_share_a_row", [True, False])
-def test_plus_infinity_beside_zeros_is_a_part_without_keys(arch, waves_share_a_row, splits, monkeypatch):
-    point = a_row_by_eight_waves(arch) if waves_share_a_row else four_rows(arch)
-    monkeypatch.setattr(config, "choose", lambda *facts: (point, "by the test"))
-    dispatch.clear_caches()
+def test_plus_infinity_beside_zeros_is_a_part_without_keys(splits):
     merge_runs.plus_infinity_beside_zeros_is_a_part_without_keys(combine, CPU, splits)
-    dispatch.clear_caches()
 
 
 @pytest.mark.parametrize("out_dtype", DTYPES)
@@ -238,32 +238,7 @@ def test_the_invariant_kernels_give_a_row_the_same_bits_in_any_batch(arch, split
 # The template's axes
 
 
-def compiled(record, point, folder):
-    """Assembly text of one point."""
-    out = folder / f"{record.name}-{point.instance}.s"
-    command = [
-        *compilers.packaged().to_assembly(record.name),
-        *(f"-D{key}={value}" for key, value in point.constants.items()),
-        "-DMLA_SUITE_KERNEL=combine_point",
-        f"-I{CSRC}",
-        "-S",
-        str(CSRC / record.name / "combine.hip"),
-        "-o",
-        str(out),
-    ]
-    subprocess.run(command, check=True, capture_output=True)
-    return out.read_text()
-
-
-ROWS_ON_ARCHS = pytest.mark.parametrize(
-    ("arch", "rows"),
-    [
-        pytest.param(name, rows, marks=[] if (i + j) % 2 == 0 else pytest.mark.full)
-        for i, name in enumerate(ARCHS)
-        for j, rows in enumerate(config.ROW_COUNTS)
-    ],
-    indirect=["arch"],
-)
+ROWS_ON_ARCHS = pytest.mark.parametrize(("arch", "rows"), in_turn(ARCHS, config.ROW_COUNTS), indirect=["arch"])
 """Every number of rows on one arch; a full run takes both, since each point is a run of the compiler."""
 
 
@@ -287,7 +262,11 @@ def test_every_point_runs(arch, rows, tmp_path, monkeypatch):
 def launch_compiled(point, folder, monkeypatch):
     """Compiles a point and has launches of combine run it. Returns the list that gets their reports."""
     machine, reports = emulator.Emulator(point.arch.name), []
-    program = machine.load_text(compiled(point.arch, point, folder), "combine_point")
+    source, name = CSRC / point.arch.name / "combine.hip", "combine_point"
+    text = assembly(
+        point.arch.name, source, folder / f"{point.instance}.s", point.constants | {"MLA_SUITE_KERNEL": name}
+    )
+    program = machine.load_text(text, name)
 
     def bind(kernel, grid, threads, smem, overlap):
         def start(params, buffers):

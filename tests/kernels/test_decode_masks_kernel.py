@@ -6,19 +6,17 @@ Random ones against fp64 are in test_random_problems.py.
 from __future__ import annotations
 
 import shutil
-import subprocess
 
 import decode_grid as grid
 import planted
 import pytest
 import torch
-from built import emulated, require_built
+from built import assembly, emulated, require_built
 from decode_grid import CPU, assert_within_bound
 
 import mla_suite
 from mla_suite import archs
 from mla_suite.archs import CSRC
-from mla_suite.build import compilers
 from mla_suite.build.instances import instances
 from mla_suite.build.manifest import KernelEntry, installed
 from mla_suite.emulator.driver import EmulatorDriver
@@ -134,12 +132,11 @@ def test_planted_faults(name, tmp_path, monkeypatch):
     file, right, wrong = FAULTS[name]
     planted.plant(csrc / "cdna" / "decode" / file, right, wrong)
     item = next(item for item in instances(ARCH) if item.id == INSTANCE)
-    defines = [f"-D{key}={value}" for key, value in item.constants.items()] + [f"-DMLA_SUITE_KERNEL={item.symbol}"]
-    command = [*compilers.packaged().to_assembly(ARCH), *defines, f"-I{csrc}", "-S", str(csrc / item.source)]
-    subprocess.run([*command, "-o", str(tmp_path / "broken.s")], check=True)
+    constants = item.constants | {"MLA_SUITE_KERNEL": item.symbol}
+    text = assembly(ARCH, csrc / item.source, tmp_path / "broken.s", constants, csrc)
     driver = EmulatorDriver(archs.get(ARCH))
     with monkeypatch.context() as patched:
-        patched.setattr(KernelEntry, "read_text", lambda self: (tmp_path / "broken.s").read_text())
+        patched.setattr(KernelEntry, "read_text", lambda self: text)
         broken = driver, driver.load(installed().find(ARCH, INSTANCE))
     with mla_suite.emulate(ARCH):
         masked_calls_are_right()
