@@ -53,8 +53,7 @@ def compare(
     kwargs = dict(kv_formats=names, softmax_scale=0.05) | options
     expected = torch.ops.mla_suite.sparse_decode(*args, **kwargs)
     got = run(sparse, "sparse_decode", args, kwargs)
-    for mine, reference in zip(got, expected, strict=True):
-        torch.testing.assert_close(mine, reference, atol=3e-6, rtol=1e-5, equal_nan=True)
+    torch.testing.assert_close(got, expected, atol=3e-6, rtol=1e-5, equal_nan=True)
     return got[0], got[1]
 
 
