@@ -28,6 +28,12 @@ class BackendCalls:
         return self.backend.prepare(config, outputs, self.op.Args(*args, **kwargs))
 
 
+def assert_refused(answer: Supported | Unsupported, sentence: str) -> None:
+    """A backend does not take a problem, and says why."""
+    assert isinstance(answer, Unsupported), answer
+    assert sentence in answer.reason
+
+
 class Asked(TorchDispatchMode):
     """The values of one keyword argument in the calls of an overload while the block runs, `default` where left out."""
 

@@ -8,6 +8,11 @@ from mla_suite.archs import CSRC
 from mla_suite.build import compilers
 
 
+def equal(of, values):
+    """Lines that compare expressions of C++ with figures of Python, for the instance that they are `of`."""
+    return [f'static_assert({expression} == {value}, "{expression} of {of}");' for expression, value in values.items()]
+
+
 def assert_compiles(folder, headers, lines):
     """A source of these headers and static_asserts compiles. Skips where there is no nvcc."""
     nvidia = compilers.find_nvidia()

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from backend_calls import BackendCalls
+from backend_calls import BackendCalls, assert_refused
 from built import require_built
 from hostile_inputs import filled, fused_pairs, raw
 from made_formats import made
@@ -245,9 +245,7 @@ def test_a_row_divided_within_a_byte_goes_elsewhere(arch, latent):
     row, slot = torch.randn(1, 512), torch.tensor([2])
     divided, whole = filled(get_kv_format("v41_fp4"), 1, 4), filled(get_kv_format("v41_fp4"), 1, 4)
     problem = APPEND_KV.problem(row[:, :latent], row[:, latent:], divided, slot, kv_format="v41_fp4")
-    answer = NATIVE.supports(problem, arch)
-    assert isinstance(answer, Unsupported)
-    assert "two values to a byte" in answer.reason
+    assert_refused(NATIVE.supports(problem, arch), "two values to a byte")
     mla_suite.append_kv(row[:, :latent], row[:, latent:], divided, slot, kv_format="v41_fp4")
     mla_suite.append_kv(row[:, :448], row[:, 448:], whole, slot, kv_format="v41_fp4")
     assert torch.equal(raw(divided), raw(whole))
@@ -259,9 +257,7 @@ def test_a_cache_off_alignment_is_refused():
     odd = room[1:].as_strided((2, 4, 656), (656 * 4, 656, 1))
     kv_c, k_pe = rows(kind, 2)
     problem = APPEND_KV.problem(kv_c, k_pe, odd, torch.arange(2), kv_format="v32")
-    answer = NATIVE.supports(problem, archs.get("gfx950"))
-    assert isinstance(answer, Unsupported)
-    assert "aligned to 1 bytes; kv_format v32 needs 4" in answer.reason
+    assert_refused(NATIVE.supports(problem, archs.get("gfx950")), "aligned to 1 bytes; kv_format v32 needs 4")
 
 
 POWERS = dict(scale="e8m0", power_of_two=True)
@@ -308,21 +304,18 @@ def test_a_format_that_is_taken_gets_the_references_bytes(arch, fmt):
     ids=lambda given: getattr(given, "name", ""),
 )
 def test_what_a_kernel_does_not_store_is_refused(arch_name, fmt, reason):
-    answer = supported(fmt, arch_name)
-    assert isinstance(answer, Unsupported)
-    assert f"kv_format {fmt.name} {reason}" in answer.reason
+    assert_refused(supported(fmt, arch_name), f"kv_format {fmt.name} {reason}")
 
 
 @pytest.mark.parametrize("arch_name", ARCHS)
 @pytest.mark.parametrize("latent", ["bf16", "e4m3fnuz"])
 def test_a_run_of_other_values_is_refused(arch_name, latent):
-    answer = supported(made(latent, rope=latent, tile=64, count=448, tiles=8, **POWERS), arch_name)
-    assert isinstance(answer, Unsupported)
-    assert f"has values in {latent}; the kernel takes e2m1, e4m3fn" in answer.reason
+    assert_refused(
+        supported(made(latent, rope=latent, tile=64, count=448, tiles=8, **POWERS), arch_name),
+        f"has values in {latent}; the kernel takes e2m1, e4m3fn",
+    )
 
 
 def test_a_byte_of_two_tiles_is_refused():
     fmt = made("e2m1", rope="e2m1", count=16, ropes=14, scale="e4m3fn", tile=15, tiles=2)
-    answer = supported(fmt, "gfx942")
-    assert isinstance(answer, Unsupported)
-    assert "has a scale for 15 values; the kernel takes 128, in pairs" in answer.reason
+    assert_refused(supported(fmt, "gfx942"), "has a scale for 15 values; the kernel takes 128, in pairs")

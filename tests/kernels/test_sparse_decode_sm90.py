@@ -8,11 +8,11 @@ from operator import attrgetter
 
 import pytest
 import torch
-from backend_calls import BackendCalls
+from backend_calls import BackendCalls, assert_refused
 from built import assert_built_whole
 from launch_records import mapped_to, record
 from sparse_problems import FP8_POOLS, POOLS, V41_POOLS, in_mode, problem
-from static_asserts import assert_compiles
+from static_asserts import assert_compiles, equal
 
 from mla_suite import archs
 from mla_suite.archs.sm_90 import sparse_decode as sm_90
@@ -31,7 +31,7 @@ from mla_suite.archs.sm_90.sparse_decode import (
 )
 from mla_suite.build import params
 from mla_suite.build.instances import instances
-from mla_suite.core.dispatch import Supported, Unsupported
+from mla_suite.core.dispatch import Supported
 from mla_suite.core.explain import explain_on
 from mla_suite.launch import launcher, tensor_map
 from mla_suite.ops.decode import Q_FP8
@@ -85,33 +85,23 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
     """The Python sum against the compiler's view of sparse_decode/traits.hpp."""
     lines = []
     for config in SWAPPED:
-        groups_and_stages = SWAP_AB[config.q_rows]
+        groups, stages = SWAP_AB[config.q_rows]
         problem, policy = f"SparseDecodeProblem<{config.record}>", f"SparseSwapAbPolicy<{config.q_rows}>"
         traits = f"SparseSwapAbTraits<{problem}, {policy}>"
-        lines += [
-            f'static_assert(SharedStorage<{traits}>::BYTES == {config.lds}, "shared memory of {config.instance}");',
-            f'static_assert({traits}::THREADS == {config.threads}, "threads of {config.instance}");',
-            f'static_assert({traits}::GROUPS == {groups_and_stages[0]}, "warpgroups of {config.instance}");',
-            f'static_assert({traits}::STAGES == {groups_and_stages[1]}, "stages of {config.instance}");',
-            f'static_assert({config.record}::TOKEN_BYTES == {TOKEN_BYTES[config.record]}, "{config.record}");',
-        ]
+        figures = {f"SharedStorage<{traits}>::BYTES": config.lds, f"{traits}::THREADS": config.threads}
+        figures |= {f"{traits}::GROUPS": groups, f"{traits}::STAGES": stages}
+        lines += equal(config.instance, figures | {f"{config.record}::TOKEN_BYTES": TOKEN_BYTES[config.record]})
     for config in FEW:
         traits = f"FewHeadsTraits<SparseDecodeProblem<{config.record}>, FewHeadsPolicy<{config.record}>>"
-        lines += [
-            f'static_assert(SharedStorage<{traits}>::BYTES == {config.lds}, "shared memory of {config.instance}");',
-            f'static_assert({traits}::THREADS == {config.threads}, "threads of {config.instance}");',
-            f'static_assert({traits}::PRODUCER_WARPS == {FEW_WARPS}, "warps of {config.instance}");',
-            f'static_assert({traits}::RAW_STAGES == {FEW_HEADS[config.record]}, "slots of {config.instance}");',
-        ]
+        figures = {f"SharedStorage<{traits}>::BYTES": config.lds, f"{traits}::THREADS": config.threads}
+        figures |= {f"{traits}::PRODUCER_WARPS": FEW_WARPS, f"{traits}::RAW_STAGES": FEW_HEADS[config.record]}
+        lines += equal(config.instance, figures)
     for config in TALL:
-        record, width = config.record, WIDTHS[config.record]
-        cluster = f"cluster_mode::{config.cluster_mode}"
+        record, cluster = config.record, f"cluster_mode::{config.cluster_mode}"
         traits = f"SparseDecodeTraits<SparseDecodeProblem<{record}>, SparseDecodePolicy<{record}, {cluster}>>"
-        lines += [
-            f'static_assert({traits}::SHARED_BYTES == {config.lds}, "shared memory of {config.instance}");',
-            f'static_assert({record}::HEAD_DIM_QK == {width} && {record}::STAGES == {STAGES[record]}, "{record}");',
-            f'static_assert(BLOCK_M == {config.rows} && THREADS == {config.threads}, "block");',
-        ]
+        figures = {f"{traits}::SHARED_BYTES": config.lds, "BLOCK_M": config.rows, "THREADS": config.threads}
+        figures |= {f"{record}::HEAD_DIM_QK": WIDTHS[record], f"{record}::STAGES": STAGES[record]}
+        lines += equal(config.instance, figures)
     headers = [f"sparse_decode/{kernel}/shared_storage.hpp" for kernel in ("swap_ab", "few_heads")]
     assert_compiles(tmp_path, ["sparse_decode/traits.hpp", "decode/cluster/modes.hpp", *headers], lines)
 
@@ -173,9 +163,9 @@ def test_a_build_without_a_kernel_that_a_call_may_launch_is_refused(monkeypatch,
     args, kwargs = problem((POOLS | FP8_POOLS)[pools], 2, heads)
     declared = {item.id for item in instances("sm_90")}
     monkeypatch.setattr(launcher, "usable_kernels", lambda arch: declared - {wanted})
-    answer = NATIVE.supports(SPARSE_DECODE.problem(*args, **kwargs), H200)
-    assert isinstance(answer, Unsupported)
-    assert f"kernel {wanted} is not built for sm_90" in answer.reason
+    assert_refused(
+        NATIVE.supports(SPARSE_DECODE.problem(*args, **kwargs), H200), f"kernel {wanted} is not built for sm_90"
+    )
 
 
 @pytest.mark.parametrize(
@@ -187,9 +177,7 @@ def test_a_build_without_a_kernel_that_a_call_may_launch_is_refused(monkeypatch,
     ],
 )
 def test_what_it_cannot_take_is_refused_in_a_sentence(monkeypatch, options, sentence):
-    answer = answer_of(monkeypatch, POOLS["v32"], **options)
-    assert isinstance(answer, Unsupported)
-    assert sentence in answer.reason
+    assert_refused(answer_of(monkeypatch, POOLS["v32"], **options), sentence)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *Q_FP8])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from backend_calls import BackendCalls
+from backend_calls import BackendCalls, assert_refused
 from built import emulated
 from decode_grid import assert_within_bound
 from hostile_inputs import pairwise_cover
@@ -15,7 +15,6 @@ from sparse_problems import CONFIGS, MODES, attend, exact, in_mode, kind_of, pro
 
 from mla_suite import archs
 from mla_suite.archs.cdna.decode import FP8_KV_FORMATS
-from mla_suite.core.dispatch import Unsupported
 from mla_suite.core.explain import explain_on
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats.encode import decode
@@ -177,6 +176,4 @@ def test_what_is_refused(arch, changed, sentence):
     name = {"the other flavour": other, "fp16": NAMES[arch], "fp8 over bf16": "bf16"}[changed]
     args, kwargs = problem([(name, 2, 64, 70)], 2, 16)
     args[0] = args[0].to({"fp16": torch.float16, "fp8 over bf16": Q_FP8[0]}.get(changed, torch.bfloat16))
-    answer = NATIVE.supports(SPARSE_DECODE.problem(*args, **kwargs), archs.get(arch))
-    assert isinstance(answer, Unsupported)
-    assert sentence in answer.reason
+    assert_refused(NATIVE.supports(SPARSE_DECODE.problem(*args, **kwargs), archs.get(arch)), sentence)

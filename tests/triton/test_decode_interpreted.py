@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from backend import CPU, check_layouts, run
+from backend_calls import assert_refused
 from hostile_inputs import hostile
 
 import mla_suite
 from mla_suite import testing
 from mla_suite.core import register
-from mla_suite.core.dispatch import Unsupported
 from mla_suite.core.op import Sample
 from mla_suite.ops.decode import triton as decode
 from mla_suite.ops.decode.samples import decode_sample
@@ -153,6 +153,4 @@ def test_refusals_are_sentences() -> None:
     args, kwargs = decode_sample([30], kv_format="bf16").make(CPU)
     problem = register.get("decode").problem(*args, **kwargs)
     for change in (dict(kv_format="v32"), dict(head_dim_v=500), dict(q_dtype=torch.float8_e4m3fnuz)):
-        answer = decode.supports(problem._replace(**change), None)
-        assert isinstance(answer, Unsupported)
-        assert ";" in answer.reason
+        assert_refused(decode.supports(problem._replace(**change), None), ";")

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from backend import check_layouts, run
+from backend_calls import assert_refused
 from sparse_problems import exact as exact_of
 from sparse_problems import problem as hostile_problem
 
 from mla_suite import testing
 from mla_suite.core import register
-from mla_suite.core.dispatch import Supported, Unsupported
+from mla_suite.core.dispatch import Supported
 from mla_suite.kv_formats import KV_FORMATS
 from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.sparse_decode import SparseDecodeArgs
@@ -238,9 +239,7 @@ def test_refusals_are_sentences() -> None:
     args, kwargs = (q, kv_caches, indices, [None], [None]), dict(kv_formats=names, softmax_scale=0.05)
     given = register.get("sparse_decode").problem(*args, **kwargs)
     for change in (dict(head_dim_v=500), dict(head_dim_v=64, head_dim=128), dict(head_dim_v=8, head_dim=8)):
-        answer = sparse.supports(given._replace(**change), None)
-        assert isinstance(answer, Unsupported)
-        assert ";" in answer.reason
+        assert_refused(sparse.supports(given._replace(**change), None), ";")
 
 
 @pytest.mark.parametrize("splits", [1, 2])
