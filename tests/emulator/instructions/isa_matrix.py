@@ -122,7 +122,6 @@ def some_values(rng: np.random.Generator, name: str, arch: str, shape: tuple[int
 class Matrix:
     def __init__(
         self,
-        text: str,
         op: str,
         n: int,
         k: int,
@@ -133,7 +132,7 @@ class Matrix:
         scaled: bool = False,
         few: bool = False,
     ) -> None:
-        self.text, self.op, self.n, self.k, self.a, self.b = text, op, n, k, a, b
+        self.op, self.n, self.k, self.a, self.b = op, n, k, a, b
         self.archs, self.tail, self.scaled, self.few = archs, tail, scaled, few
 
     def cases(self, arch: str) -> Iterable[Case]:
@@ -193,7 +192,7 @@ class Matrix:
             vgpr |= rows_from(256, pieces[0])
         vgpr |= rows_from(target, spread(c_raw))
         destination = addend if variant == "accumulation" else vector_name(100, results)
-        text = f"{self.text} {destination}, {sources[0]}, {sources[1]}, {addend}{scales}{self.tail}"
+        text = f"{self.op} {destination}, {sources[0]}, {sources[1]}, {addend}{scales}{self.tail}"
         with np.errstate(all="ignore"):
             want = left @ right + c
             magnitude = np.abs(left) @ np.abs(right) + np.abs(c)
@@ -233,25 +232,18 @@ class Matrix:
 NEW = ("gfx950",)
 for n, k in ((16, 16), (32, 8)):
     for kind in ("bf16", "f16"):
-        op = f"v_mfma_f32_{n}x{n}x{k}_{kind}"
-        register(Matrix(op, op, n, k, kind, kind))
+        register(Matrix(f"v_mfma_f32_{n}x{n}x{k}_{kind}", n, k, kind, kind))
 for n, k in ((16, 32), (32, 16)):
     for kind in ("bf16", "f16"):
-        op = f"v_mfma_f32_{n}x{n}x{k}_{kind}"
-        register(Matrix(op, op, n, k, kind, kind, NEW))
+        register(Matrix(f"v_mfma_f32_{n}x{n}x{k}_{kind}", n, k, kind, kind, NEW))
     for a in ("fp8", "bf8"):
         for b in ("fp8", "bf8"):
-            op = f"v_mfma_f32_{n}x{n}x{k}_{a}_{b}"
-            register(Matrix(op, op, n, k, a, b))
-    op = f"v_mfma_i32_{n}x{n}x{k}_i8"
-    register(Matrix(op, op, n, k, "i8", "i8"))
-    op = f"v_mfma_i32_{n}x{n}x{2 * k}_i8"
-    register(Matrix(op, op, n, 2 * k, "i8", "i8", NEW))
+            register(Matrix(f"v_mfma_f32_{n}x{n}x{k}_{a}_{b}", n, k, a, b))
+    register(Matrix(f"v_mfma_i32_{n}x{n}x{k}_i8", n, k, "i8", "i8"))
+    register(Matrix(f"v_mfma_i32_{n}x{n}x{2 * k}_i8", n, 2 * k, "i8", "i8", NEW))
 for n, k in ((16, 4), (32, 2)):
-    op = f"v_mfma_f32_{n}x{n}x{k}_f32"
-    register(Matrix(op, op, n, k, "f32", "f32"))
-    op = f"v_mfma_f32_{n}x{n}x{2 * k}_xf32"
-    register(Matrix(op, op, n, 2 * k, "xf32", "xf32", ("gfx942",)))
+    register(Matrix(f"v_mfma_f32_{n}x{n}x{k}_f32", n, k, "f32", "f32"))
+    register(Matrix(f"v_mfma_f32_{n}x{n}x{2 * k}_xf32", n, 2 * k, "xf32", "xf32", ("gfx942",)))
 
 # CDNA4 f8f6f4: cbsz and blgp name the formats of A and B.
 FORMATS = ("e4m3", "e5m2", "e2m3", "e3m2", "e2m1")
@@ -259,10 +251,10 @@ for n, k in ((16, 128), (32, 64)):
     for a, left in enumerate(FORMATS):
         for b, right in enumerate(FORMATS):
             tail = (f" cbsz:{a}" if a else "") + (f" blgp:{b}" if b else "")
-            op = f"v_mfma_f32_{n}x{n}x{k}_f8f6f4"
-            register(Matrix(op, op, n, k, left, right, NEW, tail, few=a != b))
-            op = f"v_mfma_scale_f32_{n}x{n}x{k}_f8f6f4"
-            register(Matrix(op, op, n, k, left, right, NEW, tail, scaled=True, few=a != b))
+            register(Matrix(f"v_mfma_f32_{n}x{n}x{k}_f8f6f4", n, k, left, right, NEW, tail, few=a != b))
+            register(
+                Matrix(f"v_mfma_scale_f32_{n}x{n}x{k}_f8f6f4", n, k, left, right, NEW, tail, scaled=True, few=a != b)
+            )
 
 
 def double(rng: np.random.Generator, op: str) -> Iterable[Case]:

@@ -7,7 +7,7 @@ value; they read denormals as zero and write them as zero.
 from __future__ import annotations
 
 import numpy as np
-from isa_case import register
+from isa_case import ARCHS, register
 from isa_numbers import bf16_to_f32, fma16, fma32, fma64
 from isa_operands import flushed
 from isa_vector import Vector
@@ -108,17 +108,16 @@ def tame(shift_pairs: str):
 
 
 for size in ("f32", "f16"):
-    with_dpp = {"arithmetic": True}
+    two, three = f"{size} {size} -> {size}", f"{size} {size} {size} -> {size}"
     register(
-        Vector(f"v_add_{size}", f"{size} {size} -> {size}", lambda a, b: a + b, V2, **with_dpp),
-        Vector(f"v_sub_{size}", f"{size} {size} -> {size}", lambda a, b: a - b, V2, **with_dpp),
-        Vector(f"v_subrev_{size}", f"{size} {size} -> {size}", lambda a, b: b - a, V2, **with_dpp),
-        Vector(f"v_mul_{size}", f"{size} {size} -> {size}", lambda a, b: a * b, V2, **with_dpp),
-        Vector(f"v_max_{size}", f"{size} {size} -> {size}", maximum, V2, **with_dpp),
-        Vector(f"v_min_{size}", f"{size} {size} -> {size}", minimum, V2, **with_dpp),
+        Vector(f"v_add_{size}", two, lambda a, b: a + b, V2, arithmetic=True),
+        Vector(f"v_sub_{size}", two, lambda a, b: a - b, V2, arithmetic=True),
+        Vector(f"v_subrev_{size}", two, lambda a, b: b - a, V2, arithmetic=True),
+        Vector(f"v_mul_{size}", two, lambda a, b: a * b, V2, arithmetic=True),
+        Vector(f"v_max_{size}", two, maximum, V2, arithmetic=True),
+        Vector(f"v_min_{size}", two, minimum, V2, arithmetic=True),
     )
     keeps = {"keeps_high": size == "f16", "arithmetic": True}
-    three = f"{size} {size} {size} -> {size}"
     register(
         Vector(f"v_max3_{size}", three, lambda a, b, c: maximum(maximum(a, b), c), **keeps),
         Vector(f"v_min3_{size}", three, lambda a, b, c: minimum(minimum(a, b), c), **keeps),
@@ -179,32 +178,14 @@ register(
     Vector("v_rcp_f64", "f64 -> f64", lambda a: 1 / a, V1, ulps=1 << 23),
     Vector("v_rsq_f64", "f64 -> f64", lambda a: 1 / np.sqrt(a), V1, ulps=1 << 23),
     Vector("v_sqrt_f64", "f64 -> f64", np.sqrt, V1, ulps=1 << 23),
-    Vector("v_dot2_f32_f16", "u32 u32 f32 -> f32", dot(f16_of), adjust=tame("f16"), without="scalar e64"),
-    Vector(
-        "v_dot2c_f32_f16",
-        "u32 u32 f32 -> f32",
-        dot(f16_of),
-        V2,
-        adjust=tame("f16"),
-        accumulates=True,
-        without="scalar e64 sdwa",
-    ),
-    Vector(
-        "v_dot2_f32_bf16",
-        "u32 u32 f32 -> f32",
-        dot(bf16_to_f32),
-        adjust=tame("bf16"),
-        without="scalar e64",
-        archs=("gfx950",),
-    ),
-    Vector(
-        "v_dot2c_f32_bf16",
-        "u32 u32 f32 -> f32",
-        dot(bf16_to_f32),
-        V2,
-        adjust=tame("bf16"),
-        accumulates=True,
-        without="scalar e64 sdwa",
-        archs=("gfx950",),
-    ),
 )
+
+for kind, unpack, archs in (("f16", f16_of, ARCHS), ("bf16", bf16_to_f32, ("gfx950",))):
+    signature, options = "u32 u32 f32 -> f32", {"adjust": tame(kind), "archs": archs}
+    register(
+        Vector(f"v_dot2_f32_{kind}", signature, dot(unpack), without="scalar e64", **options),
+        Vector(
+            *(f"v_dot2c_f32_{kind}", signature, dot(unpack), V2),
+            **(options | {"accumulates": True, "without": "scalar e64 sdwa"}),
+        ),
+    )
