@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from backend_calls import BackendCalls
@@ -12,6 +13,7 @@ import mla_suite
 from mla_suite import archs
 from mla_suite.archs.sm_90 import decode as sm_90
 from mla_suite.build import params
+from mla_suite.core.op import Sample
 from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
 
@@ -21,25 +23,38 @@ CPU = torch.device("cpu")
 H200 = archs.get("sm_90")
 
 
-def launched(monkeypatch, sample, given=None, asked=None, merges=None):
-    """The one launch of a call on CPU tensors: (instance, grid, block, shared bytes, fields, overlap, arguments).
+class Launched(NamedTuple):
+    """What the driver is given for a call.
 
-    `merges` gets the combines behind it.
+    fields   the parameters of decode's launch, by name
+    buffers  the tensors that it may touch, by name
+    merges   the combines behind it: members of a `Recorded`, and their parameters
+    maps     (address, dtype, sizes, strides, box) of each tensor map
     """
-    calls = record(monkeypatch)
-    asked = [] if asked is None else asked
-    mapped_to(monkeypatch, lambda *args: asked.append(args) or tuple(range(1, 17)))
-    args, kwargs = given or sample.make(CPU)
+
+    kernel: str
+    grid: tuple[int, int, int]
+    threads: int
+    smem: int
+    fields: dict[str, Any]
+    buffers: dict[str, torch.Tensor]
+    args: Sequence[Any]
+    merges: list[dict[str, Any]]
+    maps: list[tuple[Any, ...]]
+
+
+def launched(monkeypatch, given):
+    """The launches of a call on CPU tensors, a sample or its arguments."""
+    calls, maps = record(monkeypatch), []
+    mapped_to(monkeypatch, lambda *wanted: maps.append(wanted) or tuple(range(1, 17)))
+    args, kwargs = given.make(CPU) if isinstance(given, Sample) else given
     config = sm_90.config_for(DECODE.problem(*args, **kwargs), H200)
     outputs = tuple(torch.empty(o.shape, dtype=o.dtype) for o in DECODE.specify(*args, **kwargs))
     NATIVE.run(config, outputs, *args, **kwargs)
     first, *behind = calls
-    if merges is not None:
-        fields = [params.load("combine").unpack(call.params) for call in behind]
-        merges += [call._asdict() | own for call, own in zip(behind, fields, strict=True)]
-    buffers = {name: SimpleNamespace(tensor=tensor) for name, tensor in first.buffers.items()}
+    merges = [call._asdict() | params.load("combine").unpack(call.params) for call in behind]
     fields = params.load("decode_tma").unpack(first.params)
-    return (first.kernel, first.grid, first.threads, first.smem, fields, first.overlap, buffers), args, outputs
+    return Launched(first.kernel, first.grid, first.threads, first.smem, fields, first.buffers, args, merges, maps)
 
 
 def long_call(lens, planned=False, **options):

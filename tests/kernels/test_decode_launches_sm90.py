@@ -114,32 +114,32 @@ def test_a_node_is_as_long_as_in_the_kernel():
 
 def test_ragged_queries_and_pages(monkeypatch):
     sample = decode_sample((70, 20, 33), heads=16, q_len=3, page=7, varlen=True, ragged_pages=True, num_splits=1)
-    (instance, grid, *_, fields, _, buffers), args, _ = launched(monkeypatch, sample)
-    assert instance.endswith("kvsource-cp_async_clustermode-none")
+    call = launched(monkeypatch, sample)
+    args, fields = call.args, call.fields
+    assert call.kernel.endswith("kvsource-cp_async_clustermode-none")
     assert all(fields[f"kv_map_{i}"] == 0 for i in range(16))
     assert fields["kv_indptr"] == args[4].data_ptr()
     assert fields["page_ids"] == args[5].data_ptr()
     assert fields["cu_seqlens_q"] == args[6].data_ptr()
     assert (fields["page_ids_width"], fields["page_ids_stride"], fields["partial_out"]) == (0, 0, 0)
-    assert "partial_out" not in buffers
-    assert (grid, fields["grid_stride"]) == ((1, 3, 1), 3)
+    assert "partial_out" not in call.buffers
+    assert (call.grid, fields["grid_stride"]) == ((1, 3, 1), 3)
 
 
 def test_a_plan(monkeypatch):
     args, kwargs = decode_sample((700, 90, 5), heads=128, planned=True).make(CPU)
     kwargs["max_seqlen_kv"] = 50_000  # short sequences would need no plan
-    merges = []
-    (_, grid, *_, fields, _, buffers), args, _ = launched(monkeypatch, None, given=(args, kwargs), merges=merges)
+    call = launched(monkeypatch, (args, kwargs))
+    grid, fields, (merge,) = call.grid, call.fields, call.merges
     bounds = args[11][16:20]  # of the plan combine reads the splits of three sequences
-    assert merges[0]["split_indptr"] == bounds.data_ptr()
-    assert torch.equal(merges[0]["buffers"]["split_indptr"], bounds)
+    assert merge["split_indptr"] == bounds.data_ptr()
+    assert torch.equal(merge["buffers"]["split_indptr"], bounds)
     assert (fields["plan"], fields["plan_words"]) == (args[11].data_ptr(), args[11].shape[0])
     assert fields["num_splits"] == 1
     assert grid == (2, fields["grid_stride"], 1)
     assert grid[0] * grid[1] <= 132
-    assert buffers["partial_out"].tensor.shape[0] == most_work_tiles(args[11].shape[0], 3), (
-        "a row for every item it may have"
-    )
+    rows = call.buffers["partial_out"].shape[0]
+    assert rows == most_work_tiles(args[11].shape[0], 3), "a row for every item it may have"
 
 
 @pytest.mark.parametrize(("split_size", "given"), [(32, 32), (48, 64), (100, 128), (256, 256)])
@@ -147,9 +147,9 @@ def test_cuts_by_size_are_whole_stages(monkeypatch, split_size, given):
     """A box of 32 keys may not reach into the next page; the same for gathered keys, whose bits then agree."""
     for page in (64, 24):
         sample = decode_sample((700, 90), page=page, split_size=split_size)
-        (_, _, _, _, fields, _, _), args, _ = launched(monkeypatch, sample)
-        assert fields["split_size"] == given
-        assert fields["num_splits"] * given >= args[3].shape[1] * page
+        call = launched(monkeypatch, sample)
+        assert call.fields["split_size"] == given
+        assert call.fields["num_splits"] * given >= call.args[3].shape[1] * page
 
 
 @pytest.mark.parametrize("stored", [{}, FP8], ids=["bf16", "fp8"])
@@ -157,9 +157,9 @@ def test_scales_are_positive_and_the_kernel_takes_that_of_the_queries(monkeypatc
     args, kwargs = decode_sample((70,), num_splits=1, **stored).make(CPU)
     args = [*args[:7], torch.tensor([0.25]), *args[8:]]
     kwargs["softmax_scale"] = -0.5
-    (*_, fields, _, buffers), args, _ = launched(monkeypatch, None, given=(args, kwargs))
-    assert (fields["softmax_scale"], fields["q_descale"]) == (0.5, args[7].data_ptr())
-    assert torch.equal(buffers["q"].tensor.float(), -args[0].float())
+    call = launched(monkeypatch, (args, kwargs))
+    assert (call.fields["softmax_scale"], call.fields["q_descale"]) == (0.5, args[7].data_ptr())
+    assert torch.equal(call.buffers["q"].float(), -args[0].float())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
@@ -167,10 +167,10 @@ def test_an_e4m3_cache(monkeypatch, dtype):
     """The kernel takes both scales and, of e4m3 queries, their address and no map. A pair of splits reduces O."""
     args, kwargs = decode_sample((700, 90), kv_format="fp8", dtype=dtype, heads=128, page=16, num_splits=2).make(CPU)
     args = [*args[:7], torch.tensor([0.25]), *args[8:]]
-    (instance, grid, _, shared, fields, *_), _, (out, _) = launched(monkeypatch, None, given=(args, kwargs))
-    name = "fp8" if dtype == torch.float8_e4m3fn else "bf16"
-    assert instance == f"decode_dtype-{name}_dqk-576_kvsource-fp8_clustermode-reduce_o"
-    assert (grid, shared, out.dtype) == ((2, 4, 1), 228896, torch.bfloat16)
+    call = launched(monkeypatch, (args, kwargs))
+    fields, name = call.fields, "fp8" if dtype == torch.float8_e4m3fn else "bf16"
+    assert call.kernel == f"decode_dtype-{name}_dqk-576_kvsource-fp8_clustermode-reduce_o"
+    assert (call.grid, call.smem, call.buffers["out"].dtype) == ((2, 4, 1), 228896, torch.bfloat16)
     assert (fields["q"], fields["q_descale"]) == (args[0].data_ptr(), args[7].data_ptr())
     assert (fields["kv_cache"], fields["kv_descale"]) == (args[1].data_ptr(), args[8].data_ptr())
     assert (fields["kv_page_stride"], fields["q_row_stride"]) == (16 * 576, 576)
@@ -181,11 +181,11 @@ def test_an_e4m3_cache(monkeypatch, dtype):
 def test_scores_of_an_e4m3_cache_as_it_is_stored(monkeypatch):
     """Keys come in boxes of bytes; the queries' address is the kernel's, which has no map of them."""
     sample = decode_sample((700, 90), heads=128, num_splits=2, **FP8, **SUMS)
-    (instance, grid, _, shared, fields, *_), args, _ = launched(monkeypatch, sample)
-    assert instance == "decode_dtype-fp8_dqk-576_kvsource-fp8_scores_clustermode-reduce_o"
-    assert (grid, shared) == ((2, 4, 1), 216640)
-    assert (fields["q"], fields["q_map_0"]) == (args[0].data_ptr(), 0)
-    assert any(fields[f"kv_map_{i}"] for i in range(16))
+    call = launched(monkeypatch, sample)
+    assert call.kernel == "decode_dtype-fp8_dqk-576_kvsource-fp8_scores_clustermode-reduce_o"
+    assert (call.grid, call.smem) == ((2, 4, 1), 216640)
+    assert (call.fields["q"], call.fields["q_map_0"]) == (call.args[0].data_ptr(), 0)
+    assert any(call.fields[f"kv_map_{i}"] for i in range(16))
 
 
 @pytest.mark.parametrize(
@@ -206,40 +206,38 @@ def test_scores_of_an_e4m3_cache_as_it_is_stored(monkeypatch):
 )
 def test_long_work_tiles_of_an_e4m3_cache_scale_queries(monkeypatch, keys, options, scaled):
     """24 stages of 32 keys."""
-    (instance, *_), *_ = launched(monkeypatch, None, given=long_call((keys,) * 132, kv_format="fp8", **options))
-    assert instance.startswith("scaled_") == scaled, instance
+    kernel = launched(monkeypatch, long_call((keys,) * 132, kv_format="fp8", **options)).kernel
+    assert kernel.startswith("scaled_") == scaled, kernel
 
 
 @pytest.mark.parametrize("parts", [132, 600])
 def test_long_work_tiles_of_a_plan_scale_queries(monkeypatch, parts):
     args, kwargs = long_call((4096,) * 66, heads=64, kv_format="fp8")
     args = [*args[:11], mla_suite.plan(args[2], num_heads=64, num_sm_parts=parts, max_seqlen_kv=4096)]
-    (instance, *_), *_ = launched(monkeypatch, None, given=(args, kwargs))
-    assert instance.startswith("scaled_")
+    assert launched(monkeypatch, (args, kwargs)).kernel.startswith("scaled_")
 
 
 def test_an_e4m3_cache_without_a_cluster(monkeypatch):
     """Three splits are in no cluster, so keys are the first operand: 384 threads, and rows of 16 heads at once."""
     sample = decode_sample((700, 90), kv_format="fp8", heads=16, page=16, num_splits=3)
-    (instance, grid, block, shared, fields, *_), args, _ = launched(monkeypatch, sample)
-    assert instance == "swap_ab_decode_dtype-bf16_qrows-16"
-    assert (grid, block, shared) == ((1, 6, 1), 384, 231344)
-    assert (fields["q"], fields["kv_cache"]) == (args[0].data_ptr(), args[1].data_ptr())
+    call = launched(monkeypatch, sample)
+    assert call.kernel == "swap_ab_decode_dtype-bf16_qrows-16"
+    assert (call.grid, call.threads, call.smem) == ((1, 6, 1), 384, 231344)
+    assert (call.fields["q"], call.fields["kv_cache"]) == (call.args[0].data_ptr(), call.args[1].data_ptr())
 
 
 @pytest.mark.parametrize(("page", "mapped"), [(64, True), (24, False)])
 def test_an_unrotated_cache(monkeypatch, page, mapped):
     """Two splits reduce O in a cluster, if boxes bring the keys; nothing streams. The cosines are where they were."""
-    asked = []
-    sample = decode_sample((700, 90), heads=128, page=page, num_splits=2, rotate=True)
-    (instance, grid, block, shared, fields, *_), args, _ = launched(monkeypatch, sample, asked=asked)
+    call = launched(monkeypatch, decode_sample((700, 90), heads=128, page=page, num_splits=2, rotate=True))
+    args, fields = call.args, call.fields
     mode, source = ("reduce_o", "tma") if mapped else ("none", "cp_async")
-    assert instance == f"decode_rotated_dtype-bf16_dqk-576_kvsource-{source}_clustermode-{mode}_rotate-1"
-    assert (grid, block, shared) == ((2, 4, 1), 512, 212448 if mapped else 211008)
+    assert call.kernel == f"decode_rotated_dtype-bf16_dqk-576_kvsource-{source}_clustermode-{mode}_rotate-1"
+    assert (call.grid, call.threads, call.smem) == ((2, 4, 1), 512, 212448 if mapped else 211008)
     assert (fields["rope_cos_sin"], fields["streaming"]) == (args[10].data_ptr(), 0)
     assert (fields["kv_cache"], fields["batch"], fields["rows"]) == (args[1].data_ptr(), 2, 128)
     assert (fields["kv_map_0"] != 0) == mapped
-    boxes = [box for *_, box in asked if box[0] == 64]
+    boxes = [box for *_, box in call.maps if box[0] == 64]
     assert boxes == ([(64, 32, 1, 1)] if mapped else [])
 
 
@@ -247,8 +245,8 @@ def test_cosines_off_alignment_are_copied(monkeypatch):
     args, kwargs = decode_sample((70,), num_splits=1, rotate=True).make(CPU)
     flat = torch.zeros(args[10].numel() + 1)
     args = [*args[:10], flat[1:].view(args[10].shape).copy_(args[10]), *args[11:]]
-    (*_, fields, _, buffers), _, _ = launched(monkeypatch, None, given=(args, kwargs))
-    copy = buffers["rope_cos_sin"].tensor
-    assert fields["rope_cos_sin"] == copy.data_ptr() != args[10].data_ptr()
+    call = launched(monkeypatch, (args, kwargs))
+    copy = call.buffers["rope_cos_sin"]
+    assert call.fields["rope_cos_sin"] == copy.data_ptr() != args[10].data_ptr()
     assert copy.data_ptr() % 16 == 0
     assert torch.equal(copy, args[10])

@@ -34,10 +34,9 @@ from mla_suite.ops.plan.metadata import Layout
     ],
 )
 def test_which_partials_are_streamed(monkeypatch, options, streamed):
-    merges = []
-    (*_, fields, _, _), _, _ = launched(monkeypatch, decode_sample((700, 90, 5), **options), merges=merges)
-    assert fields["streaming"] == int(streamed)
-    assert ("streaming" in merges[0]["kernel"]) is streamed
+    call = launched(monkeypatch, decode_sample((700, 90, 5), **options))
+    assert call.fields["streaming"] == int(streamed)
+    assert ("streaming" in call.merges[0]["kernel"]) is streamed
 
 
 @pytest.mark.parametrize(("given", "seconds"), [(None, 20), ("", 20), ("0", 0), ("300", 300)])
@@ -45,9 +44,8 @@ def test_how_long_a_streaming_combine_waits(monkeypatch, given, seconds):
     dispatch.clear_caches()
     if given is not None:
         monkeypatch.setenv("MLA_SUITE_WAIT_SECONDS", given)
-    merges = []
-    launched(monkeypatch, decode_sample((700, 90, 5), heads=16, num_splits=8), merges=merges)
-    assert merges[0]["workgroups"] == seconds
+    (merge,) = launched(monkeypatch, decode_sample((700, 90, 5), heads=16, num_splits=8)).merges
+    assert merge["workgroups"] == seconds
 
 
 @pytest.mark.parametrize("given", ["-1", "soon", "4001", "1.5"])
@@ -55,7 +53,7 @@ def test_a_limit_that_is_none_is_refused(monkeypatch, given):
     dispatch.clear_caches()
     monkeypatch.setenv("MLA_SUITE_WAIT_SECONDS", given)
     with pytest.raises(ValueError, match=f"MLA_SUITE_WAIT_SECONDS={given}: it is a whole number of seconds up to 4000"):
-        launched(monkeypatch, decode_sample((700, 90, 5), heads=16, num_splits=8), merges=[])
+        launched(monkeypatch, decode_sample((700, 90, 5), heads=16, num_splits=8))
 
 
 @pytest.mark.parametrize(
@@ -74,15 +72,16 @@ def test_a_limit_that_is_none_is_refused(monkeypatch, given):
 def test_which_cuts_a_cluster_merges(monkeypatch, options, exchange):
     """Two take no scratch, and nothing is launched behind them."""
     merged = exchange in ("reduce_o", "exchange_p")
-    launches = []
     split = {} if "split_size" in options else dict(num_splits=2)
     sample = decode_sample(**dict(lens=(700, 90, 5)) | split | options)
-    (instance, grid, _, shared, fields, _, buffers), _, _ = launched(monkeypatch, sample, merges=launches)
-    assert instance.endswith(f"_clustermode-{exchange}")
-    assert (len(launches), fields["partial_out"] == 0, "partial_out" not in buffers) == (not merged, merged, merged)
+    call = launched(monkeypatch, sample)
+    fields = call.fields
+    assert call.kernel.endswith(f"_clustermode-{exchange}")
+    assert len(call.merges) == (not merged)
+    assert (fields["partial_out"] == 0, "partial_out" not in call.buffers) == (merged, merged)
     if merged:
-        assert (grid[1], fields["num_splits"], fields["grid_stride"]) == (6, 2, 6)
-        assert shared == (210992 + 5 * 4 * 64 + 8 * 20 if exchange == "reduce_o" else 219328)
+        assert (call.grid[1], fields["num_splits"], fields["grid_stride"]) == (6, 2, 6)
+        assert call.smem == (210992 + 5 * 4 * 64 + 8 * 20 if exchange == "reduce_o" else 219328)
 
 
 @pytest.mark.parametrize(
@@ -107,27 +106,23 @@ def test_two_row_tiles_share_keys(monkeypatch, options, shared):
     """A sequence's, of a batch that leaves few SMs free and has no splits that a cluster merges."""
     args, kwargs = long_call(**{"lens": (700, 90) * 70} | options)
     kwargs["max_seqlen_kv"] = 50_000 if options.get("planned") else 0
-    boxes = []
-    (instance, grid, *_), _, _ = launched(monkeypatch, None, (args, kwargs), boxes)
-    assert ("clustermode-share_kv" in instance) == shared
+    call = launched(monkeypatch, (args, kwargs))
+    assert ("clustermode-share_kv" in call.kernel) == shared
     if shared:
-        assert grid[0] % 2 == 0
-        of_keys = {box[2] for *_, box in boxes if box[0] == 64}
+        assert call.grid[0] % 2 == 0
+        of_keys = {box[2] for *_, box in call.maps if box[0] == 64}
         assert of_keys == ({4} if options.get("rope") == 0 else {5, 4}), "column blocks, of which each CTA loads a box"
 
 
 @pytest.mark.parametrize(("keys", "exchange", "blocks"), [(4000, "reduce_o", 9), (1000, "exchange_p", 1)])
 def test_more_cuts_leave_half_as_many_partials(monkeypatch, keys, exchange, blocks):
     """Which combine merges: each two splits are one partial."""
-    merges = []
-    boxes = []
-    given = long_call((keys,) * 16, heads=128, num_splits=4)
-    (instance, grid, _, _, fields, _, buffers), _, _ = launched(monkeypatch, None, given, boxes, merges)
-    assert instance.endswith(f"_clustermode-{exchange}")
-    assert (grid, fields["num_splits"], fields["streaming"]) == ((2, 64, 1), 4, 0)
-    assert buffers["partial_out"].tensor.shape == (32, 128, 512)
-    assert [merge["num_splits"] for merge in merges] == [2], "partials of each sequence"
-    assert boxes[0][-1] == (64, 32, blocks, 1), "keys of a box"
+    call = launched(monkeypatch, long_call((keys,) * 16, heads=128, num_splits=4))
+    assert call.kernel.endswith(f"_clustermode-{exchange}")
+    assert (call.grid, call.fields["num_splits"], call.fields["streaming"]) == ((2, 64, 1), 4, 0)
+    assert call.buffers["partial_out"].shape == (32, 128, 512)
+    assert [merge["num_splits"] for merge in call.merges] == [2], "partials of each sequence"
+    assert call.maps[0][-1] == (64, 32, blocks, 1), "keys of a box"
 
 
 def with_plan(options, batch, parts, bound):
@@ -163,16 +158,14 @@ def with_plan(options, batch, parts, bound):
 def test_which_plans_are_walked_in_pairs(monkeypatch, batch, options, parts, bound, mode):
     """By sizes alone, since the plan is on the device; combine then looks for rows that were merged."""
     monkeypatch.setattr(Estimate, "plan_saves_little", lambda self, splits: False)
-    merges = []
-    given = with_plan(options, batch, parts, bound)
-    (instance, grid, _, shared, _, _, _), _, _ = launched(monkeypatch, None, given=given, merges=merges)
-    assert mode in instance
+    call = launched(monkeypatch, with_plan(options, batch, parts, bound))
+    assert mode in call.kernel
     pairs = mode == "reduce_last"
-    skipped = [(merge["skip_none"], merge["skip_single"]) for merge in merges]
+    skipped = [(merge["skip_none"], merge["skip_single"]) for merge in call.merges]
     assert skipped == [(combine.MAY_BE_MERGED if pairs else 1, 0)]
-    assert grid[:2] == (-(-options["heads"] // 64), parts)
+    assert call.grid[:2] == (-(-options["heads"] // 64), parts)
     if pairs and "kv_format" not in options:
-        assert shared == 210992 + 5 * 4 * 64 + 8 * 20
+        assert call.smem == 210992 + 5 * 4 * 64 + 8 * 20
 
 
 @pytest.mark.parametrize(
@@ -190,6 +183,5 @@ def test_which_plans_are_walked_in_pairs(monkeypatch, batch, options, parts, bou
     ],
 )
 def test_which_plans_are_needed(monkeypatch, batch, options, bound, used):
-    given = with_plan(dict(heads=128) | options, batch, 66, bound)
-    (*_, fields, _, _), _, _ = launched(monkeypatch, None, given=given)
-    assert (fields["plan"] != 0) is used
+    call = launched(monkeypatch, with_plan(dict(heads=128) | options, batch, 66, bound))
+    assert (call.fields["plan"] != 0) is used

@@ -99,15 +99,13 @@ def test_queries_in_boxes(monkeypatch, q_len, rows):
     args, kwargs = sample.make(CPU)
     wide = torch.zeros(3, q_len, 18, 576, dtype=torch.bfloat16)[:, :, :16]
     for q, copied in ((args[0], False), (wide, True)):
-        asked = []
         with monkeypatch.context() as patch:
-            call, _, _ = launched(patch, None, ((q, *args[1:]), kwargs), asked)
-        buffers = call[-1]
-        address, _, sizes, strides, box = asked[1]
+            call = launched(patch, ((q, *args[1:]), kwargs))
+        address, _, sizes, strides, box = call.maps[1]
         assert (sizes, strides, box) == ((32, 3 * q_len * 16, 1, 18), (1152, 1152, 64), (32, rows, 1, 9))
-        assert address == buffers["q"].tensor.data_ptr()
+        assert address == call.buffers["q"].data_ptr()
         assert (address != q.data_ptr()) == copied
-        assert torch.equal(buffers["q"].tensor, q)
+        assert torch.equal(call.buffers["q"], q)
 
 
 @pytest.mark.parametrize(
@@ -215,10 +213,10 @@ def test_a_cache_of_one_page_or_none(monkeypatch):
     assert [given[2:] for given in boxes] == [((64, 64, 9, 1), (1152, 128, 64 * 1152), (64, 32, 9, 1))] * 2
     args, kwargs = decode_sample((0,), num_splits=1).make(CPU)
     for pages in (1, 0):
-        asked, cache = [], args[1][:pages]
+        cache = args[1][:pages]
         with monkeypatch.context() as patch:
-            launched(patch, None, ((args[0], cache, *args[2:]), kwargs), asked)
-        assert [call[0] for call in asked] == [(cache if pages else args[0]).data_ptr(), args[0].data_ptr()]
+            maps = launched(patch, ((args[0], cache, *args[2:]), kwargs)).maps
+        assert [address for address, *_ in maps] == [(cache if pages else args[0]).data_ptr(), args[0].data_ptr()]
 
 
 def test_a_map_the_driver_refuses():
