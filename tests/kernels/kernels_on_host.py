@@ -20,6 +20,8 @@ import torch
 from planted import each_of, plant
 
 from mla_suite.archs import CSRC
+from mla_suite.build import params
+from mla_suite.launch.spec import LaunchSpec
 
 HOST = Path(__file__).parent / "cuda_on_host"
 Fault: TypeAlias = tuple[str, str, str]
@@ -45,6 +47,13 @@ def compiled(source: str, to: Path, constants: Mapping[str, object], *first: Pat
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return to
+
+
+def packed(struct: str, launch: LaunchSpec, **changed: int) -> bytes:
+    """The parameters of a launch whose addresses the program sets, with some changed."""
+    fields = params.load(struct)
+    addresses = {field.name: 0 for field in fields.fields if field.is_pointer}
+    return fields.pack(**addresses, **{**launch.numbers, **changed})
 
 
 def with_a_fault(folder: Path, header: str, right: str, broken: str) -> Path:

@@ -8,7 +8,6 @@ from merges import exact, partials
 
 import mla_suite
 from mla_suite.archs import combine as native
-from mla_suite.build.params import load
 from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.plan.metadata import Plan
 from mla_suite.testing import assert_close, poison
@@ -60,7 +59,7 @@ class PlanMerge:
 
     def run_on_host(self, program, launch, blocks, parts=None):
         """Runs a launch in `blocks` blocks by a program of cuda_on_host/combine; `parts` stand for the partials."""
-        params = load("combine").pack(**{**launch.numbers, **dict.fromkeys(POINTERS, 0), "workgroups": blocks})
+        params = kernels_on_host.packed("combine", launch, workgroups=blocks)
         nothing = torch.zeros(0, dtype=torch.int32)
         tokens, sink = self.tokens if self.ragged else nothing, nothing if self.sink is None else self.sink
         arrays = *(parts or (self.partial_out, self.partial_lse)), self.plan, tokens, sink, self.out, self.lse

@@ -8,13 +8,12 @@ from functools import partial
 import pytest
 import torch
 from hostile_inputs import fused_pairs, raw
-from kernels_on_host import compiled, with_a_fault, written
+from kernels_on_host import compiled, packed, with_a_fault, written
 from planted import each_of
 
 from mla_suite import archs
 from mla_suite.archs.sm_90 import Kernels
 from mla_suite.archs.sm_90.append_kv import RECORDS
-from mla_suite.build import params
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
 from mla_suite.ops.append_kv import APPEND_KV, AppendKvArgs, reference
@@ -75,12 +74,9 @@ def by_kernel(program, folder, args, group):
     """The cache after the program, whose blocks have `group` tokens."""
     answer = Kernels(archs.get("sm_90")).append_kv(APPEND_KV.describe(args))
     (launch,) = answer.config.spec((), args).launches
-    struct = params.load("append_kv")
-    numbers = launch.numbers | {field.name: 0 for field in struct.fields if field.name not in launch.numbers}
-    numbers["group"] = group
-    given = {"params": struct.pack(**numbers), "kv_c": args.kv_c, "k_pe": args.k_pe, "cache": raw(args.kv_cache)}
-    given |= {"slots": args.slot_mapping}
-    given |= {} if args.cos_sin is None else {"cos_sin": args.cos_sin, "positions": args.positions}
+    given = dict(params=packed("append_kv", launch, group=group), kv_c=args.kv_c, k_pe=args.k_pe)
+    given |= dict(cache=raw(args.kv_cache), slots=args.slot_mapping)
+    given |= {} if args.cos_sin is None else dict(cos_sin=args.cos_sin, positions=args.positions)
     made = written(program, (), folder, given, "cache")
     return made.as_strided(args.kv_cache.shape, args.kv_cache.stride())
 

@@ -9,13 +9,12 @@ import pytest
 import torch
 from backend_calls import assert_refused
 from hostile_inputs import raw
-from kernels_on_host import compiled, with_a_fault, written
+from kernels_on_host import compiled, packed, with_a_fault, written
 from made_formats import made
 from planted import each_of
 
 from mla_suite import archs
 from mla_suite.archs.sm_90 import Kernels
-from mla_suite.build import params
 from mla_suite.build.instances import instances
 from mla_suite.core.dispatch import Supported
 from mla_suite.kv_formats import KV_FORMATS, Field, get_kv_format
@@ -85,9 +84,7 @@ def by_kernel(program, folder, args):
     answer = SM_90.convert_kv(CONVERT_KV.describe(args))
     assert isinstance(answer, Supported), answer.reason
     (launch,) = answer.config.spec((), args).launches
-    struct = params.load("convert_kv")
-    numbers = launch.numbers | {item.name: 0 for item in struct.fields if item.name not in launch.numbers}
-    given = dict(params=struct.pack(**numbers), source=raw(args.source), destination=raw(args.destination))
+    given = dict(params=packed("convert_kv", launch), source=raw(args.source), destination=raw(args.destination))
     given |= dict(source_slots=args.source_slots, destination_slots=args.destination_slots)
     given |= dict(source_descale=args.source_descale, destination_descale=args.destination_descale)
     words = answer.config.source, answer.config.destination, launch.grid[0]

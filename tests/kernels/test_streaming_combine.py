@@ -19,7 +19,6 @@ from mla_suite import archs
 from mla_suite.archs import combine as native
 from mla_suite.archs.sm_90 import combine as sm_90_combine
 from mla_suite.archs.sm_90.combine import StreamingCombineConfig
-from mla_suite.build.params import load
 from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.testing import assert_close, poison
 
@@ -54,7 +53,7 @@ class Merge:
             (LseLayout.contiguous(self.heads), False),
             *(True, torch.float32, self.heads, self.splits, (0, False), POINTERS),
         )
-        params = load("combine").pack(**{**launch.numbers, **dict.fromkeys(POINTERS, 0), "workgroups": seconds})
+        params = kernels_on_host.packed("combine", launch, workgroups=seconds)
         words = self.partial_out.clone().view(torch.int32)
         if missing is not None:
             words.view(-1)[missing] = -1
