@@ -313,18 +313,6 @@ def test_splits_compiled_in(arch, rows, tmp_path, monkeypatch):
     assert instructions[16] < (0.9 if rows < 8 else 1.05) * instructions[0], instructions
 
 
-def test_a_miss_gives_the_same_numbers(arch):
-    """A tuned point and the rule's differ in the order of additions only."""
-    out, lse = partials(2 * 33, 16)
-    results = []
-    for point in (a_row_by_eight_waves(arch), four_rows(arch)):
-        merged, total = torch.empty(2, 16, 512, dtype=torch.bfloat16), torch.empty(2, 16)
-        NATIVE.run(point, (merged, total), out, lse, num_splits=33)
-        assert_close(merged, total, exact(out, lse, [0, 33, 66]))
-        results.append(merged)
-    assert_close(results[0], total, exact(out, lse, [0, 33, 66]))
-
-
 def test_a_launch_error_names_operator_and_kernel(arch, monkeypatch):
     packing = run._packing
 

@@ -9,8 +9,6 @@ import torch
 from decode_launches import CPU, H200, launched, long_call
 
 import mla_suite
-from mla_suite.archs import CSRC
-from mla_suite.archs.sm_90 import costs
 from mla_suite.archs.sm_90 import decode as sm_90
 from mla_suite.launch.spec import CallSpec, Input, LaunchSpec, Output, Scratch, TensorMap
 from mla_suite.ops.decode import DECODE
@@ -106,10 +104,6 @@ def test_large_batches_fold_their_splits():
     split, combine = launches(1, planned=True).launches
     assert split.numbers["plan_words"] > 0
     assert combine.kernel.startswith("fold_combine")
-
-
-def test_a_node_is_as_long_as_in_the_kernel():
-    assert f"constexpr int NODE_SPLITS = {costs.NODE_SPLITS};" in (CSRC / "sm_90/split_fold.hpp").read_text()
 
 
 def test_ragged_queries_and_pages(monkeypatch):
