@@ -179,13 +179,12 @@ def test_same_bits_every_time(page):
 def test_batch_invariant_bits(heads, planned):
     """A sequence's bits in batches of 1, 5 and 64, at another place in each, with other lengths beside it."""
     args, kwargs = decode_sample((2000, *[5, 170, 333] * 21), heads=heads, split_size=256).make(torch.device("cuda"))
-    q, cache, lens, table = args[:4]
     kwargs["max_seqlen_kv"] = 2048
 
     def of(order):
-        given = [q[order], cache, lens[order], table[order], *args[4:]]
+        given = decode_grid.sequences(args, order)
         if planned:
-            given[PLAN] = mla_suite.plan(lens[order], num_heads=heads, max_seqlen_kv=2048, split_size=256)
+            given[PLAN] = mla_suite.plan(given[LENS], num_heads=heads, max_seqlen_kv=2048, split_size=256)
         return decode(given, kwargs)
 
     for own in (0, 2):  # eight splits, and one
@@ -203,9 +202,8 @@ def test_batch_invariant_bits_of_one_split(heads, types, sink):
     """A sequence that fits one split: alone its result needs no combine, beside a longer one it passes through it."""
     sample = decode_sample((200, 2000), heads=heads, split_size=256, sink=sink, **types)
     args, kwargs = sample.make(torch.device("cuda"))
-    q, cache, lens, table = args[:4]
     together = decode(args, kwargs)
-    alone = decode([q[:1], cache, lens[:1], table[:1], *args[4:]], kwargs | {"max_seqlen_kv": 256})
+    alone = decode(decode_grid.sequences(args, slice(1)), kwargs | {"max_seqlen_kv": 256})
     assert all(torch.equal(a[0], t[0]) for a, t in zip(alone, together, strict=True))
 
 
@@ -327,5 +325,5 @@ def test_production_shapes(batch, heads, q_len, kv):
     args, kwargs = decode_sample([kv] * batch, heads=heads, q_len=q_len).make(torch.device("cuda"))
     out, lse = decode(args, kwargs)
     some = sorted({0, batch // 2, batch - 1})
-    chosen = [args[Q][some], args[CACHE], args[LENS][some], args[TABLE][some], *args[4:]]
-    assert_right(out[some], lse[some], exact_decode(*on_cpu(chosen), **kwargs))
+    chosen = on_cpu(decode_grid.sequences(args, some))
+    assert_right(out[some], lse[some], exact_decode(*chosen, **kwargs))

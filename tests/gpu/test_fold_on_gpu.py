@@ -11,13 +11,13 @@ from decode_calls import (
     HALF,
     LENS,
     PLAN,
-    TABLE,
     Q,
     assert_a_graph_repeats,
     assert_right,
     assert_right_at_other_lengths,
     assert_same_bits,
     decode,
+    decode_grid,
     hostile,
     kernels,
     on_cpu,
@@ -137,10 +137,10 @@ def test_a_sequence_has_its_bits_in_any_batch():
     kwargs["max_seqlen_kv"] = max(LONG)
     assert kernels(args, kwargs)[0].startswith("fold_decode")
     together = decode(args, kwargs)
-    for own in (0, 3):
-        some = [args[Q][own : own + 1], args[1], args[LENS][own : own + 1], args[TABLE][own : own + 1], *args[4:]]
-        assert kernels(some, kwargs)[0].startswith("decode")
-        assert_same_bits([decode(some, kwargs)], [[result[own : own + 1] for result in together]])
+    for own in ([0], [3]):
+        alone = decode_grid.sequences(args, own)
+        assert kernels(alone, kwargs)[0].startswith("decode")
+        assert_same_bits([decode(alone, kwargs)], [[result[own] for result in together]])
 
 
 @pytest.mark.parametrize("plan", [False, True], ids=["no plan", "plan"])

@@ -50,6 +50,12 @@ def made_hostile(args: Sequence[Any], kwargs: dict[str, Any], arch: str) -> tupl
     return hostile_inputs.hostile(args, kwargs.get("window_left", -1), nan_byte, wider=False)
 
 
+def sequences(args: Sequence[Any], which: Any) -> list[Any]:
+    """The arguments for some sequences of a batch; queries are not packed, and pages are in a table."""
+    q, cache, seq_lens, table, *rest = args
+    return [q[which], cache, seq_lens[which], table[which], *rest]
+
+
 def chosen(arch: str, args: Sequence[Any], kwargs: dict[str, Any], device: str = "cpu") -> dispatch.Choice:
     return dispatch.choose("decode", DECODE.backends, DECODE.problem(*args, **kwargs), archs.get(arch), device)
 

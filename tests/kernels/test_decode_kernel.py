@@ -12,7 +12,7 @@ import decode_grid as grid
 import pytest
 import torch
 from built import require_built
-from decode_grid import CPU, HEADS, LENS, PAGES, Q_LENS, assert_within_bound
+from decode_grid import CPU, HEADS, LENS, PAGES, Q_LENS, assert_within_bound, sequences
 from hostile_inputs import in_turn
 
 import mla_suite
@@ -283,12 +283,11 @@ def test_batch_invariant_bits(target, case):
     heads, stored = case
     stored = OCP if stored and target.arch == "gfx950" else stored
     args, kwargs = decode_sample((200, *[5, 17, 33] * 21), heads=heads, split_size=64, **stored).make(CPU)
-    q, cache, lens, table = args[:4]
     kwargs["max_seqlen_kv"] = 256
-    alone = decode(target, (q[:1], cache, lens[:1], table[:1], *args[4:]), kwargs)
+    alone = decode(target, sequences(args, slice(1)), kwargs)
     for batch, place in ((5, 3), (64, 40)):
         order = [*range(1, place + 1), 0, *range(place + 1, batch)]
-        found = decode(target, (q[order], cache, lens[order], table[order], *args[4:]), kwargs)
+        found = decode(target, sequences(args, order), kwargs)
         assert all(torch.equal(a[0], b[place]) for a, b in zip(alone, found, strict=True))
 
 
@@ -296,12 +295,11 @@ def test_batch_invariant_bits(target, case):
 def test_batch_invariant_bits_with_a_plan(target):
     """A plan has the work tiles that lengths need, in any number of SM parts; bits are those of a call without one."""
     args, kwargs = decode_sample((200, 5, 64, 130, 33), heads=16, split_size=64).make(CPU)
-    q, cache, lens, table = args[:4]
     wanted = decode(target, args, kwargs)
     for order, parts in (([0], 7), ([3, 0], 2), ([4, 1, 0, 2, 3], 3)):
-        plan = mla_suite.plan(lens[order], num_heads=16, num_sm_parts=parts, max_seqlen_kv=4096, split_size=64)
-        rest, of_context_parallel = args[4:11], args[12:]
-        found = decode(target, (q[order], cache, lens[order], table[order], *rest, plan, *of_context_parallel), kwargs)
+        given = sequences(args, order)
+        given[11] = mla_suite.plan(given[2], num_heads=16, num_sm_parts=parts, max_seqlen_kv=4096, split_size=64)
+        found = decode(target, given, kwargs)
         assert all(torch.equal(w[order], f) for w, f in zip(wanted, found, strict=True))
 
 
@@ -310,9 +308,8 @@ def test_batch_invariant_bits_with_a_plan(target):
 def test_batch_invariant_bits_of_one_split(target, heads):
     """A sequence that fits one split: alone its result needs no combine, beside a longer one it passes through it."""
     args, kwargs = decode_sample((50, 200), heads=heads, split_size=64).make(CPU)
-    q, cache, lens, table = args[:4]
     together = decode(target, args, kwargs)
-    alone = decode(target, (q[:1], cache, lens[:1], table[:1], *args[4:]), kwargs | {"max_seqlen_kv": 64})
+    alone = decode(target, sequences(args, slice(1)), kwargs | {"max_seqlen_kv": 64})
     assert all(torch.equal(a[0], t[0]) for a, t in zip(alone, together, strict=True))
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from backend import CPU, check_layouts, run
 from backend_calls import assert_refused
+from decode_grid import sequences
 from hostile_inputs import hostile
 
 import mla_suite
@@ -80,9 +81,7 @@ def test_batch_invariant_bits(sink: bool) -> None:
     args, kwargs = decode_sample([50, 200, 700], heads=3, latent=64, split_size=128, sink=sink, **FP32).make(CPU)
     together = run(decode, "decode", args, kwargs)
     for b, bound in ((0, 128), (1, 256)):
-        own = slice(b, b + 1)
-        one = [args[0][own], args[1], args[2][own], args[3][own], *args[4:]]
-        alone = run(decode, "decode", tuple(one), kwargs | {"max_seqlen_kv": bound})
+        alone = run(decode, "decode", tuple(sequences(args, [b])), kwargs | {"max_seqlen_kv": bound})
         assert all(torch.equal(a[0], t[b]) for a, t in zip(alone, together, strict=True))
 
 
