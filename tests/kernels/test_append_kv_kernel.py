@@ -229,17 +229,6 @@ def test_strided_inputs_and_a_slice_of_pages(arch):
     assert_same_bytes("v32", 6, 3, kv_c, k_pe, torch.tensor([8, 0, 4, 5]), part=slice(2, 5))
 
 
-def test_an_empty_batch_launches_nothing(arch):
-    kind = get_kv_format("bf16")
-    cache = filled(kind, 1, 4)
-    with emulator.configured(collect=True) as reports:
-        mla_suite.append_kv(
-            torch.empty(0, 512), torch.empty(0, 64), cache, torch.empty(0, dtype=torch.int64), kv_format="bf16"
-        )
-    assert not reports
-    assert bool((raw(cache) == 0xAA).all())
-
-
 @pytest.mark.parametrize("latent", [1, 511])
 def test_a_row_divided_within_a_byte_goes_elsewhere(arch, latent):
     row, slot = torch.randn(1, 512), torch.tensor([2])

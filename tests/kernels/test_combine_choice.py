@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from backend_calls import BackendCalls, assert_refused
+from backend_calls import BackendCalls
 from built import require_built
 from static_asserts import assert_compiles
 
@@ -306,8 +306,3 @@ def test_which_rows_are_merged_while_decode_runs(changed, taken):
     facts = dict(head_dim_v=512, rows=16, batch=1, splits=64, busy=64, runs=2) | changed
     busy, runs = facts.pop("busy"), facts.pop("runs")
     assert (sm_90_combine.streaming(problem(**facts), archs.get("sm_90"), busy, runs) is not None) is taken
-
-
-def test_another_width_is_refused():
-    args, kwargs = (torch.zeros(2, 3, 64), torch.zeros(2, 3)), dict(num_splits=2, out_dtype=torch.bfloat16)
-    assert_refused(NATIVE.supports(COMBINE.problem(*args, **kwargs), archs.get("gfx942")), "head_dim_v 64")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mla_suite import archs
+from mla_suite.archs.plan import MAX_SEQUENCES
 from mla_suite.core import allocation, register
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.launch import declared_kernels
@@ -15,6 +16,7 @@ from mla_suite.ops.append_kv.samples import sample as append_sample
 from mla_suite.ops.combine.samples import sample as combine_sample
 from mla_suite.ops.convert_kv.samples import sample as convert_sample
 from mla_suite.ops.decode.samples import decode_sample
+from mla_suite.ops.plan.samples import sample as plan_sample
 from mla_suite.ops.sparse_decode.samples import PoolShape
 from mla_suite.ops.sparse_decode.samples import sample as sparse_sample
 
@@ -28,6 +30,7 @@ SAMPLES = {
     "combine": combine_sample(1, 16, 4),
     "convert_kv": convert_sample(4, "v32", "bf16"),
     "decode": decode_sample((300,), split_size=64),
+    "plan": plan_sample([300, 70], num_heads=16, num_sm_parts=7, max_seqlen_kv=300),
     "sparse_decode": sparse_sample(1, 1, 16, [PoolShape("dsv4", 2, 64, 24)]),
 }
 # Arch, sample, facts of which kernels take the first and refuse the second, and why.
@@ -53,6 +56,8 @@ LIMITS = [
     ("gfx942", "decode", dict(heads=128 * 65535), dict(heads=128 * 65535 + 1), "8388481 query rows per sequence"),
     ("sm_90", "decode", dict(heads=65535), dict(heads=65536), "rows x heads below 4294967296"),
     ("sm_90", "decode", dict(heads=1, q_len=2**25 - 1), dict(heads=1, q_len=2**25), "it takes 1 to 33554431"),
+    *((name, "plan", dict(batch=1), dict(batch=0), "0 sequences; it takes 1 to") for name in NAMES),
+    *((name, "plan", dict(batch=MAX_SEQUENCES), dict(batch=MAX_SEQUENCES + 1), "sequences; it") for name in NAMES),
     *((name, "combine", dict(rows=2**31 - 1), dict(rows=2**31), "it takes 2147483647 rows") for name in NAMES),
     *((name, "combine", dict(head_dim_v=256), dict(head_dim_v=64), "512 or 256 or 128") for name in NAMES),
     *((name, "sparse_decode", dict(heads=65535 * 128), dict(heads=65535 * 128 + 1), "heads; it") for name in NAMES),

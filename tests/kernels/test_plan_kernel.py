@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from backend_calls import BackendCalls, assert_refused
+from backend_calls import BackendCalls
 from built import require_built
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +15,7 @@ import mla_suite
 from mla_suite import archs, emulator
 from mla_suite.archs import plan as kernels
 from mla_suite.archs.cdna import PLAN_WAVES
-from mla_suite.archs.plan import MAX_SEQUENCES, PlanConfig
+from mla_suite.archs.plan import PlanConfig
 from mla_suite.core import dispatch
 from mla_suite.ops.plan import PLAN, reference, samples, scheduler
 from mla_suite.testing import poison
@@ -186,9 +186,3 @@ def test_the_same_words_in_any_order_of_workgroups():
         with emulator.configured(order=order, threads=threads):
             found.append(words(args, kwargs, record("gfx950")))
     assert all(torch.equal(found[0], other) for other in found)
-
-
-@pytest.mark.parametrize("batch", [0, MAX_SEQUENCES + 1])
-def test_a_batch_it_does_not_take_is_refused(batch):
-    problem = PLAN.problem(torch.zeros(batch, dtype=torch.int32), **arguments())
-    assert_refused(NATIVE.supports(problem, archs.get("gfx942")), f"{batch} sequences")
