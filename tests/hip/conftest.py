@@ -74,3 +74,13 @@ def session(drivers):
     yield drivers.session
     drivers.session.gpu.check()
     assert len(drivers.session.gpu.hip_memories()) == noted, "memory of hipMalloc was left behind"
+
+
+@pytest.fixture
+def placed(session):
+    """A launch of append_kv whose buffers lie in GPU memory."""
+    from launches import Placed, recorded
+
+    made = Placed(session, recorded(session))
+    yield made
+    made.close()

@@ -75,6 +75,11 @@ class Placed:
         what = {"grid": self.grid, "block": self.block, "dynamic_lds": self.lds, "params": self.params, **changes}
         self.session.driver.launch(self.kernel, **what)
 
+    def run(self, **changes):
+        """The launch, from its beginning to its end; what it did wrong `check` of the GPU says."""
+        self.start(**changes)
+        self.session.runtime.synchronize(self.session.stream())
+
     def finish(self):
         """Copies back what a kernel may have written, and waits."""
         self.mirror.copy_out(self.session.stream())

@@ -16,20 +16,12 @@ from mla_suite.launch.driver import DriverError, LaunchError
 OTHER = {"gfx942": "gfx950", "gfx950": "gfx942"}
 
 
-@pytest.fixture
-def placed(session):
-    made = Placed(session, recorded(session))
-    yield made
-    made.close()
-
-
 def test_a_wrong_byte_in_the_kernel_arguments(session, placed):
     """The top byte of a pointer: the kernel then addresses memory that hipMalloc never gave."""
     pointer = next(field for field in placed.layout.fields if field.is_pointer)
     wrong = bytearray(placed.params)
     wrong[pointer.offset + 4] ^= 0x40
-    placed.start(params=bytes(wrong))
-    session.runtime.synchronize(session.stream())
+    placed.run(params=bytes(wrong))
     with pytest.raises(SanitizerError, match="global_out_of_bounds"):
         session.gpu.check()
 
@@ -40,13 +32,11 @@ def test_one_byte_less_than_the_kernel_reads(session, placed):
     address = placed.mirror.translate(item.tensor.data_ptr())
     size = item.tensor.untyped_storage().nbytes()
     session.gpu.add_allocation(address, size - 1)
-    placed.start()
-    session.runtime.synchronize(session.stream())
+    placed.run()
     session.gpu.add_allocation(address, size)
     with pytest.raises(SanitizerError, match="global_out_of_bounds"):
         session.gpu.check()
-    placed.start()
-    session.runtime.synchronize(session.stream())
+    placed.run()
     session.gpu.check()
 
 
@@ -78,8 +68,7 @@ def test_a_packet_that_does_not_fit_the_kernel(session, monkeypatch, field, chan
 
 
 def test_lds_that_a_launch_asks_for_without_need(session, placed):
-    placed.start(dynamic_lds=1024)
-    session.runtime.synchronize(session.stream())
+    placed.run(dynamic_lds=1024)
     with pytest.raises(LaunchError, match="bytes of LDS; the kernel takes"):
         session.gpu.check()
 
@@ -102,13 +91,11 @@ def test_a_corrupted_byte_of_code_in_gpu_memory(session, placed):
         where = base + image.code_address + offset
         (right,) = session.gpu.read(where, 1)
         overwrite(session.gpu, where, bytes([right ^ 1]))
-        placed.start()
-        session.runtime.synchronize(session.stream())
+        placed.run()
         overwrite(session.gpu, where, bytes([right]))
         with pytest.raises(VirtualGpuError, match=r"the copy of append_kv\S+ in GPU memory is damaged: byte 0x"):
             session.gpu.check()
-    placed.start()
-    session.runtime.synchronize(session.stream())
+    placed.run()
     session.gpu.check()
 
 
@@ -117,8 +104,7 @@ def test_a_corrupted_kernel_descriptor(session, placed):
     where = base + image.descriptor_address
     (right,) = session.gpu.read(where, 1)
     overwrite(session.gpu, where, bytes([right ^ 4]))
-    placed.start()
-    session.runtime.synchronize(session.stream())
+    placed.run()
     overwrite(session.gpu, where, bytes([right]))
     with pytest.raises(VirtualGpuError, match="is damaged"):
         session.gpu.check()

@@ -4,16 +4,8 @@ import ctypes
 import threading
 from pathlib import Path
 
-import pytest
 import torch
 from launches import Placed, recorded
-
-
-@pytest.fixture
-def placed(session):
-    made = Placed(session, recorded(session))
-    yield made
-    made.close()
 
 
 def test_launches_that_nobody_declared(session, placed):
