@@ -21,6 +21,10 @@ from mla_suite.testing import Exact, exact_decode, poison, ulp
 CPU = torch.device("cpu")
 LEAST_NORMAL = torch.finfo(torch.float32).tiny
 FP8_NAN = {"fnuz": 0x80, "ocp": 0x7F}
+FP8_FORMATS = {"gfx942": "fp8_fnuz", "gfx950": "fp8"}
+"""Arch -> its kv_format of fp8 rows."""
+NANS = torch.tensor([0x7FC00000, -1], dtype=torch.int32).view(torch.float32)
+"""Rounding the second to bf16 by an addition would carry through the sign."""
 
 HEADS = (1, 8, 12, 16, 24, 32, 40, 64, 96, 128)
 Q_LENS = (1, 2, 3, 4, 8)

@@ -15,11 +15,11 @@ PAGES = 140_000  # of 64 x 576 values: 10.3 GB of address space, or 5.2 GB of fp
 
 
 @pytest.mark.parametrize("heads", [16, 48])
-@pytest.mark.parametrize("kv_format", ["bf16", "fp8"])
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+@pytest.mark.parametrize(
+    ("arch", "kv_format"), [(arch, name) for arch, fp8 in grid.FP8_FORMATS.items() for name in ("bf16", fp8)]
+)
 def test_pages_that_lie_far_apart(arch, kv_format, heads):
     require_built(arch)
-    kv_format = {"fp8": {"gfx942": "fp8_fnuz", "gfx950": "fp8"}[arch]}.get(kv_format, kv_format)
     args, kwargs = decode_sample((150, 70), heads=heads, kv_format=kv_format, num_splits=1).make(torch.device("cpu"))
     exact = exact_decode(*args, **kwargs)
     near, table = args[1], args[3].clone()

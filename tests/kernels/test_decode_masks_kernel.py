@@ -25,9 +25,6 @@ from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode
 
-FP8 = {"gfx942": "fp8_fnuz", "gfx950": "fp8"}
-
-
 arch = emulated()
 
 
@@ -90,7 +87,7 @@ def test_a_window_reads_what_a_sequence_of_its_keys_reads(arch, heads):
 @pytest.mark.parametrize("stored", [{}, {"kv_format": "fp8"}], ids=str)
 @pytest.mark.parametrize(("heads", "q_len"), [(16, 5), (8, 64)])
 def test_the_mask_of_a_chain_gives_the_causal_bits(arch, heads, q_len, stored):
-    stored = {"kv_format": FP8[arch]} if stored else {}
+    stored = {"kv_format": grid.FP8_FORMATS[arch]} if stored else {}
     args, kwargs = decode_sample((100, 33, 64), heads=heads, q_len=q_len, num_splits=2, **stored).make(CPU)
     words = [-1 if i == 63 else (2 << i) - 1 for i in range(q_len)]
     tree = torch.tensor([[*words, 0]] * 3)[:, :q_len]  # not contiguous

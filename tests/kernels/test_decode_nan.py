@@ -7,7 +7,7 @@ import decode_grid as grid
 import pytest
 import torch
 from built import emulated
-from decode_grid import CPU, FP8_NAN, assert_within_bound
+from decode_grid import CPU, FP8_FORMATS, FP8_NAN, NANS, assert_within_bound
 from hostile_inputs import in_turn
 
 from mla_suite import archs
@@ -16,11 +16,8 @@ from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode
 
 E4M3 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
-KV_FORMATS = {"gfx942": "fp8_fnuz", "gfx950": "fp8"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DESCALES = ["q_descale", "kv_descale", *DTYPES]  # those of fp8, and the q_descale of caches in 16 bits
-# Rounding the second to bf16 by an addition would carry through the sign.
-NANS = torch.tensor([0x7FC00000, -1], dtype=torch.int32).view(torch.float32)
 
 
 arch = emulated(autouse=True)
@@ -31,8 +28,8 @@ def formats(arch):
     return (
         {},
         {"kv_format": "fp16", "dtype": torch.float16},
-        {"kv_format": KV_FORMATS[arch]},
-        {"kv_format": KV_FORMATS[arch], "dtype": E4M3[arch]},
+        {"kv_format": FP8_FORMATS[arch]},
+        {"kv_format": FP8_FORMATS[arch], "dtype": E4M3[arch]},
     )
 
 

@@ -9,25 +9,20 @@ import pytest
 import torch
 from backend_calls import BackendCalls, assert_refused
 from built import emulated
-from decode_grid import assert_within_bound
+from decode_grid import FP8_FORMATS, NANS, assert_within_bound
 from hostile_inputs import pairwise_cover
-from sparse_problems import CONFIGS, MODES, attend, exact, in_mode, kind_of, problem, require_kernels, with_descales
+from sparse_problems import MODES, attend, exact, in_mode, kind_of, problem, require_kernels, with_descales
 
 from mla_suite import archs
-from mla_suite.archs.cdna.decode import FP8_KV_FORMATS
 from mla_suite.core.explain import explain_on
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats.encode import decode
 from mla_suite.ops.decode import Q_FP8
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
 
-NAMES = {name: FP8_KV_FORMATS[archs.get(name).fp8] for name in CONFIGS}
-"""Arch -> the kv_format of its bare rows."""
 WIDTHS = (576, 512)
 ROPE = 512  # where the values begin that only scores see
 NATIVE = BackendCalls(SPARSE_DECODE, "native")
-# Rounding the second to bf16 by an addition would carry through the sign.
-NANS = torch.tensor([0x7FC00000, -1], dtype=torch.int32).view(torch.float32)
 
 
 arch = emulated(require_kernels, autouse=True)
@@ -46,7 +41,7 @@ AXES = {"heads": (8, 16, 64, 128), "width": WIDTHS, "dtype": (torch.bfloat16, *Q
 @pytest.mark.parametrize("case", pairwise_cover(AXES), ids=lambda case: "-".join(map(str, case.values())))
 def test_descales_multiply_rows_and_queries(arch, case):
     """Two pools, a fifth of the indices invalid; any two of heads, width, type of the queries and mode meet."""
-    pools = [(NAMES[arch], 2, 64, 70), (NAMES[arch], 9, 5, 33)]
+    pools = [(FP8_FORMATS[arch], 2, 64, 70), (FP8_FORMATS[arch], 9, 5, 33)]
     args, kwargs = problem(pools, 4, case["heads"], seed=case["heads"], width=case["width"])
     in_mode(case["mode"], args, kwargs, seed=case["width"])
     check(with_descales(args, case["heads"], case["dtype"]), kwargs)
@@ -55,7 +50,7 @@ def test_descales_multiply_rows_and_queries(arch, case):
 @pytest.mark.parametrize("heads", [16, 128])
 def test_descales_of_zero(arch, heads):
     """A tensor of zeros: all keys weigh as much, masked ones nothing, and results are 0."""
-    args, kwargs = problem([(NAMES[arch], 2, 64, 70)], 2, heads)
+    args, kwargs = problem([(FP8_FORMATS[arch], 2, 64, 70)], 2, heads)
     args += [None, torch.zeros(())]
     args[5] = torch.randn(heads)
     out, lse = check(args, kwargs)
@@ -67,7 +62,7 @@ def test_descales_of_zero(arch, heads):
 @pytest.mark.parametrize("at", [7, 8], ids=["q_descale", "kv_descale"])
 @pytest.mark.parametrize("nan", NANS)
 def test_a_descale_of_nan_is_seen(arch, nan, at, heads):
-    args, kwargs = problem([(NAMES[arch], 2, 64, 70)], 2, heads, invalid=0)
+    args, kwargs = problem([(FP8_FORMATS[arch], 2, 64, 70)], 2, heads, invalid=0)
     args = with_descales(args, 0, Q_FP8[0])
     args[at] = nan.reshape(1)
     out, lse = torch.zeros(2, heads, 512, dtype=torch.bfloat16), torch.zeros(2, heads)
@@ -79,7 +74,7 @@ def test_a_descale_of_nan_is_seen(arch, nan, at, heads):
 
 def rows_of(arch, width, codes):
     """A cache of one page with these codes [tokens, width], and the values that they are."""
-    kind = kind_of(NAMES[arch], width)
+    kind = kind_of(FP8_FORMATS[arch], width)
     cache = caches.empty(kind, 1, len(codes))
     cache.view(torch.uint8)[:] = codes
     return cache, decode(codes.flatten(), kind.by_name["latent"].encoding).view(codes.shape)
@@ -88,7 +83,7 @@ def rows_of(arch, width, codes):
 def every_code(arch):
     """All codes but those of NaN, with -0 where the flavour has one, denormal numbers and the largest."""
     codes = torch.arange(256, dtype=torch.uint8)
-    values = decode(codes, kind_of(NAMES[arch], 512).by_name["latent"].encoding)
+    values = decode(codes, kind_of(FP8_FORMATS[arch], 512).by_name["latent"].encoding)
     assert int(values.isnan().sum()) == (2 if archs.get(arch).fp8 == "ocp" else 1)
     return codes[~values.isnan()]
 
@@ -103,7 +98,7 @@ def test_every_code_is_exact(arch, width, descale):
     index = torch.arange(3, dtype=torch.int32)[:, None]
     q = torch.zeros(3, 16, width).bfloat16()
     args = [q, [cache], [index], [None], [None], None, None, None, torch.tensor(descale)]
-    out, lse = attend(args, {"kv_formats": [NAMES[arch]], "softmax_scale": 1.0})
+    out, lse = attend(args, {"kv_formats": [FP8_FORMATS[arch]], "softmax_scale": 1.0})
     wanted = (values[:, :ROPE] * descale).bfloat16()
     assert torch.equal(out, wanted[:, None].expand(3, 16, ROPE))
     assert torch.equal(lse, torch.zeros_like(lse))
@@ -120,7 +115,7 @@ def test_every_code_reaches_the_scores_from_every_place(arch, width):
         q[n, :, 64 * n : 64 * (n + 1)] = torch.eye(64).bfloat16()
     index = torch.zeros(blocks, 1, dtype=torch.int32)
     args = [q, [cache], [index], [None], [None], None, None]
-    _, lse = attend(args, {"kv_formats": [NAMES[arch]], "softmax_scale": 0.25})
+    _, lse = attend(args, {"kv_formats": [FP8_FORMATS[arch]], "softmax_scale": 0.25})
     torch.testing.assert_close(lse.flatten(), values[0] / 4, atol=1e-5, rtol=1e-6)
 
 
@@ -137,7 +132,7 @@ def test_every_nan_is_seen(arch, width):
     index = torch.stack([torch.zeros(len(tokens)), torch.arange(len(tokens))], dim=1).int()
     q = torch.ones(len(tokens), 16, width).bfloat16()
     args = [q, [cache], [index], [None], [None], None, None]
-    out, lse = attend(args, {"kv_formats": [NAMES[arch]], "softmax_scale": 1e-4})
+    out, lse = attend(args, {"kv_formats": [FP8_FORMATS[arch]], "softmax_scale": 1e-4})
     assert bool(out[0].isfinite().all() and lse[0].isfinite().all())
     assert bool(out[1:].isnan().all())
     assert bool(lse[1:].isnan().all())
@@ -147,17 +142,17 @@ def test_every_nan_is_seen(arch, width):
 def test_saturated_rows(arch, heads):
     """The largest codes of both signs, at random: scores reach thousands, and one key takes nearly all weight."""
     codes = every_code(arch)
-    largest = decode(codes, kind_of(NAMES[arch], 576).by_name["latent"].encoding).abs()
+    largest = decode(codes, kind_of(FP8_FORMATS[arch], 576).by_name["latent"].encoding).abs()
     ends = codes[largest == largest.max()]
     assert len(ends) == 2
     cache, _ = rows_of(arch, 576, ends[torch.randint(0, 2, (90, 576))])
     index = torch.randint(-1, 90, (2, 90), dtype=torch.int32)
     args = [torch.randn(2, heads, 576).bfloat16(), [cache], [index], [None], [None], torch.randn(heads), None]
-    check(args, {"kv_formats": [NAMES[arch]], "softmax_scale": 576**-0.5})
+    check(args, {"kv_formats": [FP8_FORMATS[arch]], "softmax_scale": 576**-0.5})
 
 
 def test_fp8_queries_are_copied(arch):
-    args, kwargs = problem([(NAMES[arch], 2, 64, 70)], 2, 16)
+    args, kwargs = problem([(FP8_FORMATS[arch], 2, 64, 70)], 2, 16)
     for dtype in (torch.bfloat16, *Q_FP8):
         answer = explain_on(archs.get(arch), "sparse_decode", *with_descales(args, 0, dtype), **kwargs)
         assert ("queries are copied as bfloat16" in answer.notes) == (dtype in Q_FP8)
@@ -172,8 +167,8 @@ def test_fp8_queries_are_copied(arch):
     ],
 )
 def test_what_is_refused(arch, changed, sentence):
-    other = next(name for name in FP8_KV_FORMATS.values() if name != NAMES[arch])
-    name = {"the other flavour": other, "fp16": NAMES[arch], "fp8 over bf16": "bf16"}[changed]
+    other = next(name for name in FP8_FORMATS.values() if name != FP8_FORMATS[arch])
+    name = {"the other flavour": other, "fp16": FP8_FORMATS[arch], "fp8 over bf16": "bf16"}[changed]
     args, kwargs = problem([(name, 2, 64, 70)], 2, 16)
     args[0] = args[0].to({"fp16": torch.float16, "fp8 over bf16": Q_FP8[0]}.get(changed, torch.bfloat16))
     assert_refused(NATIVE.supports(SPARSE_DECODE.problem(*args, **kwargs), archs.get(arch)), sentence)
