@@ -62,9 +62,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
-def test_a_guide_runs(
-    page: Path, tmp_path: Path, archs_left_out: frozenset[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_guide_runs(page, tmp_path, archs_left_out, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLA_SUITE_TUNED_DIR", str(tmp_path / "tuned"))
     tuning.clear_cache()
@@ -165,7 +163,7 @@ def parse_options(command: str) -> None:
     parser.parse_args(words[4:])
 
 
-def test_every_guide_is_in_the_readme() -> None:
+def test_every_guide_is_in_the_readme():
     readme = (ROOT / "README.md").read_text()
     for page in PAGES:
         assert f"(docs/{page.name})" in readme
@@ -178,7 +176,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_somewhere(page):
     for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
         if "://" not in target:
             there = page.parent / target if target else page
@@ -186,7 +184,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
 
 
-def test_declarations_are_those_of_the_file() -> None:
+def test_declarations_are_those_of_the_file():
     """A toml block of the kernel engineers' guide quotes gfx942's `arch.toml`; a line `...` leaves out others."""
     (block,) = (block for block in blocks(ROOT / "docs" / "kernel_engineer.md") if block.language == "toml")
     lines = iter((ROOT / "csrc" / "gfx942" / "arch.toml").read_text().splitlines())
@@ -194,7 +192,7 @@ def test_declarations_are_those_of_the_file() -> None:
         assert line.strip() == "..." or line in lines, f"{line!r} is not there, or not in this order"
 
 
-def test_the_line_of_a_hang_waits() -> None:
+def test_the_line_of_a_hang_waits():
     """The example of a debug build's message names a line of the function that it says, which waits."""
     guide = (ROOT / "docs" / "kernel_engineer.md").read_text()
     ((file, line, function),) = re.findall(r"^    (csrc/\S+):(\d+): (\w+): block:", guide, re.M)
@@ -203,7 +201,7 @@ def test_the_line_of_a_hang_waits() -> None:
     assert f" {function}(" in before[-2]
 
 
-def test_a_wrong_block_is_noticed(tmp_path: Path) -> None:
+def test_a_wrong_block_is_noticed(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
         "text\n```python\nprint(1 + 1)  # 3\n```\n```console\n$ python -m mla_suite formats\nno such line\n```\n"

@@ -141,9 +141,8 @@ def reasons(op, arch, args, kwargs):
 
 
 # Archs: what dispatch answers for a copy of kernels, for a record alone and for lanes that no kernel is written for.
-good, bad = archs.specs()
-table, _ = serving.answers()
-said["bad"], said["table"] = bad, table
+good, _ = archs.specs()
+said["table"], said["bad"] = serving.answers()
 said["needed"] = archs.needed_gpu()
 with launch.declared_kernels():
     for name in ("sm_100", "sm_120", "gfx1250"):
@@ -273,6 +272,7 @@ def said(tmp_path_factory):
     add_arch(package, "sm_90", "sm_100", kernels=True)
     add_arch(package, "sm_90", "sm_120", kernels=False)
     add_arch(package, "gfx950", "gfx1250", ("wavefront = 64", "wavefront = 32"), kernels=True)
+    add_arch(package, "sm_90", "sm_121", ("wavefront = 32", "wavefront = 48"), kernels=False)
     edit(package / "kv_formats" / "__init__.py", ("_DECLARED = (\n", "_DECLARED = (\n" + TOY_FORMAT))
     table = package / "ops" / "combine" / "tuned" / "sm_90.csv"
     header, *rows = table.read_text().splitlines()
@@ -301,7 +301,6 @@ def test_an_operator_without_kernels_is_nowhere_printed_as_native(said):
 
 def test_an_arch_that_copies_kernels_answers_for_itself(said):
     """Declared kernels count as built in the support table; a call asks for the objects, and says how to get them."""
-    assert said["bad"] == {}
     assert said["table"]["sm_100"] == said["table"]["sm_90"]
     assert said["device"] == ["sm_100", 148]
     assert "sm_100" in said["needed"]
@@ -318,6 +317,11 @@ def test_an_arch_without_kernels_is_refused_in_a_sentence(said):
     )
     assert set(said["sm_120 refuses"]) == {said["sm_120"]["not"]["native"]} == {f"{said['needed']}, not sm_120"}
     assert said["sm_120"]["costs"] == said["workgroup costs"]
+
+
+def test_a_record_that_is_wrong_is_a_sentence_for_that_arch_alone(said):
+    assert said["bad"] == {"sm_121": "arch sm_121: wavefront 48; nvidia has (32,)"}
+    assert set(said["table"]) == {"gfx1250", "gfx942", "gfx950", "sm_100", "sm_120", "sm_90"}
 
 
 def test_kernels_for_other_wavefronts_are_refused_in_a_sentence(said):

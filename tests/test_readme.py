@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def test_its_lines_for_a_gpu_run_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_lines_for_a_gpu_run_without_one(monkeypatch):
     """The block asks for CUDA; on the CPU the same lines are run with the device taken out, as the README says."""
     (block,) = re.findall(r"```python needs=gpu\n(.*?)```", README, re.S)
     ast.parse(block)
@@ -31,15 +31,13 @@ def test_its_lines_for_a_gpu_run_without_one(monkeypatch: pytest.MonkeyPatch) ->
     assert (tuple(out.shape), tuple(lse.shape)) == ((8, 1, 128, 512), (8, 1, 128))
 
 
-def test_support_table_is_current() -> None:
+def test_support_table_is_current():
     made, bad = support.table()
     assert bad == []
     assert support.section(README, "support") == f"{made}\n", "run `python tools/support.py --write README.md`"
 
 
-def test_a_wrong_record_is_a_sentence_and_the_status_is_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_record_is_a_sentence_and_the_status_is_1(monkeypatch, capsys):
     good, _ = archs.specs()
     monkeypatch.setattr(archs, "specs", lambda: (good, {"sm_100": "arch sm_100: wavefront 48; nvidia has (32,)"}))
     assert support.main([]) == 1
@@ -55,9 +53,7 @@ def test_a_wrong_record_is_a_sentence_and_the_status_is_1(
         ("gfx950 fp8", "gfx950", "--kv-format fp8 --q-dtype float8_e4m3fn"),
     ],
 )
-def test_the_amd_counts_are_what_its_commands_print(
-    row: str, arch: str, more: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_amd_counts_are_what_its_commands_print(row, arch, more, capsys):
     command = f"emulate decode --on {arch} --heads 128 --kv 1024 --num-splits 1"
     assert (f"`python -m mla_suite {command}`" if arch == "gfx942" else f"`{more}`") in README
     assert main([*command.split(), *more.split(), "--json"]) == 0

@@ -49,17 +49,10 @@ def test_no_command_decides_by_a_name(name):
             assert not NAMES.search(compared), f"{name}: {compared}"
 
 
-@pytest.mark.parametrize("name", [n for n in SOURCES if not n.startswith("mla_suite/archs/")])
+SHARED = tuple(f"mla_suite/archs/{part}" for part in ("attention.py", "sparse_attention.py", "combine.py", "cdna/"))
+
+
+@pytest.mark.parametrize("name", [n for n in SOURCES if n.startswith(SHARED) or not n.startswith("mla_suite/archs/")])
 def test_no_configuration_is_tested_for_its_type(name):
-    tested = re.findall(r"isinstance\([^()]*config[^()]*\)", (ROOT / name).read_text())
-    assert not tested
-
-
-@pytest.mark.parametrize(
-    "part",
-    [f"mla_suite/archs/{part}" for part in ("attention.py", "sparse_attention.py", "combine.py", "cdna/")],
-)
-def test_shared_code_tests_no_configuration_for_its_type(part):
-    """An arch's differences are its methods, within `archs/` too."""
-    for name in (n for n in SOURCES if n.startswith(part)):
-        assert "isinstance(config" not in (ROOT / name).read_text(), name
+    """An arch's differences are its methods, in the code that archs share too."""
+    assert not re.findall(r"isinstance\([^()]*config[^()]*\)", (ROOT / name).read_text())

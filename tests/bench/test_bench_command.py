@@ -6,7 +6,6 @@ import csv
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,9 +21,7 @@ def saved(path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(line for line in path.read_text().splitlines() if not line.startswith("#")))
 
 
-def test_decode_is_checked_against_fp64_and_planned_as_asked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_decode_is_checked_against_fp64_and_planned_as_asked(tmp_path, capsys):
     path = tmp_path / "rows.csv"
     assert main([*CPU, "--op", "decode", "--plan", "both", "--rounds", "2", "--csv", str(path)]) == 0
     rows = saved(path)
@@ -45,9 +42,7 @@ def test_decode_is_checked_against_fp64_and_planned_as_asked(
     ("found", "code"), [(dict(failure="takes 64 heads"), 0), (dict(failure="[off]", wrong=True), 1)]
 )
 @pytest.mark.parametrize("timed", [True, False])
-def test_a_wrong_result_fails_the_run_and_a_refusal_does_not_beside_times(
-    found: dict[str, Any], code: int, timed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_result_fails_the_run_and_a_refusal_does_not_beside_times(found, code, timed, monkeypatch, capsys):
     def one(case: sets.Case, *rest: object, **options: object) -> Iterator[Measured]:
         yield replace(Measured(case, "native"), **found)
         if timed:
@@ -74,13 +69,13 @@ def test_a_wrong_result_fails_the_run_and_a_refusal_does_not_beside_times(
         (["--csv", "/dev/null/rows.csv"], "/dev/null/rows.csv cannot be written"),
     ],
 )
-def test_bad_requests_are_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_requests_are_one_sentence(arguments, sentence, capsys):
     assert main([*CPU, *arguments]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("bench: ")
     assert sentence in error
 
 
-def test_list_names_every_set_and_its_source(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_names_every_set_and_its_source(capsys):
     assert main(["bench", "--list"]) == 0
     assert "aiter-3003: 64 shapes. AITER pull request 3003" in capsys.readouterr().out

@@ -7,7 +7,6 @@ import errno
 import os
 import threading
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -48,7 +47,7 @@ def tampered(monkeypatch: pytest.MonkeyPatch, damage: Any) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _choices_are_forgotten() -> Any:
+def _choices_are_forgotten():
     yield
     dispatch.clear_caches()
 
@@ -64,7 +63,7 @@ def _choices_are_forgotten() -> Any:
     ],
     ids=["one row 3 % off", "one NaN", "the last column never written", "one lse off", "one lse -inf"],
 )
-def test_a_wrong_result_is_not_timed(damage: Any, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_result_is_not_timed(damage, sentence, monkeypatch):
     tampered(monkeypatch, damage)
     (result,) = measure(SMALL, CPU, ONCE, backends=["native"])
     assert result.wrong
@@ -72,7 +71,7 @@ def test_a_wrong_result_is_not_timed(damage: Any, sentence: str, monkeypatch: py
     assert result.rounds == ()
 
 
-def test_a_right_result_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_right_result_is_timed(monkeypatch):
     tampered(monkeypatch, lambda out, lse: None)
     native, reference = measure(SMALL, CPU, Effort(6, 0.0), backends=["native", "reference"])
     for result in (native, reference):
@@ -81,7 +80,7 @@ def test_a_right_result_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 0 < result.error < 5e-3
 
 
-def test_a_backend_that_fails_is_a_result_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_fails_is_a_result_and_not_the_end(monkeypatch):
     def fail(*outputs: torch.Tensor) -> None:
         raise RuntimeError("no such\n  kernel")
 
@@ -91,7 +90,7 @@ def test_a_backend_that_fails_is_a_result_and_not_the_end(monkeypatch: pytest.Mo
     assert reference.rounds
 
 
-def test_launches_are_those_of_a_call_whose_bound_counts_rounded_up() -> None:
+def test_launches_are_those_of_a_call_whose_bound_counts_rounded_up():
     """Timed with the exact one, a backend could have other splits than a call gets."""
     op, bounds = register.get("decode"), list[int]()
 
@@ -108,13 +107,13 @@ def test_launches_are_those_of_a_call_whose_bound_counts_rounded_up() -> None:
     assert bounds == [1008] * 3
 
 
-def test_triton_refuses_the_cpu_in_a_sentence() -> None:
+def test_triton_refuses_the_cpu_in_a_sentence():
     (result,) = measure(SMALL, CPU, ONCE, backends=["triton"])
     assert result.failure == "it runs on cuda, not on cpu"
     assert not result.wrong
 
 
-def test_a_case_too_large_for_a_cpu_is_refused_before_it_is_made() -> None:
+def test_a_case_too_large_for_a_cpu_is_refused_before_it_is_made():
     (found,) = measure(sets.decode(64, 128, 8192), CPU, ONCE)
     assert found.failure.startswith("a CPU takes minutes for 1.5e+11 operations")
     assert not found.wrong
@@ -137,9 +136,7 @@ class Scripted:
 
 
 @pytest.mark.parametrize(("seconds", "sustained"), [(0.0, 0.0), (0.7, 60.7)])
-def test_rounds_that_lie_apart_are_taken_again(
-    seconds: float, sustained: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounds_that_lie_apart_are_taken_again(seconds, sustained, monkeypatch):
     apart, quiet = [50.0, 55.0, 60.0], [50.0, 50.1, 50.2]
     runner = Runner("native", "", "", lambda call: None, lambda call: 0.0, lambda call: None)
     monkeypatch.setattr(measuring.timer, "host_rounds", lambda call, effort: [7.0])
@@ -150,7 +147,7 @@ def test_rounds_that_lie_apart_are_taken_again(
         assert (len(found.rounds), found.sustained_us, found.host_us, found.failure) == (taken, sustained, 7.0, "")
 
 
-def test_a_fp8_case_has_the_floor_of_its_own_ceiling() -> None:
+def test_a_fp8_case_has_the_floor_of_its_own_ceiling():
     ceilings = Floors(((1 << 18, 1.0), (1 << 30, 230.0)), 0.001, "made up", fp8_tflops=0.002)
     narrow = sets.decode(1, 4, 64, page=1, kv_format="fp8", dtype=torch.float8_e4m3fn)
     floors = {}
@@ -162,7 +159,7 @@ def test_a_fp8_case_has_the_floor_of_its_own_ceiling() -> None:
     assert floors[False] == pytest.approx(2 * floors[True])
 
 
-def test_every_row_is_in_the_file_when_it_is_added(tmp_path: Path) -> None:
+def test_every_row_is_in_the_file_when_it_is_added(tmp_path):
     path = tmp_path / "new" / "rows.csv"
     table = saving.Table(path, {"device": "made up"})
     table.add({"shape": "a", "us": 1.23456789})
@@ -190,7 +187,7 @@ def test_rows_are_printed_below_their_columns_names(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("name", [".", "file/rows.csv"])
-def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(name: str, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(name, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="cannot be written; name a file in a folder of yours"):
         saving.Table(tmp_path / name)
@@ -201,7 +198,7 @@ def full_disk(descriptor: int) -> NoReturn:
 
 
 @pytest.mark.parametrize("what", ["table", "section"])
-def test_a_full_disk_leaves_a_file_as_it_was(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_a_file_as_it_was(what, tmp_path, monkeypatch):
     path = tmp_path / "file"
     path.write_text("<!-- support:begin -->\nold\n<!-- support:end -->\n")
     monkeypatch.setattr(locations.os, "fsync", full_disk)
@@ -211,7 +208,7 @@ def test_a_full_disk_leaves_a_file_as_it_was(what: str, tmp_path: Path, monkeypa
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_links_stay_links_and_pipes_are_written(tmp_path: Path) -> None:
+def test_links_stay_links_and_pipes_are_written(tmp_path):
     link, pipe = tmp_path / "link.json", tmp_path / "pipe"
     link.symlink_to(tmp_path / "run.json")
     saving.write_whole(link, "first")

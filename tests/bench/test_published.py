@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import bench_aiter_3003
 import pytest
@@ -17,7 +16,7 @@ from mla_suite.bench.measure import Measured
 LONG = [pytest.param(4, ctx, marks=pytest.mark.full) for ctx in (8192, 16384)]
 
 
-def test_every_published_shape_is_a_case_of_the_set_and_has_a_source() -> None:
+def test_every_published_shape_is_a_case_of_the_set_and_has_a_source():
     cases = {(case.facts["batch"], case.facts["kv_len"]) for case in sets.named("aiter-3003")}
     assert set(bench_aiter_3003.pairs()) == cases
     assert len(cases) == 64
@@ -30,7 +29,7 @@ def measured(case: sets.Case, us: float) -> Measured:
     return Measured(case, "native", rounds=(us,) * 4)
 
 
-def test_the_table_has_ours_beside_the_published_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_table_has_ours_beside_the_published_times(monkeypatch, tmp_path):
     def one(case: sets.Case, *rest: object, **options: object) -> Iterator[Measured]:
         yield measured(case, 30.0)
 
@@ -43,16 +42,14 @@ def test_the_table_has_ours_beside_the_published_times(monkeypatch: pytest.Monke
     assert lines[1] == "1,21,b1-h32-q4-kv21-p1-fp8-plan,native,61.441,31.52,30,51.173"
 
 
-def test_other_problems_have_no_published_times() -> None:
+def test_other_problems_have_no_published_times():
     for case in (sets.decode(1, 32, 21, 4), *sets.named("aiter-3003", batches=(1,), contexts=(21,), heads=16)):
         row = bench_aiter_3003.row_of(measured(case, 1.0))
         assert (row["asm_us"], row["hk_us"], row["gain_percent"]) == ("", "", "")
         assert row["ours_us"] == 1.0
 
 
-def test_the_seeds_options_are_honoured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_seeds_options_are_honoured(tmp_path, capsys, monkeypatch):
     """The command of the pull request's own benchmark, at one shape; every call of the operator is counted."""
     honest, calls = timer.cpu_rounds, []
 
@@ -70,7 +67,7 @@ def test_the_seeds_options_are_honoured(
     assert "b1-h32-q4-kv8-p1-fp8-plan" in capsys.readouterr().out
 
 
-def test_sizes_of_the_grid_can_be_chosen() -> None:
+def test_sizes_of_the_grid_can_be_chosen():
     cases = sets.named("aiter-3003", batches=(2,), contexts=(8, 9), heads=16, q_len=2, pages=(1, 64))
     assert [case.shape for case in cases] == [f"b2-h16-q2-kv{kv}-p{page}-fp8-plan" for page in (1, 64) for kv in (8, 9)]
     with pytest.raises(ValueError, match="set 'v4' has fixed shapes, of which --shapes picks"):
@@ -78,7 +75,7 @@ def test_sizes_of_the_grid_can_be_chosen() -> None:
 
 
 @pytest.mark.parametrize(("batch", "ctx"), [(1, 512), (2, 2048), *LONG])
-def test_accuracy_is_as_published(batch: int, ctx: int) -> None:
+def test_accuracy_is_as_published(batch, ctx):
     require_objects()
     found = list(bench_aiter_3003.accuracy(batch, ctx, torch.device("cpu")))
     assert [row.plan for row in found] == [False, True]
@@ -88,7 +85,7 @@ def test_accuracy_is_as_published(batch: int, ctx: int) -> None:
 
 
 @pytest.mark.parametrize(("batch", "ctx"), [(1, 512), pytest.param(2, 2048, marks=pytest.mark.full), *LONG])
-def test_accuracy_at_the_smaller_softmax_scale_is_as_published(batch: int, ctx: int) -> None:
+def test_accuracy_at_the_smaller_softmax_scale_is_as_published(batch, ctx):
     """At 1/sqrt(576) scores are closer together and rounding matters more; short work tiles keep bf16 weights."""
     require_objects()
     for row in bench_aiter_3003.accuracy(batch, ctx, torch.device("cpu"), 576**-0.5):

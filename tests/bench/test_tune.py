@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,7 +50,7 @@ WRONG, BROKEN = 4, 5
 
 
 @pytest.fixture(autouse=True)
-def _operator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def _operator(monkeypatch, tmp_path):
     """combine with a native backend of seven points (one is wrong, one cannot be launched) and a triton one."""
     op = register.get("combine")
     reference = op.backends[-1]
@@ -95,7 +94,7 @@ def searching(monkeypatch: pytest.MonkeyPatch, one: Callable[..., Outcome]) -> N
     monkeypatch.setattr(search, "search", one)
 
 
-def test_the_fastest_right_point_is_worth_a_row() -> None:
+def test_the_fastest_right_point_is_worth_a_row():
     found = searched({0: 40.0, 2: 30.0, 3: 35.0, WRONG: 5.0, BROKEN: 4.0})
     assert found.best is not None
     assert (found.present.config, found.best.config) == (0, 2)
@@ -106,13 +105,13 @@ def test_the_fastest_right_point_is_worth_a_row() -> None:
     assert len(found.best.rounds) == len(found.present.rounds) >= FEWEST_ROUNDS
 
 
-def test_what_is_within_the_noise_of_the_present_point_is_not() -> None:
+def test_what_is_within_the_noise_of_the_present_point_is_not():
     found = searched({0: 40.0, 3: 39.6})
     assert found.kept is not None
     assert found.kept.startswith("within the noise of the present configuration")
 
 
-def test_a_shape_another_backend_does_faster_is_left_to_it() -> None:
+def test_a_shape_another_backend_does_faster_is_left_to_it():
     found = searched({0: 40.0, 2: 30.0}, baseline_us=12.0)
     assert found.kept is not None
     assert found.kept.startswith("triton takes 1")
@@ -122,7 +121,7 @@ LEAVES = replace(SPACE, leaves=lambda backend: dict(point=9) if backend == "trit
 """Point 9 of its table is Triton."""
 
 
-def test_a_table_that_can_leave_a_shape_to_a_faster_backend_gets_a_row(tmp_path: Path) -> None:
+def test_a_table_that_can_leave_a_shape_to_a_faster_backend_gets_a_row(tmp_path):
     found = searched({0: 40.0, 2: 30.0}, baseline_us=12.0, space=LEAVES)
     assert found.kept is None
     path = tmp_path / "sm_90.csv"
@@ -138,7 +137,7 @@ def test_a_table_that_can_leave_a_shape_to_a_faster_backend_gets_a_row(tmp_path:
         assert not searched({0: 40.0, 2: 30.0}, baseline_us=slower, space=LEAVES).left_to
 
 
-def test_the_baseline_is_the_fastest_of_the_other_backends() -> None:
+def test_the_baseline_is_the_fastest_of_the_other_backends():
     op = register.get("combine")
     others = [Backend(name, lambda problem, arch, n=n: Supported(n, "rule"), op.backends[0].prepare)
               for n, name in ((7, "slower"), (8, "faster"), (9, "middle"))]  # fmt: skip
@@ -163,7 +162,7 @@ def replace_present() -> SearchSpace:
     return SPACE
 
 
-def test_rows_carry_their_provenance_and_pass_the_linter(tmp_path: Path) -> None:
+def test_rows_carry_their_provenance_and_pass_the_linter(tmp_path):
     found = searched({0: 40.0, 2: 30.0})
     row = search.cells(found, SPACE, ARCH, GPU | {"device": 'NVIDIA "H200", 141 GB'})
     path = store.path_for(FORM, "sm_90", user=True)
@@ -180,7 +179,7 @@ def test_rows_carry_their_provenance_and_pass_the_linter(tmp_path: Path) -> None
     assert match.row.position == f"{path}:2"
 
 
-def test_a_row_takes_the_place_of_its_like_and_tables_stay_sorted(tmp_path: Path) -> None:
+def test_a_row_takes_the_place_of_its_like_and_tables_stay_sorted(tmp_path):
     row = search.cells(searched({0: 40.0, 2: 30.0}), SPACE, ARCH, GPU)
     path = tmp_path / "sm_90.csv"
     store.write(FORM, "sm_90", path, [row | {"batch": 16}, row | {"batch": 3}])
@@ -189,7 +188,7 @@ def test_a_row_takes_the_place_of_its_like_and_tables_stay_sorted(tmp_path: Path
     assert not list(tmp_path.glob(".*"))
 
 
-def test_unsound_rows_leave_the_table_as_it_was(tmp_path: Path) -> None:
+def test_unsound_rows_leave_the_table_as_it_was(tmp_path):
     row = search.cells(searched({0: 40.0, 2: 30.0}), SPACE, ARCH, GPU)
     path = tmp_path / "sm_90.csv"
     store.write(FORM, "sm_90", path, [row])
@@ -202,7 +201,7 @@ def test_unsound_rows_leave_the_table_as_it_was(tmp_path: Path) -> None:
     assert path.read_bytes() == before + b"damaged\n"
 
 
-def test_a_read_only_package_sends_rows_to_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_package_sends_rows_to_the_user(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "package")
     (tmp_path / "package" / "combine").mkdir(parents=True)
     assert store.path_for(FORM, "sm_90", user=False) == tmp_path / "package" / "combine" / "tuned" / "sm_90.csv"
@@ -210,12 +209,12 @@ def test_a_read_only_package_sends_rows_to_the_user(tmp_path: Path, monkeypatch:
     assert store.path_for(FORM, "sm_90", user=False) == tmp_path / "user" / "combine" / "sm_90.csv"
 
 
-def test_a_row_without_a_commit_is_refused() -> None:
+def test_a_row_without_a_commit_is_refused():
     with pytest.raises(ValueError, match="the commit of this package is unknown"):
         search.cells(searched({2: 30.0}), SPACE, ARCH, GPU | {"commit": ""})
 
 
-def test_tiles_of_decodes_own_kernels_become_crossover_rows(tmp_path: Path) -> None:
+def test_tiles_of_decodes_own_kernels_become_crossover_rows(tmp_path):
     """Each kernel is tried once, its row is a limit on batch and context, and the row decides up to there."""
     from mla_suite.archs import decode_search as native_search
     from mla_suite.archs import decode_table
@@ -245,9 +244,7 @@ def test_tiles_of_decodes_own_kernels_become_crossover_rows(tmp_path: Path) -> N
     assert not space.plans, "planned calls do not see the table, so shapes are timed without a plan"
 
 
-def test_the_command_prints_and_stores(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_prints_and_stores(tmp_path, capsys, monkeypatch):
     found = searched({0: 40.0, 2: 30.0})
     kept = searched({0: 40.0, 3: 39.9})
     searching(monkeypatch, lambda case, *rest, **options: found if "b4-" in case.shape else kept)
@@ -273,15 +270,7 @@ def test_the_command_prints_and_stores(
     ],
     ids=["Ctrl-C", "a fault of the device", "a shape that cannot be searched"],
 )
-def test_trouble_costs_no_other_shape_its_row(
-    trouble: BaseException,
-    first: bool,
-    code: int,
-    said: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_trouble_costs_no_other_shape_its_row(trouble, first, code, said, tmp_path, capsys, monkeypatch):
     found = searched({0: 40.0, 2: 30.0})
     outcomes = iter([trouble, found] if first else [found, trouble])
 
@@ -307,9 +296,7 @@ def test_trouble_costs_no_other_shape_its_row(
         (["--op", "decode"], "no GPU: configurations are compared by timing them"),
     ],
 )
-def test_the_command_refuses_in_one_sentence(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_refuses_in_one_sentence(arguments, sentence, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["tune", *arguments]) == 2
     error = capsys.readouterr().err
@@ -317,7 +304,7 @@ def test_the_command_refuses_in_one_sentence(
     assert len(error.splitlines()) == 1
 
 
-def test_the_linter_names_file_and_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_linter_names_file_and_line(tmp_path, capsys):
     assert main(["tune", "--lint"]) == 0
     capsys.readouterr()
     table = tmp_path / "user" / "combine" / "gfx942.csv"

@@ -286,11 +286,3 @@ def test_a_compiler_that_is_named_is_there_even_where_nothing_needs_it(option, a
     words = [option, str(tmp_path / "none"), "--arch", arch, "--kernel", "plan", "--out", str(tmp_path / "out")]
     assert main(["build", *words]) == 1
     assert capsys.readouterr().err.startswith(f"{option} {tmp_path / 'none'}: ")
-
-
-@pytest.mark.parametrize("option", ["--arch", "--kernel"])
-def test_an_empty_list_is_no_list_of_all(option, capsys, tmp_path):
-    given = {"--arch": "gfx942", "--kernel": "combine", option: "", "--out": str(tmp_path)}
-    assert main(["build", *(word for pair in given.items() for word in pair)]) == 2
-    assert capsys.readouterr().err.startswith("build: unknown ")
-    assert list(tmp_path.iterdir()) == []

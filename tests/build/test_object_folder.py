@@ -3,7 +3,6 @@
 import pytest
 from sample_tree import IDS, edit, make
 
-from mla_suite.__main__ import main
 from mla_suite.build import BuildError, build
 
 
@@ -42,12 +41,3 @@ def test_a_folder_of_something_else_is_refused_before_anything_is_written(source
     with pytest.raises(BuildError, match=f"{place} {sentence}; name another folder with --out"):
         build(["gfx942"], csrc=sources, out=tmp_path / place)
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_an_empty_name_is_not_the_working_directory(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stop:
-        main(["build", "--arch", "gfx942", "--kernel", "append_kv", "--out", ""])
-    assert stop.value.code == 2
-    assert "argument --out: it is empty; it takes the path of a folder" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from built import require_objects
 from sample_tree import make
 
 from mla_suite.archs import CSRC
-from mla_suite.build import ObjectError, builder, compilers, locations, manifest
+from mla_suite.build import ObjectError, builder, locations, manifest
 from mla_suite.build.instances import instance, instances
 
 POINT = dict(D_V=128, ROWS=8, VEC=2, WAVES=8, SLICES=1)
@@ -18,7 +15,7 @@ ID = "combine_dv-128_rows-8_vec-2_waves-8_slices-1"
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def cache(tmp_path, monkeypatch):
     """A user's cache that is empty, and a package whose kernels were built."""
     require_objects()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -29,9 +26,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     manifest.forget()
 
 
-def test_a_missing_kernel_is_built_beside_the_package_and_found(
-    cache: Path, amd_compiler: compilers.AmdCompiler
-) -> None:
+def test_a_missing_kernel_is_built_beside_the_package_and_found(cache, amd_compiler):
     shipped = manifest.installed()
     wanted = [instance("gfx942", "combine", POINT)]
     assert not manifest.is_built("gfx942", ID)
@@ -47,7 +42,7 @@ def test_a_missing_kernel_is_built_beside_the_package_and_found(
     assert manifest.is_built("gfx942", ID), "what was built before stays"
 
 
-def test_a_cache_that_others_may_write_is_refused(cache: Path, amd_compiler: compilers.AmdCompiler) -> None:
+def test_a_cache_that_others_may_write_is_refused(cache, amd_compiler):
     folder = locations.writable_tuned_objects(CSRC.resolve())
     assert folder.stat().st_mode & 0o777 == 0o700
     (folder / "manifest.json").write_text("{}")
@@ -61,7 +56,7 @@ def test_a_cache_that_others_may_write_is_refused(cache: Path, amd_compiler: com
         manifest.installed()
 
 
-def test_shipped_rows_are_instances(tmp_path: Path) -> None:
+def test_shipped_rows_are_instances(tmp_path):
     """A build makes what a row names, once; a constant whose cell is 0 is not defined."""
     csrc = make(tmp_path / "csrc")
     toml = csrc / "gfx942" / "arch.toml"
@@ -80,6 +75,6 @@ def test_shipped_rows_are_instances(tmp_path: Path) -> None:
         instances("gfx942", csrc)
 
 
-def test_an_unknown_kernel_is_one_sentence() -> None:
+def test_an_unknown_kernel_is_one_sentence():
     with pytest.raises(ValueError, match="gfx942 has no kernel 'combin'; it has decode"):
         instance("gfx942", "combin", POINT)

@@ -15,7 +15,7 @@ MISSING = r"scale_threads-\d+\.s: line \d+: .* 0 wait states behind line \d+: `v
 
 
 @pytest.fixture
-def faulty(csrc: Path) -> Path:
+def faulty(csrc):
     """The sample tree, whose kernel for gfx942 lacks two wait states."""
     kernel, before = csrc / "gfx942" / "scale.hip", "  for (int64_t base"
     kernel.write_text(kernel.read_text().replace(before, f'  asm volatile("{CLOSE}" ::: "v0", "v8");\n{before}'))
@@ -27,9 +27,7 @@ def use(monkeypatch: pytest.MonkeyPatch, *, pinned: bool) -> None:
     monkeypatch.setattr(compilers, "find_amd", lambda *_: found)
 
 
-def test_a_build_with_another_compiler_fails_with_the_sentence(
-    faulty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_build_with_another_compiler_fails_with_the_sentence(faulty, tmp_path, monkeypatch):
     use(monkeypatch, pinned=False)
     for _ in range(2):
         with pytest.raises(BuildError, match=MISSING):
@@ -38,18 +36,14 @@ def test_a_build_with_another_compiler_fails_with_the_sentence(
     build(["gfx950"], csrc=faulty, out=tmp_path / "out", emulator=False)
 
 
-def test_a_build_with_the_pinned_compiler_runs_no_check(
-    faulty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_build_with_the_pinned_compiler_runs_no_check(faulty, tmp_path, monkeypatch):
     """CI runs it, so that a user's build needs neither the time nor the program."""
     use(monkeypatch, pinned=True)
     monkeypatch.setattr(wait_states, "CHECKER", tmp_path / "nothing.py")
     build(["gfx942"], csrc=faulty, out=tmp_path / "out", emulator=False)
 
 
-def test_without_the_checker_only_the_pinned_compiler_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_checker_only_the_pinned_compiler_serves(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(wait_states, "CHECKER", tmp_path / "nothing.py")
     monkeypatch.setattr(compilers, "_SDK", tmp_path / "sdk")
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
@@ -66,7 +60,7 @@ def test_without_the_checker_only_the_pinned_compiler_serves(
         compilers.find_amd(None, ["gfx942"])
 
 
-def test_the_checker_is_where_a_build_looks_for_it() -> None:
+def test_the_checker_is_where_a_build_looks_for_it():
     root = Path(__file__).parents[2]
     assert wait_states.CHECKER.relative_to(root) == Path("tools/check_hazards.py")
     assert wait_states.CHECKER.is_file()
