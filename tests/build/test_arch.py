@@ -1,4 +1,4 @@
-"""Records of archs: the numbers that decide the kernels, and one sentence for each record that is wrong."""
+"""Records of archs: how many waves a SIMD holds by them, and one sentence for each record that is wrong."""
 
 import dataclasses
 
@@ -6,18 +6,6 @@ import pytest
 from sample_tree import edit
 
 from mla_suite import archs as arch
-
-
-def test_the_numbers_that_decide_the_kernels():
-    records = {name: arch.get(name) for name in arch.names()}
-    assert set(records) == {"gfx942", "gfx950", "sm_90"}
-    assert {name: (record.compute_units, record.lds_bytes, record.fp8) for name, record in records.items()} == {
-        "gfx942": (304, 64 << 10, "fnuz"),
-        "gfx950": (256, 160 << 10, "ocp"),
-        "sm_90": (132, 227 << 10, "ocp"),
-    }
-    assert records["gfx942"].memory_bytes_per_clock == pytest.approx(8.3, abs=0.05)
-    assert records["gfx950"].memory_bytes_per_clock == pytest.approx(13.0, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +31,7 @@ def test_occupancy():
     ]  # fmt: skip
     assert mi300.waves_per_simd(64, 32 << 10, 256) == 2
     assert mi300.waves_per_simd(64, 64 << 10, 256) == 1
-    assert mi355.waves_per_simd(64, 64 << 10, 256) == 2
+    assert [mi355.waves_per_simd(64, lds << 10, 256) for lds in (64, 160, 161)] == [2, 1, 0]
     assert mi300.waves_per_simd(64, (64 << 10) + 1, 256) == 0, "more LDS than there is"
     assert mi300.waves_per_simd(520, 0, 256) == 0, "more registers than there are"
     assert arch.get("sm_90").waves_per_simd(255, 0, 128) == 2
