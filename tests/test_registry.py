@@ -297,6 +297,7 @@ def test_record_matches_torch(op):
     more = {"sparse_decode": ["max_logits"]}.get(op.name, [])
     assert packet(op).overloads() == [*(["default", "out"] if op.outputs else ["default"]), *more]
     assert op.backends[-1].name == "reference"
+    assert op.validate is not None, "on a CPU, and in debug mode, the values of indices are checked"
     for name in op.outputs:
         argument = next(a for a in packet(op).out._schema.arguments if a.name == name)
         assert argument.alias_info.is_write

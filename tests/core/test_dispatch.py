@@ -1,4 +1,4 @@
-"""Choosing a backend, and saying why."""
+"""Choosing a backend and saying why, and when values are checked before it runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import mla_suite
-from mla_suite.core import dispatch, register
+from mla_suite.core import checks, dispatch, register
 from mla_suite.core.dispatch import Backend, Supported, Unsupported, reference_backend
 from mla_suite.core.op import Op, Output
 from mla_suite.ops.decode.samples import decode_sample
@@ -280,3 +280,19 @@ def test_triton_launches_on_the_tensors_device(monkeypatch):
     args = EchoArgs(torch.zeros(1), [])
     dispatch.triton_backend("mla_suite_test_portable").run("tile", (), args)
     assert [(config, given.x is args.x, devices) for config, given, devices in ran] == [("tile", True, [args.x])]
+
+
+def test_a_device_pays_for_value_checks_in_debug_mode_alone():
+    """Meta stands for a device: what is asked is its type."""
+    calls: list[str] = []
+    op = dataclasses.replace(register.get("plan"), validate=lambda args: calls.append(args.seq_lens.device.type))
+    register._validate(op, (torch.empty(1, device="meta"), None), (1, 1, 1, 0, 0, 0))
+    assert calls == []
+    register._validate(op, (torch.empty(1), None), (1, 1, 1, 0, 0, 0))
+    assert calls == ["cpu"]
+    with mla_suite.debug():
+        register._validate(op, (torch.empty(1, device="meta"), None), (1, 1, 1, 0, 0, 0))
+        with mla_suite.debug(False):
+            register._validate(op, (torch.empty(1, device="meta"), None), (1, 1, 1, 0, 0, 0))
+    assert calls == ["cpu", "meta"]
+    assert not checks.debugging()

@@ -1,4 +1,4 @@
-"""A prepared call is used again only if nothing that an operator may look at differs."""
+"""A prepared call is used again only if nothing that an operator may look at differs; its outputs are torch's."""
 
 import pytest
 import torch
@@ -6,7 +6,8 @@ from observers import Marked
 
 import mla_suite
 from mla_suite.archs import decode_table
-from mla_suite.core import dispatch, prepared, register, tuning
+from mla_suite.core import allocation, dispatch, prepared, register, tuning
+from mla_suite.core.op import Output
 from mla_suite.core.prepared import KnownCalls, PreparedCall
 
 PREPARED = PreparedCall(tuple, lambda *given: None, ())
@@ -234,3 +235,17 @@ def test_outputs_of_the_caller_are_checked_after_equal_calls_too():
     for wrong in (torch.empty(2, 4, 127), torch.empty(2, 4, 128).bfloat16(), torch.empty(2, 128, 4).transpose(1, 2)):
         with pytest.raises(ValueError, match="combine.out: out"):
             merge(*partials, num_splits=3, out_dtype=torch.float32, out=wrong, lse=lse)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4), (2, 0, 4), (0,)])
+def test_outputs_are_as_torch_makes_them(monkeypatch, shape):
+    outputs = [Output(shape, dtype) for dtype in (torch.bfloat16, torch.float32, torch.int32)]
+    device = torch.device("cpu")
+    for made in (allocation.allocator(outputs, device)(), allocation.empty(outputs, device)):
+        for tensor, (_, dtype) in zip(made, outputs, strict=True):
+            right = torch.empty(shape, dtype=dtype)
+            assert (tensor.shape, tensor.stride(), tensor.dtype) == (right.shape, right.stride(), right.dtype)
+            assert tensor.is_contiguous()
+    monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cpu")
+    assert [tensor.shape for tensor in allocation.allocator(outputs, device)()] == [shape] * 3
+    assert allocation.allocator([], device)() == ()

@@ -9,7 +9,6 @@ import torch
 import mla_suite
 from mla_suite.core import dispatch, register
 from mla_suite.errors import CallError
-from mla_suite.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from mla_suite.kv_formats import empty, get_kv_format, pack, unpack, validate
 from mla_suite.ops.decode.samples import decode_sample
 
@@ -45,17 +44,22 @@ def test_an_argument_of_another_kind_is_refused_in_a_sentence(wrong, sentence):
     assert str(refused.value) == sentence
 
 
-@pytest.mark.parametrize(
-    "option", ["softmax_scale", "max_seqlen_q", "max_seqlen_kv", "causal", "num_splits", "split_size", "window_left"]
-)
+OPTIONS = {
+    "decode": "softmax_scale max_seqlen_q max_seqlen_kv causal num_splits split_size window_left",
+    "plan": "max_seqlen_kv num_sm_parts num_splits split_size window_left",
+}
+
+
+@pytest.mark.parametrize(("op", "option"), [(op, option) for op, names in OPTIONS.items() for option in names.split()])
 @pytest.mark.parametrize("value", [torch.ones(2), np.ones(2)], ids=["tensor", "array"])
-def test_several_values_for_one_are_refused_behind_a_call_like_it(option, value):
-    args, kwargs = register.get("decode").samples()[0].make(torch.device("cpu"))
-    kwargs = {**kwargs, "max_seqlen_kv": 4096}
+def test_several_values_for_one_are_refused_behind_a_call_like_it(op, option, value):
+    args, kwargs = register.get(op).samples()[0].make(torch.device("cpu"))
+    call = functools.partial(getattr(mla_suite, op), *args)
+    kwargs = {**kwargs, "max_seqlen_kv": 16384}
     for _ in range(2):  # the second is recognised by the metadata of the first
-        mla_suite.decode(*args, **kwargs)
-    with pytest.raises(TypeError, match=f"decode: {option} is a (Tensor|ndarray); it takes"):
-        mla_suite.decode(*args, **{**kwargs, option: value})
+        call(**kwargs)
+    with pytest.raises(TypeError, match=f"{op}: {option} is a (Tensor|ndarray); it takes"):
+        call(**{**kwargs, option: value})
 
 
 @pytest.mark.parametrize(("known", "wrong"), [(0, -1), (2**31 - 1, 2**31)])
@@ -66,15 +70,6 @@ def test_a_bound_out_of_range_is_refused_behind_a_call_that_rounds_alike(known, 
         call(max_seqlen_kv=known)
     with pytest.raises(ValueError, match=f"decode: max_seqlen_kv is {wrong}; it takes the longest length"):
         call(max_seqlen_kv=wrong)
-
-
-@pytest.mark.parametrize("option", ["max_seqlen_kv", "num_sm_parts", "num_splits", "split_size", "window_left"])
-def test_several_values_for_one_of_a_plan_are_refused_behind_a_call_like_it(option):
-    lens = torch.ones(2, dtype=torch.int32)
-    for _ in range(2):
-        mla_suite.plan(lens, num_heads=16)
-    with pytest.raises(TypeError, match=f"plan: {option} is a Tensor; it takes an int"):
-        mla_suite.plan(lens, num_heads=16, **{option: torch.ones(2)})
 
 
 @pytest.mark.parametrize(
@@ -187,23 +182,3 @@ def test_no_name_is_refused_like_an_unknown_one():
         get_kv_format(["bf16"])
     with pytest.raises(ValueError, match=r"no operator \['decode'\]; registered are"):
         mla_suite.explain(["decode"])
-
-
-@pytest.mark.parametrize(
-    ("wrong", "sentence"),
-    [
-        ({"kv_format": ["V32"]}, r"kv_format is \['V32'\] and k_cache holds bf16; it takes V32 for"),
-        ({"use_legacy": None}, "use_legacy is None; it takes True or False"),
-        ({"causal": []}, r"causal is \[\]; it takes True or False"),
-        ({"enable_batch_invariant": "no"}, "enable_batch_invariant is 'no'; it takes True or False"),
-        ({"is_fp8_kvcache": 2}, "is_fp8_kvcache is 2; it takes True or False"),
-        ({"head_dim_v": 10**30}, "head_dim_v is an int of 100 bits; it takes an int of 64 bits"),
-        ({"descale_q": 1.0}, "descale_q is a float; it takes a tensor"),
-    ],
-)
-def test_flash_mla_with_kvcache_refuses_other_kinds(wrong, sentence):
-    q, cache = torch.ones(1, 1, 16, 576).bfloat16(), torch.ones(1, 1, 1, 576).bfloat16()
-    one = torch.ones(1, dtype=torch.int32)
-    given = dict(block_table=one[None] - 1, cache_seqlens=one, head_dim_v=512) | wrong
-    with pytest.raises(CallError, match=f"flash_mla_with_kvcache: {sentence}"):
-        flash_mla_with_kvcache(q, cache, tile_scheduler_metadata=get_mla_metadata()[0], **given)

@@ -199,6 +199,13 @@ INDICES = torch.zeros(2, 1, 4, dtype=torch.int32)
         (dict(indices=INDICES, precision="FP8"), "precision is 'FP8'; it takes 'full' or 'fp8'"),
         (dict(q=torch.zeros(2, 4, 576)), r"\[batch, q_len, heads, head_dim\]"),
         (dict(k_cache=torch.zeros(2, 64, 1, 576).to_sparse()), "k_cache is sparse_coo; it takes a dense tensor"),
+        (dict(kv_format=["V32"]), r"kv_format is \['V32'\] and k_cache holds bf16; it takes V32 for"),
+        (dict(use_legacy=None), "use_legacy is None; it takes True or False"),
+        (dict(causal=[]), r"causal is \[\]; it takes True or False"),
+        (dict(enable_batch_invariant="no"), "enable_batch_invariant is 'no'; it takes True or False"),
+        (dict(is_fp8_kvcache=2), "is_fp8_kvcache is 2; it takes True or False"),
+        (dict(head_dim_v=10**30), "head_dim_v is an int of 100 bits; it takes an int of 64 bits"),
+        (dict(descale_q=1.0), "descale_q is a float; it takes a tensor"),
     ],
 )
 def test_refusals(changes, message):
