@@ -224,15 +224,6 @@ def test_a_cache_that_cannot_be_made(read_only_package, csrc, monkeypatch, home,
         locations.writable_objects(csrc, read_only_package)
 
 
-def test_a_write_is_whole_or_not_at_all(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    locations.write_atomically(path, b"old")
-    monkeypatch.setattr(locations.os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        locations.write_atomically(path, b"new")
-    assert path.read_bytes() == b"old"
-
-
 def test_import_survives_everything(tmp_path):
     """No compiler, no objects, a wrong MLA_SUITE_EMULATE, no cache: importing is not the moment to say so."""
     code = (

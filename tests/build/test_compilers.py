@@ -186,14 +186,6 @@ def test_an_object_without_a_compiler_stays_while_it_is_up_to_date(csrc, tmp_pat
     assert not list((out / "sm_90").iterdir())
 
 
-def test_a_damaged_manifest_is_made_again(csrc, tmp_path, monkeypatch):
-    monkeypatch.setattr(compilers, "find_nvidia", lambda nvcc: None)
-    before = build(csrc=csrc, out=tmp_path / "objects")
-    (tmp_path / "objects/manifest.json").write_text("{")
-    assert build(csrc=csrc, out=tmp_path / "objects") == before
-    assert {name for _, name in before.kernels} == set(IDS)
-
-
 @pytest.mark.parametrize("place", ["file/objects", "/proc/none/objects"])
 def test_a_folder_that_cannot_be_made(csrc, tmp_path, place):
     (tmp_path / "file").write_text("")
