@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -107,10 +108,15 @@ def test_random_cases_equal_one_process(world):
     on_ranks(world, random_cases, 20 + world, world)
 
 
+def of_rank(parallel: Parallel) -> dict[str, Any]:
+    """What every call of a rank is given beside its tensors."""
+    return {"shard": parallel.shard(), "group": parallel.cp_group, "softmax_scale": 1.0, "kv_format": "fp32"}
+
+
 def no_sequences(parallel: Parallel) -> None:
     """A step of no sequences, as a rank without requests takes it, has empty results."""
     q, cache, table = torch.zeros(0, 1, 4, 576), torch.zeros(2, 4, 576), torch.zeros(0, 1, dtype=torch.int32)
-    common = {"shard": parallel.shard(), "group": parallel.cp_group, "softmax_scale": 1.0, "kv_format": "fp32"}
+    common = of_rank(parallel)
     for exchange, heads in (("all_to_all", 2), ("all_gather", 4)):
         out, lse = cp_decode(q, cache, table[:, 0], table, exchange=exchange, **common)
         assert (out.shape, lse.shape) == ((0, 1, heads, 512), (0, 1, heads))
@@ -123,7 +129,7 @@ def errors(parallel: Parallel) -> None:
     """What is refused on two ranks."""
     q, cache = torch.zeros(1, 1, 3, 576), torch.zeros(2, 4, 576)
     lens, table = torch.tensor([3], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
-    common = {"shard": parallel.shard(), "group": parallel.cp_group, "softmax_scale": 1.0, "kv_format": "fp32"}
+    common = of_rank(parallel)
     with pytest.raises(ValueError, match=r"3 heads, which do not split over 2 ranks; use exchange='all_gather'"):
         cp_decode(q, cache, lens, table, **common)
     with pytest.raises(ValueError, match="it takes all_to_all or all_gather"):
@@ -141,8 +147,7 @@ def wrong_shares(rank: int) -> None:
     lens, table = torch.tensor([3], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
 
     def call(**changes):
-        common = {"shard": parallel.shard(), "group": parallel.cp_group, "softmax_scale": 1.0, "kv_format": "fp32"}
-        return cp_decode(q, cache, lens, table, **common | changes)
+        return cp_decode(q, cache, lens, table, **of_rank(parallel) | changes)
 
     place = f"this process is rank {rank} of the 2 of its group"
     with pytest.raises(ValueError, match=f"cp_decode: shard is that of rank {rank} of 4; {place}"):
@@ -166,57 +171,57 @@ def wrong_shares(rank: int) -> None:
         call(causal=not rank)
     with pytest.raises(ValueError, match="the ranks disagree: attn_sink is None on rank 0, given on rank 1"):
         call(attn_sink=torch.zeros(4) if rank else None)
-    common = {"shard": parallel.shard(), "group": parallel.cp_group, "kv_format": "fp32"}
+    common = of_rank(parallel) | {"softmax_scale": 1.0 + rank}
     with pytest.raises(ValueError, match="the ranks disagree: softmax_scale is 1.0 on rank 0, 2.0 on rank 1"):
-        cp_sparse_decode(q, cache, torch.zeros(1, 1, 2).int(), table, softmax_scale=1.0 + rank, **common)
+        cp_sparse_decode(q, cache, torch.zeros(1, 1, 2).int(), table, **common)
 
 
 def test_shares_of_other_ranks_are_refused():
     on_ranks(2, wrong_shares, timeout_s=10.0)
 
 
-def test_one_rank_needs_no_group():
-    q, cache = torch.randn(1, 1, 2, 576), torch.randn(2, 4, 576)
+OPTIONS = {"softmax_scale": 0.1, "kv_format": "fp32"}
+ALONE = {"shard": KeyShard(), "group": ""}
+
+
+def given() -> tuple[torch.Tensor, ...]:
+    """Five keys of one sequence."""
     lens, table = torch.tensor([5], dtype=torch.int32), torch.tensor([[1, 0]], dtype=torch.int32)
+    return torch.randn(1, 1, 2, 576), torch.randn(2, 4, 576), lens, table
+
+
+def test_one_rank_needs_no_group():
+    tensors = given()
     with dispatch.count_calls() as calls:
-        out, lse = cp_decode(q, cache, lens, table, shard=KeyShard(), group="", softmax_scale=0.1, kv_format="fp32")
+        found = cp_decode(*tensors, **ALONE, **OPTIONS)
     assert [op for op, *_ in calls] == ["decode"]  # nothing is merged
-    exact, exact_lse = mla_suite.decode(q, cache, lens, table, softmax_scale=0.1, kv_format="fp32")
-    assert torch.equal(out, exact)
-    assert torch.equal(lse, exact_lse)
+    assert all(map(torch.equal, found, mla_suite.decode(*tensors, **OPTIONS)))
 
 
 def test_one_rank_adds_a_sink():
-    q, cache = torch.randn(1, 1, 2, 576), torch.randn(2, 4, 576)
-    lens, table = torch.tensor([5], dtype=torch.int32), torch.tensor([[1, 0]], dtype=torch.int32)
-    common = dict(attn_sink=torch.tensor([0.5, 2.0]), softmax_scale=0.1, kv_format="fp32")
-    found = cp_decode(q, cache, lens, table, shard=KeyShard(), group="", **common)
-    torch.testing.assert_close(found, mla_suite.decode(q, cache, lens, table, **common), rtol=1e-6, atol=1e-6)
+    tensors, sink = given(), torch.tensor([0.5, 2.0])
+    found = cp_decode(*tensors, attn_sink=sink, **ALONE, **OPTIONS)
+    expected = mla_suite.decode(*tensors, attn_sink=sink, **OPTIONS)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_the_longest_bound_is_one_for_a_rank_too():
-    q, cache = torch.randn(1, 1, 2, 576), torch.randn(2, 4, 576)
-    lens, table = torch.tensor([5], dtype=torch.int32), torch.tensor([[1, 0]], dtype=torch.int32)
-    common = {"shard": KeyShard(), "group": "", "softmax_scale": 0.1, "kv_format": "fp32"}
-    out, _ = cp_decode(q, cache, lens, table, max_seqlen_kv=2**31 - 1, **common)
-    assert torch.equal(out, cp_decode(q, cache, lens, table, **common)[0])
+    tensors = given()
+    out, _ = cp_decode(*tensors, max_seqlen_kv=2**31 - 1, **ALONE, **OPTIONS)
+    assert torch.equal(out, cp_decode(*tensors, **ALONE, **OPTIONS)[0])
 
 
 def test_a_bound_that_a_trace_does_not_know():
-    def layer(longest, *given):
-        options = dict(shard=KeyShard(), group="", softmax_scale=0.1, kv_format="fp32", max_seqlen_kv=longest)
-        return cp_decode(*given, **options)[0]
+    def layer(longest, *tensors):
+        return cp_decode(*tensors, max_seqlen_kv=longest, **ALONE, **OPTIONS)[0]
 
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
-    lens, table = torch.tensor([5], dtype=torch.int32), torch.tensor([[1, 0]], dtype=torch.int32)
     for longest in (6, 8):
-        given = longest, torch.randn(1, 1, 2, 576), torch.randn(2, 4, 576), lens, table
-        assert torch.equal(compiled(*given), layer(*given))
+        tensors = longest, *given()
+        assert torch.equal(compiled(*tensors), layer(*tensors))
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": False}], ids=["causal", "all keys"])
-def test_own_lengths_of_another_step_are_refused(options):
-    given = torch.ones(1, 1, 2, 576), torch.ones(2, 4, 576), torch.tensor([5]).int(), torch.tensor([[1, 0]]).int()
-    options |= {"shard": KeyShard(), "group": "", "softmax_scale": 0.1, "kv_format": "fp32"}
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "all keys"])
+def test_own_lengths_of_another_step_are_refused(causal):
     with pytest.raises(ValueError, match=r"decode: seq_lens\[0\] is 4; rank 0 of 1 has 5 of 5 keys"):
-        cp_decode(*given, local_seq_lens=torch.tensor([4]).int(), **options)
+        cp_decode(*given(), local_seq_lens=torch.tensor([4]).int(), causal=causal, **ALONE, **OPTIONS)

@@ -73,23 +73,22 @@ def test_a_count_that_is_no_int_changes_nothing():
     assert (cache.length(sequence), cache.free_pages) == (0, 4)
 
 
+def called(call, **changes):
+    """A call of one rank for one query token of four heads, with some arguments changed."""
+    given = dict(q=torch.ones(1, 1, 4, 576), kv_cache=torch.ones(2, 4, 576), block_table=torch.zeros(1, 2).int())
+    given |= dict(seq_lens=torch.ones(1).int()) if call is cp_decode else dict(positions=torch.zeros(1, 1, 3).int())
+    return call(**{**given, "shard": KeyShard(), **changes}, group="none", kv_format="fp32", softmax_scale=1.0)
+
+
 def test_a_selected_position_past_the_table_selects_nothing():
-    q, cache = torch.ones(1, 1, 2, 576), torch.ones(2, 4, 576)
-    selected = torch.tensor([[[3, 8, -1]]], dtype=torch.int32)
-    out, lse = cp_sparse_decode(
-        *(q, cache, selected, torch.tensor([[1, 0]], dtype=torch.int32)),
-        shard=KeyShard(),
-        group="none",
-        kv_format="fp32",
-        softmax_scale=1.0,
-    )
-    assert torch.equal(out, torch.ones(1, 1, 2, 512))
-    assert torch.equal(lse, torch.full((1, 1, 2), 576.0))
+    table, selected = torch.tensor([[1, 0]]).int(), torch.tensor([[[3, 8, -1]]]).int()
+    out, lse = called(cp_sparse_decode, positions=selected, block_table=table)
+    assert torch.equal(out, torch.ones(1, 1, 4, 512))
+    assert torch.equal(lse, torch.full((1, 1, 4), 576.0))
 
 
 def test_a_rank_without_pages_selects_nothing():
-    given = torch.ones(1, 1, 2, 576), torch.ones(2, 4, 576), torch.zeros(1, 1, 3).int(), torch.zeros(1, 0).int()
-    out, lse = cp_sparse_decode(*given, shard=KeyShard(), group="none", kv_format="fp32", softmax_scale=1.0)
+    out, lse = called(cp_sparse_decode, block_table=torch.zeros(1, 0).int())
     assert not out.any()
     assert (lse == -torch.inf).all()
 
@@ -146,29 +145,16 @@ def test_all_ranks_run_out_of_pages_at_once(interleave):
         (cp_sparse_decode, {"block_table": torch.zeros(3, 2).int()}, r"block_table has .* takes .* = \(1, 2\)"),
         (cp_sparse_decode, {"block_table": torch.zeros(2)}, r"block_table has .* takes \[batch, width\]"),
         (cp_sparse_decode, {"kv_cache": None}, "kv_cache is None; it takes a tensor"),
-        (
-            cp_sparse_decode,
-            {"kv_cache": torch.ones(8, 576)},
-            r"kv_cache has .*; it takes \[num_pages, page_size, width\]",
-        ),
+        (cp_sparse_decode, {"kv_cache": torch.ones(8, 576)}, r"kv_cache has .*; it takes \[num_pages, page_size,"),
         (cp_sparse_decode, {"shard": (2, 1)}, "shard is a tuple; it takes a KeyShard"),
         (cp_decode, {"seq_lens": [3]}, "seq_lens is a list of int; it takes a tensor"),
         (cp_decode, {"max_seqlen_kv": "3"}, "max_seqlen_kv is '3'; it takes an int"),
         (cp_decode, {"shard": None}, "shard is a NoneType; it takes a KeyShard"),
-        (cp_decode, {"q": torch.zeros(1, 2, 576)}, r"q has shape .*; it takes \[batch, q_len, heads, head_dim\]"),
-        (
-            cp_sparse_decode,
-            {"q": torch.zeros(1, 2, 576)},
-            r"q has shape .*; it takes \[batch, q_len, heads, head_dim\]",
-        ),
     ],
 )
 def test_keys_of_other_kinds_are_refused(call, wrong, sentence):
-    given = dict(q=torch.ones(1, 1, 2, 576), kv_cache=torch.ones(2, 4, 576), block_table=torch.zeros(1, 2).int())
-    given |= dict(seq_lens=torch.ones(1).int()) if call is cp_decode else dict(positions=torch.zeros(1, 1, 3).int())
-    given |= dict(shard=KeyShard()) | wrong
     with pytest.raises(ValueError if " has " in sentence else TypeError, match=f"{call.__name__}: {sentence}"):
-        call(**given, group="none", kv_format="fp32", softmax_scale=1.0)
+        called(call, **wrong)
 
 
 @pytest.mark.parametrize("call", [cp_decode, cp_sparse_decode])
@@ -177,30 +163,14 @@ def test_keys_of_other_kinds_are_refused(call, wrong, sentence):
     [
         ({"exchange": "ring"}, "{name}: exchange is 'ring'; it takes all_to_all or all_gather"),
         ({"shard": KeyShard(1, 0, 0)}, "KeyShard: rank 0 of 1 with interleave 0; ranks are 0 to world - 1"),
+        ({"q": torch.zeros(1, 2, 576)}, r"{name}: q has shape .*; it takes \[batch, q_len, heads, head_dim\]"),
+        # as `combine` takes for all heads
+        ({"attn_sink": torch.zeros(1)}, r"{name}: attn_sink has shape \(1,\); it takes \[heads\] = \(4,\)"),
+        ({"attn_sink": torch.zeros(8)}, r"{name}: attn_sink has shape \(8,\); it takes \[heads\] = \(4,\)"),
+        ({"attn_sink": torch.zeros(4).bfloat16()}, "{name}: attn_sink is bfloat16; it takes float32"),
+        ({"attn_sink": [0.0] * 4}, "{name}: attn_sink is a list of float; it takes a tensor"),
     ],
 )
-def test_a_share_and_an_exchange_that_cannot_be_are_refused(call, wrong, sentence):
-    given = [torch.ones(2, 1, 4, 576), torch.ones(2, 4, 576), torch.ones(2).int(), torch.zeros(2, 1).int()]
-    if call is cp_sparse_decode:
-        given[2] = torch.zeros(2, 1, 3).int()
-    options = dict(shard=KeyShard(), group="none", kv_format="fp32", softmax_scale=1.0) | wrong
-    with pytest.raises(ValueError, match="^" + sentence.format(name=call.__name__)):
-        call(*given, **options)
-
-
-@pytest.mark.parametrize("call", [cp_decode, cp_sparse_decode])
-@pytest.mark.parametrize(
-    ("sink", "sentence"),
-    [
-        (torch.zeros(1), r"has shape \(1,\); it takes \[heads\] = \(4,\)"),  # as `combine` takes for all heads
-        (torch.zeros(8), r"has shape \(8,\); it takes \[heads\] = \(4,\)"),
-        (torch.zeros(4).bfloat16(), "is bfloat16; it takes float32"),
-        ([0.0] * 4, "is a list of float; it takes a tensor"),
-    ],
-)
-def test_a_sink_of_other_heads_is_refused(call, sink, sentence):
-    given = [torch.ones(2, 1, 4, 576), torch.ones(2, 4, 576), torch.ones(2).int(), torch.zeros(2, 1).int()]
-    if call is cp_sparse_decode:
-        given[2] = torch.zeros(2, 1, 3).int()
-    with pytest.raises((TypeError, ValueError), match=f"{call.__name__}: attn_sink {sentence}"):
-        call(*given, shard=KeyShard(), group="none", kv_format="fp32", softmax_scale=1.0, attn_sink=sink)
+def test_what_both_calls_refuse(call, wrong, sentence):
+    with pytest.raises((TypeError, ValueError), match="^" + sentence.format(name=call.__name__)):
+        called(call, **wrong)
