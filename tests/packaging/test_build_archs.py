@@ -1,9 +1,10 @@
-"""MLA_SUITE_ARCHS and MLA_SUITE_DISABLE_FP16 limit what `pip install .` compiles."""
+"""What setup.py does: two variables limit what `pip install .` compiles, and a wheel is of its machine."""
 
 import os
 import runpy
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -15,29 +16,41 @@ setuptools = pytest.importorskip("setuptools", minversion="77", reason="setuptoo
 ROOT = Path(__file__).parents[2]
 
 
+ARCHS = "the archs are gfx942, gfx950, sm_90"
+
+
 @pytest.mark.parametrize(
-    ("named", "wrong"), [("sm_91", "sm_91"), ("gfx942,hopper", "hopper"), ("gfx942;sm_90", "gfx942;sm_90")]
+    ("variable", "value", "sentence"),
+    [
+        ("MLA_SUITE_ARCHS", "sm_91", f"names sm_91; {ARCHS}"),
+        ("MLA_SUITE_ARCHS", "gfx942,hopper", f"names hopper; {ARCHS}"),
+        ("MLA_SUITE_ARCHS", "gfx942;sm_90", f"names gfx942;sm_90; {ARCHS}"),
+        ("MLA_SUITE_DISABLE_FP16", "yes", "is 'yes'; it takes 1, which leaves out kernels for fp16 caches, or 0"),
+    ],
 )
-def test_a_wrong_name_is_refused_in_one_sentence(named, wrong):
+def test_a_wrong_value_is_refused_in_one_sentence(variable, value, sentence):
     command = [sys.executable, "setup.py", "--quiet", "egg_info"]
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"MLA_SUITE_ARCHS": named}, capture_output=True, text=True
-    )
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {variable: value}, capture_output=True, text=True)
     assert done.returncode != 0
-    assert done.stderr == f"MLA_SUITE_ARCHS names {wrong}; the archs are gfx942, gfx950, sm_90\n"
+    assert done.stderr == f"{variable} {sentence}\n"
 
 
-def test_fp16_is_disabled_by_1_alone():
-    done = subprocess.run(
-        [sys.executable, "setup.py", "--quiet", "egg_info"],
-        cwd=ROOT,
-        env=os.environ | {"MLA_SUITE_DISABLE_FP16": "yes"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode != 0
-    wanted = "MLA_SUITE_DISABLE_FP16 is 'yes'; it takes 1, which leaves out kernels for fp16 caches, or 0\n"
-    assert done.stderr == wanted
+def command_of_setup(monkeypatch, name):
+    """The command of this name that setup.py makes in the environment of now."""
+    found = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **given: found.update(given))
+    runpy.run_path(str(ROOT / "setup.py"))
+    return found["cmdclass"][name](found["distclass"]({"name": "mla_suite"}))
+
+
+@pytest.mark.parametrize(
+    ("machine", "tag"), [("linux-x86_64", "manylinux_2_28_x86_64"), ("linux-aarch64", "linux_aarch64")]
+)
+def test_a_wheel_is_of_the_machine_that_makes_it(monkeypatch, machine, tag):
+    monkeypatch.setattr(sysconfig, "get_platform", lambda: machine)
+    command = command_of_setup(monkeypatch, "bdist_wheel")
+    command.ensure_finalized()
+    assert command.get_tag() == ("py3", "none", tag)
 
 
 @pytest.mark.parametrize(
@@ -68,11 +81,7 @@ def test_the_named_archs_are_built(monkeypatch, tmp_path, archs_left_out, named,
         return tree
 
     monkeypatch.setattr(build, "build", fake)
-    found = {}
-    monkeypatch.setattr(setuptools, "setup", lambda **given: found.update(given))
-    runpy.run_path(str(ROOT / "setup.py"))
-    command_class = found["cmdclass"]["build_py"]
-    command = command_class(found["distclass"]({"name": "mla_suite"}))
+    command = command_of_setup(monkeypatch, "build_py")
     command.build_lib = str(tmp_path / "lib")
     command.editable_mode = editable
     gone, other = (
@@ -84,7 +93,7 @@ def test_the_named_archs_are_built(monkeypatch, tmp_path, archs_left_out, named,
         other.parent.mkdir(parents=True)
         other.touch()
 
-    monkeypatch.setattr(command_class.__base__, "run", copy)
+    monkeypatch.setattr(type(command).__base__, "run", copy)
     gone.parent.mkdir(parents=True)
     gone.touch()
     command.run()
