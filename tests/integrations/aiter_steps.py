@@ -1,11 +1,10 @@
-"""One decode step in AITER's names, and its result by the formula."""
+"""One decode step in AITER's names, and its exact result."""
 
-import functools
 import itertools
 
-import flash_mla_calls
 import torch
 
+from mla_suite import testing
 from mla_suite.integrations import aiter
 
 ARGUMENTS = ("q", "kv_buffer", "o", "qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_lens", "max_seqlen_q")
@@ -13,7 +12,11 @@ MADE = ("work_meta_data", "work_indptr", "work_info_set", "reduce_indptr", "redu
 """What get_mla_metadata_info_v1 sizes; get_mla_metadata_v1 takes the third before the second."""
 
 
-attend = functools.partial(flash_mla_calls.attend, empty=-torch.inf)
+def attend(q, keys, scale):
+    """One query token [heads, d] over keys [n, d]: out and lse."""
+    none, every = torch.full((len(q),), -torch.inf), torch.ones(len(q), len(keys), dtype=torch.bool)
+    found = testing.attention(q, keys, every, scale, 512, none)
+    return found.out.float(), found.lse.float()
 
 
 class Step:
@@ -54,12 +57,10 @@ class Step:
 
     def expected(self, scale=None, causal=True):
         scale = self.q.shape[-1] ** -0.5 if scale is None else scale
-        found = []
-        for b, (kv_len, q_len) in enumerate(zip(self.kv_lens, self.q_lens, strict=True)):
-            for i in range(q_len):
-                visible = max(kv_len - (q_len - 1 - i), 0) if causal else kv_len
-                found.append(attend(self.q[self.qo_indptr[b] + i], self.keys(b)[:visible], scale))
-        return tuple(torch.stack(parts) for parts in zip(*found, strict=True))
+        cache, lens = self.kv_buffer.squeeze(2).float(), torch.tensor(self.kv_lens)
+        lists = dict(kv_indptr=self.kv_indptr, kv_indices=self.kv_indices, cu_seqlens_q=self.qo_indptr)
+        found = testing.exact_decode(self.q, cache, lens, **lists, softmax_scale=scale, causal=causal, kv_format="fp32")
+        return found.out.float(), found.lse.float()
 
     def check(self, lse, expected):
         torch.testing.assert_close(self.o.float(), expected[0], rtol=2**-8, atol=2e-5)

@@ -1,24 +1,13 @@
-"""Caches as FlashMLA takes them, its dense calls, and its documented formulas."""
+"""Caches as FlashMLA takes them, its dense calls, and their exact results."""
 
 import torch
 
+from mla_suite import testing
 from mla_suite.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
 
-def attend(q, keys, scale, d_v=512, sink=None, empty=torch.inf):
-    """One query token [heads, d] over keys [n, d]: out and natural lse, 0 and `empty` where there is no key."""
-    if len(keys) == 0:
-        return torch.zeros(q.shape[0], d_v), torch.full((q.shape[0],), empty)
-    scores = q.float() @ keys.float().T * scale
-    lse = scores.logsumexp(-1)
-    out = torch.softmax(scores, -1) @ keys[:, :d_v].float()
-    if sink is not None:
-        out = out * torch.sigmoid(lse - sink)[:, None]
-    return out, lse
-
-
 def dense_expected(q, rows, block_table, lengths, scale, causal, sink=None):
-    """rows [num_pages, page_size, d] are the values that the cache stands for.
+    """rows [num_pages, page_size, d] are the values that the cache stands for; FlashMLA's lse of no keys is +inf.
 
     With [num_pages, page_size, kv_heads, d] query heads that follow each other share a KV head.
     """
@@ -26,15 +15,10 @@ def dense_expected(q, rows, block_table, lengths, scale, causal, sink=None):
         shared = zip(q.chunk(rows.shape[2], dim=2), rows.unbind(2), strict=True)
         each = [dense_expected(own, keys, block_table, lengths, scale, causal, sink) for own, keys in shared]
         return torch.cat([out for out, _ in each], 2), torch.cat([lse for _, lse in each], 1)
-    batch, q_len, heads, _ = q.shape
-    out, lse = torch.empty(batch, q_len, heads, 512), torch.empty(batch, heads, q_len)
-    for b, length in enumerate(lengths):
-        used = block_table[b, : -(-length // rows.shape[1])].long()
-        keys = rows[used].flatten(0, 1)[:length]
-        for i in range(q_len):
-            visible = max(length - (q_len - 1 - i), 0) if causal else length
-            out[b, i], lse[b, :, i] = attend(q[b, i], keys[:visible], scale, sink=sink)
-    return out, lse
+    given = q, rows.float(), torch.tensor(lengths), block_table
+    found = testing.exact_decode(*given, attn_sink=sink, softmax_scale=scale, causal=causal, kv_format="fp32")
+    lse = found.lse.masked_fill(found.lse == -torch.inf, torch.inf)
+    return found.out.float(), lse.transpose(1, 2).float()
 
 
 def paged(lengths, page, width=576, dtype=torch.bfloat16, kv_heads=1):

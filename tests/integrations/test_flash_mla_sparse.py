@@ -3,8 +3,9 @@
 import math
 
 import pytest
+import sparse_problems
 import torch
-from flash_mla_calls import attend, check, dense_expected
+from flash_mla_calls import check, dense_expected
 
 from mla_suite import kv_formats
 from mla_suite.integrations.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
@@ -28,18 +29,14 @@ def selection(batch, q_len, topk, tokens):
 
 
 def sparse_expected(q, pools, scale, sink=None):
-    """pools of (values [num_pages, page_size, d], indices, topk_length or None)."""
-    batch, q_len, heads, _ = q.shape
-    out, lse = torch.empty(batch, q_len, heads, 512), torch.empty(batch, heads, q_len)
-    for b in range(batch):
-        for i in range(q_len):
-            keys = []
-            for values, indices, topk_length in pools:
-                flat = values.flatten(0, 1)
-                picks = indices[b, i] if topk_length is None else indices[b, i, : int(topk_length[b])]
-                keys.append(flat[picks[(picks >= 0) & (picks < len(flat))].long()])
-            out[b, i], lse[b, :, i] = attend(q[b, i], torch.cat(keys), scale, sink=sink)
-    return out, lse
+    """pools of (values [num_pages, page_size, d], indices, topk_length or None).
+
+    lse as FlashMLA has it: [batch, heads, q_len] in decode, [tokens, heads] in prefill, and +inf where there is no key.
+    """
+    values, indices, lengths = zip(*pools, strict=True)
+    options = dict(kv_formats=["fp32"] * len(pools), softmax_scale=scale, rounded=False)
+    out, lse, _ = sparse_problems.exact(q, values, indices, [None] * len(pools), lengths, sink, **options)
+    return out.float(), lse.masked_fill(lse == -torch.inf, torch.inf).transpose(1, -1).float()
 
 
 @pytest.mark.parametrize("as_dtype", [torch.uint8, torch.float8_e4m3fn, torch.int8], ids=str)
@@ -140,11 +137,9 @@ def test_sparse_prefill(width, monkeypatch):
     topk_length = torch.tensor([40, 1, 0, 7, 40, 40, 39, 20], dtype=torch.int32)
     sink = torch.randn(64)
     out, max_logits, lse = flash_mla_sparse_fwd(q, kv, indices, 0.04, 512, sink, topk_length)
+    check(out, lse, sparse_expected(q, [(kv.float(), indices, topk_length)], 0.04, sink))
     for t in range(8):
         picks = indices[t, 0, : int(topk_length[t])]
         keys = kv[picks[(picks >= 0) & (picks < 90)].long(), 0]
-        expected_out, expected_lse = attend(q[t], keys, 0.04, sink=sink)
-        torch.testing.assert_close(out[t].float(), expected_out, rtol=2**-8, atol=2e-5)
-        torch.testing.assert_close(lse[t], expected_lse, rtol=1e-5, atol=1e-5)
         largest = (q[t].float() @ keys.float().T * 0.04).amax(-1) if len(keys) else torch.full((64,), -math.inf)
         torch.testing.assert_close(max_logits[t], largest)

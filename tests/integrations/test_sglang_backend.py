@@ -1,21 +1,44 @@
-"""The SGLang backend class on stand-ins for its base classes; tests/servers has SGLang's own.
+"""The SGLang backend classes on stand-ins for their base classes; tests/servers has SGLang's own.
 
-One test of steps and one of refusals, so that a plain run notices a wrong number.
+A plain run notices a wrong number by them. In sparse decode the stand-in calls the kernel as SGLang does, and nothing
+else, so that every operation seen is ours.
 """
 
 import importlib
 import sys
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from server_calls import HEADS, LATENT, WIDTH, fresh, modules
+from test_capturable import crossings, on_device
 
 import mla_suite
 from mla_suite.integrations import sglang_trees
 from mla_suite.ops.plan.metadata import Plan, Word
+
+HEADS, LATENT, WIDTH = 8, 512, 576
+PAGE, TOPK, RECORD = 64, 32, 656
+
+
+def modules(monkeypatch, contents):
+    """Put modules into sys.modules, with their parents."""
+    for name, content in contents.items():
+        parts = name.split(".")
+        for end in range(1, len(parts) + 1):
+            path = ".".join(parts[:end])
+            if path not in sys.modules:
+                monkeypatch.setitem(sys.modules, path, ModuleType(path))
+        for key, value in content.items():
+            setattr(sys.modules[name], key, value)
+
+
+def fresh(monkeypatch, name):
+    """Import a module of ours on what sys.modules has now; it goes with the test."""
+    monkeypatch.setitem(sys.modules, name, None)
+    del sys.modules[name]
+    return importlib.import_module(name)
 
 
 @pytest.fixture
@@ -59,20 +82,48 @@ def sglang(monkeypatch):
         spec_info: Any = None
 
     mode = SimpleNamespace(is_target_verify=None, is_extend=None, is_decode_or_idle=None)
-    modules(
-        monkeypatch,
-        sglang=dict(__version__="0.5.23"),
-        sglang__srt__layers__attention__triton_backend=dict(TritonAttnBackend=TritonAttnBackend),
-        sglang__srt__mem_cache__memory_pool=dict(MLATokenToKVPool=Pool),
-        sglang__srt__model_executor__forward_batch_info=dict(ForwardBatch=ForwardBatch, ForwardMode=mode),
-    )
-    module = fresh(monkeypatch, "mla_suite.integrations.sglang")
-    monkeypatch.setitem(sys.modules, "mla_suite.integrations.sglang", module)
-    return module
+    contents = {
+        "sglang": dict(__version__="0.5.23"),
+        "sglang.srt.layers.attention.triton_backend": dict(TritonAttnBackend=TritonAttnBackend),
+        "sglang.srt.mem_cache.memory_pool": dict(MLATokenToKVPool=Pool),
+        "sglang.srt.model_executor.forward_batch_info": dict(ForwardBatch=ForwardBatch, ForwardMode=mode),
+    }
+    modules(monkeypatch, contents)
+    return fresh(monkeypatch, "mla_suite.integrations.sglang")
+
+
+@pytest.fixture
+def sparse(sglang, monkeypatch):
+    class DeepseekSparseAttnBackend:
+        """Sends decodes, and prompts as well, to its method for FlashMLA's sparse kernel."""
+
+        device, dsa_index_kpool, kv_lora_rank, qk_rope_head_dim = "cpu", 1, LATENT, WIDTH - LATENT
+        dsa_decode_impl = "flashmla_sparse"
+
+        def __init__(self, model_runner):
+            self.token_to_kv_pool = model_runner
+            self.dsa_kv_cache_store_fp8 = model_runner.dtype == torch.float8_e4m3fn
+
+        def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True):
+            cache, slots, lengths = k, *forward_batch
+            call = dict(q_all=q, kv_cache=cache, v_head_dim=LATENT, page_table_1=slots, sm_scale=0.07)
+            return self._forward_flashmla_sparse(**call, topk_length=lengths, attn_sink=None)
+
+        def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):
+            """Not called."""
+
+        def _forward_flashmla_sparse(self, q_all, kv_cache, v_head_dim, page_table_1, sm_scale):
+            """Overridden."""
+
+    base = dict(DeepseekSparseAttnBackend=DeepseekSparseAttnBackend)
+    modules(monkeypatch, {"sglang.srt.layers.attention.dsa_backend": base})
+    return fresh(monkeypatch, "mla_suite.integrations.sglang_sparse")
 
 
 class Pool:
     """A layer's cache as SGLang keeps it: [slots, 1, 576]."""
+
+    kv_cache_dim, kv_lora_rank = WIDTH, LATENT
 
     def __init__(self, slots, dtype):
         self.rows = torch.randn(slots, 1, WIDTH).to(dtype)
@@ -87,6 +138,28 @@ class Pool:
         self.set_kv_buffer(layer, loc, torch.cat((k, k_rope), dim=-1), None)
 
 
+def served(sglang, page, pool, req_to_token, *, deterministic=False):
+    """The backend of a server with these pools."""
+    runner = SimpleNamespace(use_mla_backend=True, page_size=page, token_to_kv_pool=pool, deterministic=deterministic)
+    runner.req_to_token_pool = SimpleNamespace(req_to_token=req_to_token)
+    return sglang.MLASuiteAttnBackend(runner)
+
+
+def made(lengths, rows, **mode):
+    """A step of requests in these rows of the table, and a layer."""
+    batch = SimpleNamespace(seq_lens=torch.tensor(lengths), seq_lens_cpu=torch.tensor(lengths))
+    batch.req_pool_indices, batch.forward_mode = torch.tensor(rows), SimpleNamespace(**mode)
+    layer = SimpleNamespace(layer_id=0, tp_q_head_num=HEADS, head_dim=WIDTH, v_head_dim=LATENT, scaling=0.05)
+    layer.logit_cap, layer.k_scale, layer.tp_k_head_num = 0.0, None, 1
+    return batch, layer
+
+
+def assert_attended(out, q, keys):
+    """One token's heads, beside torch in fp32."""
+    want = torch.softmax(q.float() @ keys.T * 0.05, -1) @ keys[:, :LATENT]
+    torch.testing.assert_close(out.view(HEADS, LATENT).float(), want, rtol=2**-8, atol=2e-5)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("page", "dtype"), [(64, torch.bfloat16), (1, torch.bfloat16), (16, torch.float8_e4m3fn)])
 def test_sglang_steps(sglang, page, dtype, deterministic, monkeypatch):
@@ -98,16 +171,12 @@ def test_sglang_steps(sglang, page, dtype, deterministic, monkeypatch):
     for row, length in zip(rows, lengths, strict=True):
         for first in range(0, length + 1, page):
             req_to_token[row, first : first + page] = next(free) * page + torch.arange(page, dtype=torch.int32)
-    runner = SimpleNamespace(use_mla_backend=True, page_size=page, token_to_kv_pool=pool, deterministic=deterministic)
-    runner.req_to_token_pool = SimpleNamespace(req_to_token=req_to_token)
-    backend = sglang.MLASuiteAttnBackend(runner)
+    backend = served(sglang, page, pool, req_to_token, deterministic=deterministic)
     asked, decode = [], mla_suite.decode
     monkeypatch.setattr(mla_suite, "decode", lambda *args, **given: asked.append(given) or decode(*args, **given))
-    mode = SimpleNamespace(is_target_verify=lambda: False, is_extend=lambda: False)
-    batch = SimpleNamespace(seq_lens=torch.tensor(lengths), seq_lens_cpu=torch.tensor(lengths), forward_mode=mode)
-    batch.req_pool_indices, batch.out_cache_loc = torch.tensor(rows), torch.zeros(3, dtype=torch.int64)
-    layer = SimpleNamespace(layer_id=0, tp_q_head_num=HEADS, head_dim=WIDTH, v_head_dim=LATENT, scaling=0.05)
-    layer.logit_cap, layer.k_scale = 0.0, torch.tensor(0.5) if dtype.itemsize == 1 else None
+    batch, layer = made(lengths, rows, is_target_verify=lambda: False, is_extend=lambda: False)
+    batch.out_cache_loc = torch.zeros(3, dtype=torch.int64)
+    layer.k_scale = torch.tensor(scale) if dtype.itemsize == 1 else None
     for step in range(2):
         now = [length + step for length in lengths]
         for tensor in (batch.seq_lens, batch.seq_lens_cpu):
@@ -126,9 +195,7 @@ def test_sglang_steps(sglang, page, dtype, deterministic, monkeypatch):
         assert torch.equal(stored, (k / scale).to(dtype).view(torch.uint8)), "rows are divided by k_scale"
         for b, (row, length) in enumerate(zip(rows, now, strict=True)):
             own = pool.rows.view(torch.uint8)[req_to_token[row, :length].long(), 0]  # torch 2.9 does not index float8
-            keys = own.view(dtype).float() * scale
-            want = torch.softmax(q[b].float() @ keys.T * 0.05, -1) @ keys[:, :LATENT]
-            torch.testing.assert_close(out[b].view(HEADS, LATENT).float(), want, rtol=2**-8, atol=2e-5)
+            assert_attended(out[b], q[b], own.view(dtype).float() * scale)
     assert Plan.read(backend._plan).header[Word.SPLIT_SIZE] == backend._split_size
     assert (backend._split_size > 0) == deterministic
     assert [given["split_size"] for given in asked] == [backend._split_size] * 2
@@ -137,29 +204,22 @@ def test_sglang_steps(sglang, page, dtype, deterministic, monkeypatch):
 @pytest.mark.parametrize("extends", [False, True], ids=["drafts", "short extends"])
 def test_sglang_steps_of_several_query_tokens(sglang, extends):
     """Two drafts of each request, which its length does not count yet, or extends of 1 to 3 tokens, which it does."""
-    lengths, page = [130, 9, 64], 64
+    lengths = [130, 9, 64]
     own = [1, 3, 2] if extends else [2, 2, 2]
     totals = [length + (0 if extends else n) for length, n in zip(lengths, own, strict=True)]
-    pool = Pool(9 * page, torch.bfloat16)
-    pool.kv_cache_dim, pool.kv_lora_rank = WIDTH, LATENT
-    req_to_token = torch.randperm(9).int().view(3, 3, 1).mul(page).add(torch.arange(page).int()).view(3, -1)
-    runner = SimpleNamespace(use_mla_backend=True, page_size=page, token_to_kv_pool=pool, deterministic=False)
-    runner.req_to_token_pool = SimpleNamespace(req_to_token=req_to_token)
-    backend = sglang.MLASuiteAttnBackend(runner)
-    mode = SimpleNamespace(is_target_verify=lambda: not extends, is_extend=lambda: True, name="EXTEND")
-    batch = SimpleNamespace(seq_lens=torch.tensor(lengths), seq_lens_cpu=torch.tensor(lengths), forward_mode=mode)
-    batch.req_pool_indices, batch.spec_info = torch.arange(3), SimpleNamespace(topk=1)
+    pool = Pool(9 * PAGE, torch.bfloat16)
+    req_to_token = torch.randperm(9).int().view(3, 3, 1).mul(PAGE).add(torch.arange(PAGE).int()).view(3, -1)
+    backend = served(sglang, PAGE, pool, req_to_token)
+    mode = dict(is_target_verify=lambda: not extends, is_extend=lambda: True, name="EXTEND")
+    batch, layer = made(lengths, range(3), **mode)
+    batch.spec_info = SimpleNamespace(topk=1)
     batch.extend_seq_lens, batch.extend_seq_lens_cpu = torch.tensor(own), own
-    layer = SimpleNamespace(layer_id=0, tp_q_head_num=HEADS, head_dim=WIDTH, v_head_dim=LATENT, scaling=0.05)
-    layer.logit_cap, layer.k_scale, layer.tp_k_head_num = 0.0, None, 1
     q, k = torch.randn(sum(own), HEADS, WIDTH).bfloat16(), torch.randn(sum(own), 1, WIDTH).bfloat16()
     places = [(b, total - n + i) for b, (total, n) in enumerate(zip(totals, own, strict=True)) for i in range(n)]
     batch.out_cache_loc = torch.stack([req_to_token[place] for place in places]).long()
     out = backend.forward_extend(q.flatten(1), k, k[..., :LATENT], layer, batch)
     for token, (b, position) in enumerate(places):
-        keys = pool.rows[req_to_token[b, : position + 1].long(), 0].float()
-        want = torch.softmax(q[token].float() @ keys.T * 0.05, -1) @ keys[:, :LATENT]
-        torch.testing.assert_close(out[token].view(HEADS, LATENT).float(), want, rtol=2**-8, atol=2e-5)
+        assert_attended(out[token], q[token], pool.rows[req_to_token[b, : position + 1].long(), 0].float())
 
 
 @pytest.mark.parametrize(("decodes", "made"), [(True, []), (False, ["eager", "captured True", "captured False"])])
@@ -171,6 +231,16 @@ def test_sglang_makes_no_metadata_for_decode(sglang, decodes, made):
     backend.init_forward_metadata_out_graph(batch, in_capture=True)
     backend.init_forward_metadata_out_graph(batch)
     assert batch.made == made
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width"), [(torch.bfloat16, WIDTH), (torch.float16, WIDTH), (torch.float8_e4m3fn, RECORD)]
+)
+def test_nothing_of_sparse_decode_crosses_between_host_and_device(sparse, dtype, width):
+    backend = sparse.MLASuiteSparseAttnBackend(SimpleNamespace(dtype=dtype, page_size=PAGE))
+    q = on_device(3, HEADS, WIDTH, dtype=torch.bfloat16 if dtype.itemsize == 1 else dtype)
+    cache = on_device(4 * PAGE, 1, width, dtype=dtype)
+    assert crossings(lambda: backend.forward_decode(q, cache, None, None, (on_device(3, TOPK), on_device(3)))) == []
 
 
 @pytest.mark.parametrize("drafts", [3, 64])

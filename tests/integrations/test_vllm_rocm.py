@@ -4,6 +4,7 @@ import sys
 from types import ModuleType
 
 import pytest
+import sparse_problems
 import torch
 from observers import Operators
 
@@ -42,21 +43,13 @@ def arguments():
 
 def exact(given):
     """The definition in fp64: one softmax over both pools, whose denominator has the sink's exp."""
-    rows = []
-    for token in range(TOKENS):
-        keys = [picked(given["swa_k_cache"], given["swa_indices"].flatten(1), given["swa_lens"], token)]
-        if not given["swa_only"]:
-            keys.append(picked(given["kv_cache"], given["topk_indices"], given["topk_lens"], token))
-        keys = torch.cat(keys)
-        scores = given["q"][token].double() @ keys.T * SCALE
-        weights = torch.cat((scores, given["attn_sink"][:HEADS, None].double()), 1).softmax(-1)[:, :-1]
-        rows.append(weights @ keys)
-    return torch.stack(rows)
-
-
-def picked(cache, indices, lengths, token):
-    values = caches.unpack("dsv4", cache).flatten(0, 1).double()
-    return values[indices[token, : int(lengths[token])].long()]
+    pools = [(given["swa_k_cache"], given["swa_indices"], given["swa_lens"])]
+    if not given["swa_only"]:
+        pools.append((given["kv_cache"], given["topk_indices"], given["topk_lens"]))
+    kv_caches, indices, lengths = zip(*pools, strict=True)
+    options = dict(kv_formats=["dsv4"] * len(pools), softmax_scale=SCALE, rounded=False)
+    sink = given["attn_sink"][:HEADS]
+    return sparse_problems.exact(given["q"], kv_caches, indices, [None] * len(pools), lengths, sink, **options).out
 
 
 def ragged(indices, lengths):
