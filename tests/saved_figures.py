@@ -39,10 +39,10 @@ class Sourced(NamedTuple):
     phrases: list[str]
 
 
-def saved(path: str) -> Any:
+def saved(path: str | Path) -> Any:
     """The records of a saved run."""
     text = (ROOT / path).read_text()
-    if path.endswith(".json"):
+    if Path(path).suffix == ".json":
         return json.loads(text)
     return list(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from saved_figures import saved
 
 from mla_suite.__main__ import main
 from mla_suite.bench import sets
@@ -15,10 +14,6 @@ from mla_suite.bench.measure import Measured
 from mla_suite.cli import bench
 
 CPU = ["bench", "--device", "cpu"]
-
-
-def saved(path: Path) -> list[dict[str, str]]:
-    return list(csv.DictReader(line for line in path.read_text().splitlines() if not line.startswith("#")))
 
 
 def test_decode_is_checked_against_fp64_and_planned_as_asked(tmp_path, capsys):

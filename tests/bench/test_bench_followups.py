@@ -1,7 +1,6 @@
 """benchmarks/vllm_followups.py finds steps in a profile, and asks engines of every number of heads for rows."""
 
 import argparse
-import csv
 import os
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import profiles
 import vllm_followups
 import vllm_turns
+from saved_figures import saved
 
 MARK = "void at::cuda::(anonymous namespace)::spin_kernel(long)"
 
@@ -48,8 +48,8 @@ raise SystemExit(vllm_turns.serve({"seconds": 1, "page": 64}, {"check": check, "
 def test_each_number_of_heads_has_an_engine_of_each_backend(tmp_path, monkeypatch, capsys):
     program = tmp_path / "engine.py"
     program.write_text(ENGINE)
-    saved = tmp_path / "rows.csv"
-    given = ["--backends", "A,B", "--heads", "128,16", "--prefixes", "64", "--csv", str(saved)]
+    path = tmp_path / "rows.csv"
+    given = ["--backends", "A,B", "--heads", "128,16", "--prefixes", "64", "--csv", str(path)]
     parser = argparse.ArgumentParser()
     vllm_followups.add_arguments(parser)
     monkeypatch.setattr(sys, "argv", [str(program), *given])
@@ -57,7 +57,7 @@ def test_each_number_of_heads_has_an_engine_of_each_backend(tmp_path, monkeypatc
     monkeypatch.setattr(vllm_followups, "versions", lambda: "none")
     monkeypatch.setenv("PYTHONPATH", str(Path(vllm_turns.__file__).parent), prepend=os.pathsep)
     assert vllm_followups.main(parser.parse_args(given)) == 0
-    rows = list(csv.DictReader(line for line in saved.read_text().splitlines() if not line.startswith("#")))
+    rows = saved(path)
     engines = [("128", "A"), ("128", "B"), ("16", "A"), ("16", "B")]
     assert [(row["decodes"], row["heads"], row["kernels"]) for row in rows] == [
         *(("0", *engine) for engine in engines),

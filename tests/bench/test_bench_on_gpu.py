@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 import pytest
 import torch
+from saved_figures import saved
 
 from mla_suite.__main__ import main
 from mla_suite.bench import floors, sets, timer
@@ -85,9 +85,8 @@ def test_own_backends_are_right_timed_and_no_faster_than_the_floor(op: str, ceil
 def test_the_command_writes_its_rows_and_ceilings(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     assert main(["bench", "--set", "aiter-3468", "--shapes", "b64-", "--backend", "triton", "--csv", str(path)]) == 0
-    lines = path.read_text().splitlines()
-    assert any(line.startswith("# ceilings: read ") for line in lines)
-    rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+    assert "# ceilings: read " in path.read_text()
+    rows = saved(path)
     assert len(rows) == 4
     for row in rows:
         assert float(row["us"]) > 0

@@ -207,6 +207,18 @@ def greedy(model, cache=None, fed=None, steps=STEPS):
     return torch.cat(tokens, 1), torch.cat(logits, 1)
 
 
+def one_graph(model, cache, expected, backend: str = "eager"):
+    """The patched model's compiled step, which gave the tokens `expected` behind the prompts as one graph."""
+    ids, mask = left_padded()
+    compiled, counters = compiled_behind_a_prompt(model, ids, mask, cache, backend)
+    lens = mask.sum(1, keepdim=True)
+    for i in range(STEPS - 1):
+        out = compiled(input_ids=expected[:, i : i + 1], position_ids=lens + i, past_key_values=cache)
+        assert torch.equal(out.logits[:, -1].argmax(-1), expected[:, i + 1])
+    assert counters["stats"]["unique_graphs"] == 1
+    return compiled
+
+
 def compiled_behind_a_prompt(model, ids, mask, cache, backend: str = "eager"):
     """The patched model, compiled whole after it has read the prompts, and torch's counters of what compiling does."""
     positions = (mask.cumsum(1) - 1).clamp(min=0)

@@ -17,10 +17,10 @@ from latent_models import (
     SELECTING,
     STEPS,
     VOCAB,
-    compiled_behind_a_prompt,
     greedy,
     left_padded,
     make,
+    one_graph,
 )
 
 from mla_suite.integrations.transformers import LatentCache, patch
@@ -139,16 +139,10 @@ def test_one_graph_serves_all_lengths_up_to_the_caches_end():
     """The graph that torch.compile traces, without Inductor, which `full` adds for every model."""
     model = make("deepseek_v32", num_hidden_layers=1)
     expected, _ = greedy(model)
-    ids, mask = left_padded()
     patch(model)
     cache = LatentCache(model, 2, PROMPT + STEPS - 1, page_size=1)
-    compiled, counters = compiled_behind_a_prompt(model, ids, mask, cache)
-    lens = mask.sum(1, keepdim=True)
-    for i in range(STEPS - 1):
-        out = compiled(input_ids=expected[:, i : i + 1], position_ids=lens + i, past_key_values=cache)
-        assert torch.equal(out.logits[:, -1].argmax(-1), expected[:, i + 1])
-    assert counters["stats"]["unique_graphs"] == 1
+    compiled = one_graph(model, cache, expected)
     before = cache.store.latents[0].clone()
     with pytest.raises(ValueError, match="slot_mapping holds slot"):
-        compiled(input_ids=ids[:, :1], past_key_values=cache)
+        compiled(input_ids=expected[:, :1], past_key_values=cache)
     assert torch.equal(cache.store.latents[0], before)

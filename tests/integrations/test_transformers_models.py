@@ -20,11 +20,11 @@ from latent_models import (
     SELECTING,
     STEPS,
     TRACED_ALWAYS,
-    compiled_behind_a_prompt,
     greedy,
     left_padded,
     make,
     make_refused,
+    one_graph,
 )
 from transformers import DynamicCache
 
@@ -135,13 +135,7 @@ def test_a_decode_step_compiles_whole_and_once(folder, backend):
             torch.compile(model, fullgraph=True)(input_ids=ids, attention_mask=mask)
         experts_as_one_operator(model)
     patch(model)
-    cache = LatentCache(model, 2, PROMPT + STEPS, page_size=4)
-    compiled, counters = compiled_behind_a_prompt(model, ids, mask, cache, backend)
-    lens = mask.sum(1, keepdim=True)
-    for i in range(STEPS - 1):
-        out = compiled(input_ids=expected[:, i : i + 1], position_ids=lens + i, past_key_values=cache)
-        assert torch.equal(out.logits[:, -1].argmax(-1), expected[:, i + 1])
-    assert counters["stats"]["unique_graphs"] == 1
+    one_graph(model, LatentCache(model, 2, PROMPT + STEPS, page_size=4), expected, backend)
 
 
 @pytest.mark.parametrize("folder", ["deepseek_v3", "mistral4"])
