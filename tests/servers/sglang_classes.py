@@ -129,8 +129,11 @@ def drafts(topk: int = 1) -> EagleVerifyInput:
     )
 
 
-def batch(mode: ForwardMode, lengths: list[int], rows: list[int], slots: torch.Tensor) -> SimpleNamespace:
-    """A ForwardBatch's parts: `lengths` as SGLang counts them, `slots` where the new tokens are written."""
+def batch(
+    mode: ForwardMode, lengths: list[int], rows: list[int], slots: torch.Tensor, new: list[int] | None = None
+) -> SimpleNamespace:
+    """A ForwardBatch's parts: `lengths` as SGLang counts them, of which a prompt has `new` tokens; `slots` where the
+    new tokens are written."""
     return SimpleNamespace(
         forward_mode=mode,
         spec_info=drafts() if mode.is_target_verify() else None,
@@ -140,6 +143,6 @@ def batch(mode: ForwardMode, lengths: list[int], rows: list[int], slots: torch.T
         req_pool_indices=torch.tensor(rows),
         out_cache_loc=slots,
         out_cache_loc_is_physical=False,
-        extend_seq_lens=None,
-        extend_seq_lens_cpu=None,
+        extend_seq_lens=None if new is None else torch.tensor(new),
+        extend_seq_lens_cpu=new,
     )

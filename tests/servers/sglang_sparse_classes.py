@@ -23,7 +23,7 @@ from mla_suite.models.config import LATENT, ROPE
 HEADS, PAGE, LAYERS = 4, 64, 2
 WIDTH = LATENT + ROPE
 RECORDS = {64: ("v32", 656), 0: ("v32_nope", 528)}  # rope values -> our name of a row of an fp8 cache, and its bytes
-CONTEXT, REQUESTS, SLOTS, DRAFTS = 512, 6, 2048, 4
+CONTEXT, REQUESTS, SLOTS, DRAFTS, TOPK = 512, 6, 2048, 4, 16
 SERVER = {
     "dsa_decode_backend": "mla_suite",
     "dsa_prefill_backend": "flashmla_sparse",
@@ -55,7 +55,7 @@ def visible(q_lens: torch.Tensor, lengths: torch.Tensor, tokens: int, bound: int
     return torch.cat(seen).int()
 
 
-def runner(dtype: torch.dtype, *, topk: int, device: str = "cpu", **model: Any) -> SimpleNamespace:
+def runner(dtype: torch.dtype, *, device: str = "cpu", **model: Any) -> SimpleNamespace:
     """Returns a model runner as far as the backend reads it, with SGLang's pool: rows of `dtype`, or fp8 records.
 
     `model` changes the model's configuration; kv_cache_dim is the pool's.
@@ -76,7 +76,7 @@ def runner(dtype: torch.dtype, *, topk: int, device: str = "cpu", **model: Any) 
         enable_memory_saver=False,
         kv_cache_dim=model.pop("kv_cache_dim", width),
     )
-    hf_config = SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_topk=topk, index_kpool=keys)
+    hf_config = SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_topk=TOPK, index_kpool=keys)
     config = dict(hf_config=hf_config, context_len=CONTEXT, num_attention_heads=HEADS, qk_nope_head_dim=128, **sizes)
     return SimpleNamespace(
         device=device,
@@ -100,15 +100,9 @@ def backend(model_runner: Any) -> Any:
 
 def layer(layer_id: int, width: int = WIDTH) -> SimpleNamespace:
     """Returns an absorbed RadixAttention as far as the backend reads it."""
-    return SimpleNamespace(
-        layer_id=layer_id,
-        tp_q_head_num=HEADS,
-        tp_k_head_num=1,
-        head_dim=width,
-        v_head_dim=LATENT,
-        scaling=0.07,
-        is_cross_attention=False,
-    )
+    made = sglang_classes.layer(layer_id)
+    made.head_dim, made.is_cross_attention = width, False
+    return made
 
 
 def batch(mode: Any, lengths: list[int], q_lens: list[int], rows: list[int], slots: torch.Tensor, drafts: Any) -> Any:

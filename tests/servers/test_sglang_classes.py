@@ -4,8 +4,6 @@ Results are compared with attention in fp64 over the rows that SGLang's pool hol
 SGLang's own extend is replaced by one that says so, since its Triton kernels need a GPU.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from types import ModuleType, SimpleNamespace
@@ -75,14 +73,14 @@ def filled(runner, lengths, page, k_scale):
         buffer.copy_(rows.view(pool.store_dtype))
 
 
-def made(monkeypatch, page=64, dtype=torch.bfloat16, *, lengths=LENGTHS, k_scale=None, algorithm="EAGLE", **settings):
+def made(monkeypatch, page=64, dtype=torch.bfloat16, *, lengths=LENGTHS, k_scale=None, runner=(), **settings):
     """(backend, runner) of a server with these settings; the requests have pages of `lengths`, and the pool has rows.
 
     The pool writes the two parts of a row with a Triton kernel, which needs a GPU: `scatter` stands for it.
     """
     theirs.settings(monkeypatch, **settings)
     monkeypatch.setattr(theirs.memory_pool.MLATokenToKVPool, "_scatter_mla_rows", scatter)
-    runner = theirs.runner(page, dtype, algorithm=algorithm)
+    runner = theirs.runner(page, dtype, **dict(runner))
     filled(runner, lengths, page, k_scale or 1.0)
     return integration.MLASuiteAttnBackend(runner), runner
 
@@ -116,14 +114,12 @@ def step(backend, runner, mode, lengths, q_lens, k_scale, *, in_two=False, draft
     slots = torch.cat(ends).long()
     verify = mode.is_target_verify()
     counted = [n - q if verify else n for n, q in zip(lengths, q_lens, strict=True)]
-    batch = theirs.batch(mode, counted, POOL_ROWS, slots)
+    batch = theirs.batch(mode, counted, POOL_ROWS, slots, q_lens if mode == ForwardMode.EXTEND else None)
     trees = [None] * len(lengths)
     if drafts is not None:
         batch.spec_info = drafts
         backend.forward_metadata = SimpleNamespace(custom_mask=drafts.custom_mask)
         trees = drafts.custom_mask[: sum(q**2 for q in q_lens)].view(-1, q_lens[0], q_lens[0]).bool()
-    if mode == ForwardMode.EXTEND:
-        batch.extend_seq_lens, batch.extend_seq_lens_cpu = torch.tensor(q_lens), list(q_lens)
     call = backend.forward_decode if mode.is_decode() else backend.forward_extend
     tokens = sum(q_lens)
     for layer_id in range(2):
@@ -151,6 +147,14 @@ def step(backend, runner, mode, lengths, q_lens, k_scale, *, in_two=False, draft
             found = out[first : first + q_len].view(q_len, HEADS, LATENT)
             torch.testing.assert_close(found.double(), want, rtol=2**-8, atol=2e-5)
             first += q_len
+
+
+def extend(backend, mode=ForwardMode.EXTEND, new=(4, 4, 4), *, layer=None, drafts=None, **options):
+    """Give 12 tokens to the first layer as prompts or drafts."""
+    batch = theirs.batch(mode, LENGTHS, POOL_ROWS, torch.arange(12), list(new))
+    batch.spec_info = drafts
+    q, k = torch.randn(12, HEADS * WIDTH), torch.randn(12, 1, WIDTH)
+    backend.forward_extend(q, k, k[..., :LATENT], layer or theirs.layer(0), batch, **options)
 
 
 @pytest.mark.parametrize("in_two", [False, True])
@@ -208,7 +212,8 @@ def random_tree(drafts):
 @pytest.mark.parametrize(("algorithm", "draft_tokens"), [("EAGLE", 8), ("STANDALONE", 4), ("NGRAM", 12), ("NGRAM", 64)])
 def test_trees_of_drafts(monkeypatch, decodes, extends, ngram_worker, algorithm, draft_tokens):
     lengths = [n + draft_tokens for n in LENGTHS]
-    served = made(monkeypatch, lengths=lengths, algorithm=algorithm, topk=4, draft_tokens=draft_tokens)
+    runner = dict(algorithm=algorithm)
+    served = made(monkeypatch, lengths=lengths, runner=runner, topk=4, draft_tokens=draft_tokens)
     mask = torch.stack([random_tree(draft_tokens) for _ in LENGTHS]).flatten()
     mask = torch.cat((mask, torch.ones(7, dtype=torch.bool)))  # as in a buffer for a larger batch
     drafts = theirs.drafts(topk=4)
@@ -222,8 +227,7 @@ def test_trees_of_drafts(monkeypatch, decodes, extends, ngram_worker, algorithm,
 
 def test_masks_are_of_drafts_alone(monkeypatch, ngram_worker):
     """EAGLE's worker asks the backend, in eager steps and in captured ones; that of n-grams reads its own module."""
-    theirs.settings(monkeypatch, topk=4, draft_tokens=8)
-    backend = integration.MLASuiteAttnBackend(theirs.runner(64, torch.bfloat16))
+    backend, _ = made(monkeypatch, topk=4, draft_tokens=8)
     assert backend.verify_mask.mode is TreeMaskMode.QLEN_ONLY
     assert not backend.verify_mask.fits(1)
     backend.init_cuda_graph_state(2, 16)
@@ -231,19 +235,16 @@ def test_masks_are_of_drafts_alone(monkeypatch, ngram_worker):
     assert backend.verify_mask.fits(2)
     assert backend.verify_mask.buffer.numel() == 2 * 8 * 9
     assert ngram_worker.USE_FULL_MASK
-    integration.MLASuiteAttnBackend(theirs.runner(64, torch.bfloat16, algorithm="NGRAM"))
+    made(monkeypatch, runner=dict(algorithm="NGRAM"), topk=4, draft_tokens=8)
     assert not ngram_worker.USE_FULL_MASK
-    theirs.settings(monkeypatch, draft_tokens=4)
-    assert integration.MLASuiteAttnBackend(theirs.runner(64, torch.bfloat16)).verify_mask is None
+    for settings in (dict(draft_tokens=4), dict(topk=4, draft_tokens=65)):
+        assert made(monkeypatch, **settings)[0].verify_mask is None
 
 
 def test_a_tree_that_nobody_can_read_is_refused(monkeypatch, extends):
-    theirs.settings(monkeypatch, topk=4)
-    backend = integration.MLASuiteAttnBackend(theirs.runner(64, torch.bfloat16))
-    batch = theirs.batch(ForwardMode.TARGET_VERIFY, LENGTHS, POOL_ROWS, torch.arange(12))
-    q, k = torch.randn(12, HEADS * WIDTH), torch.randn(12, 1, WIDTH)
+    backend, _ = made(monkeypatch, topk=4)
     with pytest.raises(ValueError, match="verification of a tree of drafts with sinks; scores are plain softmax"):
-        backend.forward_extend(q, k, k[..., :LATENT], theirs.layer(0), batch, sinks=torch.zeros(HEADS))
+        extend(backend, ForwardMode.TARGET_VERIFY, drafts=theirs.drafts(), sinks=torch.zeros(HEADS))
     assert extends == []
 
 
@@ -257,41 +258,27 @@ def test_short_extends(monkeypatch, decodes, extends, tile_rows, bound):
 
 def test_deterministic_prefill_stays_with_sglang(monkeypatch, decodes, extends):
     """A short extend may be what remains of a long one after a prefix was cached, and must have the same bits."""
-    theirs.settings(monkeypatch, deterministic=True)
-    backend = integration.MLASuiteAttnBackend(theirs.runner(64, torch.bfloat16))
-    batch = theirs.batch(ForwardMode.EXTEND, LENGTHS, POOL_ROWS, torch.arange(12))
-    batch.extend_seq_lens, batch.extend_seq_lens_cpu = torch.tensor([8, 1, 3]), [8, 1, 3]
-    q, k = torch.randn(12, HEADS * WIDTH), torch.randn(12, 1, WIDTH)
-    backend.forward_extend(q, k, k[..., :LATENT], theirs.layer(0), batch)
+    backend, _ = made(monkeypatch, deterministic=True)
+    extend(backend, new=(8, 1, 3))
     assert (decodes, extends) == ([], [12])
 
 
 def test_what_stays_with_sglang(monkeypatch, decodes, extends):
-    """Trees of drafts that no option announced or above 64, rows of different lengths, long extends, tokens that pad a
+    """Trees of drafts that no option announced, rows of different lengths, long extends, tokens that pad a
     captured prefill, un-absorbed layers, sinks."""
     backend, _ = made(monkeypatch)
-    q, k = torch.randn(12, HEADS * WIDTH), torch.randn(12, 1, WIDTH)
-
-    def extend(mode=ForwardMode.EXTEND, lens=(4, 4, 4), layer=None, drafts=None, **options):
-        batch = theirs.batch(mode, LENGTHS, POOL_ROWS, torch.arange(12))
-        batch.spec_info = drafts
-        batch.extend_seq_lens, batch.extend_seq_lens_cpu = torch.tensor(lens), list(lens)
-        backend.forward_extend(q, k, k[..., :LATENT], layer or theirs.layer(0), batch, **options)
-
     ragged = theirs.drafts()
     ragged.ragged_verify_layout = object()
     ngram = NgramVerifyInput(custom_mask=torch.ones(1), draft_token_num=4)  # whose breadth of 1 is no chain
     for drafts in (theirs.drafts(topk=4), ngram, ragged):
-        extend(ForwardMode.TARGET_VERIFY, drafts=drafts)
-    theirs.settings(monkeypatch, topk=4, draft_tokens=65)
-    assert integration.MLASuiteAttnBackend(theirs.runner(64, torch.bfloat16)).verify_mask is None
-    extend(lens=(10, 1, 1))
-    extend(lens=(4, 4, 1))
-    extend(sinks=torch.zeros(HEADS))
+        extend(backend, ForwardMode.TARGET_VERIFY, drafts=drafts)
+    extend(backend, new=(10, 1, 1))
+    extend(backend, new=(4, 4, 1))
+    extend(backend, sinks=torch.zeros(HEADS))
     own_keys = theirs.layer(0)
     own_keys.tp_k_head_num, own_keys.v_head_dim = HEADS, 128
-    extend(layer=own_keys)
-    extend(ForwardMode.DRAFT_EXTEND_V2)
+    extend(backend, layer=own_keys)
+    extend(backend, ForwardMode.DRAFT_EXTEND_V2)
     assert extends == [12] * 8
     assert decodes == []
 
@@ -301,8 +288,7 @@ def test_what_stays_with_sglang_has_whole_rows(monkeypatch):
     seen = []
     backend, _ = made(monkeypatch)
     monkeypatch.setattr(integration.TritonAttnBackend, "forward_extend", lambda self, *args: seen.append(args))
-    batch = theirs.batch(ForwardMode.EXTEND, LENGTHS, POOL_ROWS, torch.arange(12))
-    batch.extend_seq_lens, batch.extend_seq_lens_cpu = torch.tensor([10, 1, 1]), [10, 1, 1]
+    batch = theirs.batch(ForwardMode.EXTEND, LENGTHS, POOL_ROWS, torch.arange(12), [10, 1, 1])
     q, k, layer = torch.randn(12, HEADS, WIDTH), torch.randn(12, 1, WIDTH), theirs.layer(0)
     parts = dict(q_rope=q[..., LATENT:], k_rope=k[..., LATENT:])
     backend.forward_extend(q[..., :LATENT].flatten(1), k[..., :LATENT], k[..., :LATENT], layer, batch, False, **parts)
@@ -340,8 +326,7 @@ def test_parts_are_joined_only_where_no_kernel_takes_them(monkeypatch, dtype, jo
 
 @pytest.mark.parametrize("name", ["sinks", "score_mod", "aux_tensors"])
 def test_scores_that_are_not_plain_are_refused(monkeypatch, decodes, name):
-    theirs.settings(monkeypatch)
-    backend = integration.MLASuiteAttnBackend(theirs.runner(64, torch.bfloat16))
+    backend, _ = made(monkeypatch)
     with pytest.raises(ValueError, match=f"MLASuiteAttnBackend: {name} is given; scores are plain softmax"):
         backend.forward_decode(None, None, None, theirs.layer(0), None, **{name: torch.zeros(HEADS)})
     for change, reason in (
@@ -356,41 +341,35 @@ def test_scores_that_are_not_plain_are_refused(monkeypatch, decodes, name):
 
 
 def test_servers_that_are_refused(monkeypatch):
-    theirs.settings(monkeypatch, dcp_size=2)
     with pytest.raises(ValueError, match="decode context parallelism over 2 ranks is not supported"):
-        integration.MLASuiteAttnBackend(theirs.runner(64, torch.bfloat16))
-    theirs.settings(monkeypatch)
+        made(monkeypatch, dcp_size=2)
     translator = SimpleNamespace(reads_are_translated=True)
     with pytest.raises(ValueError, match="virtual page ids"):
-        integration.MLASuiteAttnBackend(theirs.runner(64, torch.bfloat16, translator=translator))
+        made(monkeypatch, runner=dict(translator=translator))
 
 
 def test_an_sglang_that_names_an_argument_otherwise_is_refused(monkeypatch):
     def renamed(self, q, k, v, layer, batch, save_kv_cache=True):
         raise AssertionError
 
-    theirs.settings(monkeypatch)
     monkeypatch.setattr(integration.TritonAttnBackend, "forward_extend", renamed)
-    with pytest.raises(
-        TypeError, match=r"forward_extend of SGLang 0.5.* takes no forward_batch; install SGLang 0.5.20 to"
-    ):
-        integration.MLASuiteAttnBackend(theirs.runner(64, torch.bfloat16))
+    text = r"forward_extend of SGLang 0.5.* takes no forward_batch; install SGLang 0.5.20 to"
+    with pytest.raises(TypeError, match=text):
+        made(monkeypatch)
 
 
 def test_a_newer_sglang_with_this_interface_works_with_one_warning(monkeypatch):
-    theirs.settings(monkeypatch)
     monkeypatch.setattr(interface, "_warned", set())
     monkeypatch.setattr(integration, "__version__", "0.6.0")
     with pytest.warns(UserWarning, match=r"SGLang 0.6.0 is newer than 0.5.23, the newest that mla_suite was tested"):
-        integration.MLASuiteAttnBackend(theirs.runner(64, torch.bfloat16))
+        made(monkeypatch)
 
 
 def test_what_the_scheduler_is_told(monkeypatch):
     """When the token table may change, and whether lengths are read on the host."""
-    theirs.settings(monkeypatch)
-    backend = integration.MLASuiteAttnBackend(theirs.runner(64, torch.bfloat16))
+    backend, _ = made(monkeypatch)
     for mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY):
         assert backend.shared_read_ends(mode) is SharedReadEnds.POST_REPLAY
     assert backend.shared_read_ends(ForwardMode.EXTEND) is SharedReadEnds.UNKNOWN
     assert backend.needs_cpu_seq_lens is False
-    assert integration.MLASuiteAttnBackend(theirs.runner(1, torch.bfloat16)).needs_cpu_seq_lens is True
+    assert made(monkeypatch, page=1)[0].needs_cpu_seq_lens is True

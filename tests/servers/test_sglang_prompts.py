@@ -3,8 +3,6 @@
 FlashAttention 3 needs a GPU; torch code with its arguments stands for it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 from pathlib import Path
@@ -26,7 +24,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner import prefill_cuda_graph_runner
 from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
-from test_sglang_classes import LENGTHS, POOL_ROWS, decodes, extends, filled, made, step
+from test_sglang_classes import LENGTHS, POOL_ROWS, decodes, extend, extends, made, step
 
 import mla_suite
 from mla_suite import archs, integrations
@@ -118,8 +116,8 @@ def test_sglang_keeps_the_way_to_expand_a_prefix_for_our_name(monkeypatch):
 def expanded(new, cached, **changes):
     """(batch, layer, q, k, v) of a prompt whose heads have keys of their own for all tokens, the cached ones too."""
     keys = [q_len + prefix for q_len, prefix in zip(new, cached, strict=True)]
-    batch = theirs.batch(ForwardMode.EXTEND, keys, POOL_ROWS, torch.arange(sum(new)))
-    batch.extend_seq_lens, batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu = torch.tensor(new), new, cached
+    batch = theirs.batch(ForwardMode.EXTEND, keys, POOL_ROWS, torch.arange(sum(new)), new)
+    batch.extend_prefix_lens_cpu = cached
     batch.attn_attend_prefix_cache, batch.mha_one_shot, batch.mha_return_lse = False, True, False
     layer = theirs.layer(0)
     layer.tp_k_head_num = layer.tp_v_head_num = HEADS
@@ -246,18 +244,13 @@ def test_prompts_that_stay_where_they_were(expanding, decodes, extends, changes)
     """16-bit caches have another backend for prompts, and what was tested in deterministic inference is Triton."""
     backend, _ = expanding(**changes)
     assert (backend.prompts is None) == ("dtype" in changes)
-    batch = theirs.batch(ForwardMode.EXTEND, LENGTHS, POOL_ROWS, torch.arange(12))
-    batch.extend_seq_lens, batch.extend_seq_lens_cpu = torch.tensor([10, 1, 1]), [10, 1, 1]
-    q, k = torch.randn(12, HEADS * theirs.WIDTH), torch.randn(12, 1, theirs.WIDTH)
-    backend.forward_extend(q, k, k[..., :512], theirs.layer(0), batch)
+    extend(backend, new=(10, 1, 1))
     assert (decodes, extends) == ([], [12])
 
 
 def test_fp8_rows_are_read_in_the_models_type(monkeypatch):
     """SGLang expands what its pool gives in the type that it is asked for."""
-    theirs.settings(monkeypatch)
-    runner = theirs.runner(64, torch.float8_e4m3fn)
-    filled(runner, LENGTHS, 64, 1.0)
+    _, runner = made(monkeypatch, dtype=torch.float8_e4m3fn)
     pool, slots = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token[POOL_ROWS[0], :300]
     latents, rope = pool.get_mla_kv_buffer(theirs.layer(1), slots, torch.bfloat16)
     stored = pool.kv_buffer[1][slots.long()].view(torch.float8_e4m3fn).bfloat16()

@@ -1,7 +1,5 @@
 """V4.1's records beside SGLang's torch oracle of them, byte for byte: `tox -e sglang`."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

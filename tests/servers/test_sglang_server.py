@@ -4,8 +4,6 @@ The model is a tiny DeepSeek-V3 in fp32. Greedy tokens must equal those of trans
 reached our decode, since a server that falls back silently would pass as well.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,6 @@
 """What our plugin does with SGLang's settings and lists of backends: `tox -e sglang`."""
 
-from __future__ import annotations
-
+import argparse
 import importlib.util
 import json
 from types import SimpleNamespace
@@ -13,10 +12,12 @@ if importlib.util.find_spec("sglang") is None:
     pytest.skip("this needs SGLang: tox -e sglang", allow_module_level=True)
 
 import sglang_classes as theirs
+import sglang_sparse_classes as sparse
 import tiny_deepseek
 from sglang.srt import server_args
 from sglang.srt.arg_groups import overrides
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.mem_cache.kv_cache_configurator import calculate_mla_kv_cache_dim
 from sglang.srt.models.deepseek_common import utils as layers
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.speculative import draft_utils
@@ -105,3 +106,28 @@ def test_prompts_take_flash_attention_where_sglang_would(monkeypatch, tmp_path, 
 def test_prompts_otherwise_go_where_they_are_sent(monkeypatch, tmp_path, default, options, expected):
     """FlashAttention 3 reads no fp8 rows, and what has been tested in deterministic inference is Triton."""
     assert backends(monkeypatch, tmp_path, default, **options) == (expected, "prefill")
+
+
+SPARSE = tiny_deepseek.V32 | {"index_topk": 2048, "max_position_embeddings": 4096, "torch_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(("cache", "width"), [("bfloat16", sparse.WIDTH), ("fp8_e4m3", sparse.RECORDS[64][1])])
+def test_a_sparse_decode_backend(monkeypatch, tmp_path, cache, width):
+    """SGLang's parser takes the name, and nothing in its resolution of a model's options changes or refuses it."""
+    (tmp_path / "config.json").write_text(json.dumps(SPARSE))
+    for _ in range(2):  # a process may load its plugins twice
+        plugins.sglang()
+    parser = argparse.ArgumentParser()
+    server_args.ServerArgs.add_cli_args(parser)
+    options = ["--model-path", str(tmp_path), "--kv-cache-dtype", cache, "--dsa-decode-backend", "mla_suite"]
+    given = parser.parse_args([*options, "--device", "cuda", "--skip-tokenizer-init"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+    args = server_args.ServerArgs.from_cli_args(given)
+    args.resolve_once()
+    resolved = args.resolved_dict()
+    assert (resolved["attention_backend"], resolved["page_size"]) == ("dsa", sparse.PAGE)
+    assert resolved["dsa_decode_backend"] == "mla_suite"
+    with sparse.server(monkeypatch, dsa_prefill_backend=resolved["dsa_prefill_backend"]):
+        config = SimpleNamespace(hf_config=SimpleNamespace(**SPARSE), kv_lora_rank=512, qk_rope_head_dim=64)
+        dtype = torch.float8_e4m3fn if cache == "fp8_e4m3" else torch.bfloat16
+        assert calculate_mla_kv_cache_dim(model_config=config, kv_cache_dtype=dtype) == width

@@ -4,43 +4,35 @@ Results are compared with attention in fp64 over the rows that SGLang's pool hol
 indexer is not run here: its kernels are for GPUs.
 """
 
-from __future__ import annotations
-
-import argparse
 import contextlib
 import functools
 import importlib.util
-import json
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import mla_suite
+from mla_suite import testing
 
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("this needs SGLang: tox -e sglang", allow_module_level=True)
 
 import sglang_classes
 import sglang_sparse_classes as theirs
-import tiny_deepseek
 from sglang.srt.layers.attention import attention_registry, dsa_backend
 from sglang.srt.layers.dcp.comm import cp_lse_ag_out_rs_mla
-from sglang.srt.mem_cache.kv_cache_configurator import calculate_mla_kv_cache_dim
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla import is_mla_dcp_lse_base_on_e
-from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
 from mla_suite.integrations import plugins
 from mla_suite.integrations import sglang_sparse as integration
 from mla_suite.kv_formats import cache as caches
 
-HEADS, LATENT, WIDTH, PAGE = theirs.HEADS, theirs.LATENT, theirs.WIDTH, theirs.PAGE
+HEADS, LATENT, WIDTH, PAGE, TOPK = theirs.HEADS, theirs.LATENT, theirs.WIDTH, theirs.PAGE, theirs.TOPK
 LENGTHS, POOL_ROWS = [300, 9, 64], [4, 0, 2]
-TOPK = 16
 FP8 = torch.float8_e4m3fn
 
 
@@ -90,7 +82,7 @@ def filled(runner):
 def serving(monkeypatch, dtype=torch.bfloat16, *, model=(), **options):
     """(backend, runner) of a server that was started with `options`; the requests have pages, and the pool has rows."""
     with theirs.server(monkeypatch, **options):
-        runner = theirs.runner(dtype, topk=TOPK, **dict(model))
+        runner = theirs.runner(dtype, **dict(model))
         filled(runner)
         yield theirs.backend(runner), runner
 
@@ -125,16 +117,26 @@ def chosen(lengths, q_lens, topk, pool=1):
     return torch.stack(rows).int()
 
 
+def assert_stored(keys, slots, k, dtype):
+    # Triton's interpreter loses the carry where a value is rounded up to a power of two in e4m3, and halves it.
+    bound = k[:, 0].double().abs() / 2 + 1e-3 if dtype == FP8 else 0
+    assert ((keys[slots] - k[:, 0]).abs() <= bound).all()
+
+
+def exact(q, keys, slots, scale, sink=None):
+    """Attention in fp64 of one token's heads over the rows of `slots`, of which -1 are none."""
+    own = keys[slots[slots >= 0].long()]
+    sink = torch.full((HEADS,), -torch.inf) if sink is None else sink
+    return testing.attention(q, own, torch.ones(HEADS, len(own), dtype=torch.bool), scale, LATENT, sink).out
+
+
 def hold(runner, layer, slots, q, k, selected, out):
     """The new rows are stored, and every query token's result is that of fp64."""
     keys = stored(runner, layer.layer_id)
-    # Triton's interpreter loses the carry where a value is rounded up to a power of two in e4m3, and halves it.
-    bound = k[:, 0].double().abs() / 2 + 1e-3 if runner.token_to_kv_pool.dtype == FP8 else 0
-    assert ((keys[slots] - k[:, 0]).abs() <= bound).all()
+    assert_stored(keys, slots, k, runner.token_to_kv_pool.dtype)
     for token, row in enumerate(selected):
-        own = keys[row[row >= 0].long()]
-        weights = torch.softmax(q[token].double() @ own.T * layer.scaling, -1)
-        torch.testing.assert_close(out[token].double(), weights @ own[:, :LATENT], rtol=2**-7, atol=2e-4)
+        want = exact(q[token], keys, row, layer.scaling)
+        torch.testing.assert_close(out[token].double(), want, rtol=2**-7, atol=2e-4)
 
 
 def step(backend, runner, mode, lengths, q_lens, *, in_two=True, captured=False, compare=hold):
@@ -209,7 +211,6 @@ def test_a_captured_decode_follows_its_tensors(monkeypatch, decodes):
 
 POOL_KEYS = 4  # keys of one entry of GLM-5.3's index here; the model's is 16
 
-
 CALLS = {"decode": [1, 1, 1], "target_verify": [theirs.DRAFTS] * 3, "extend": [8, 1, 3]}
 """Kinds of calls -> new tokens of each sequence."""
 
@@ -266,17 +267,14 @@ def test_ranks_of_decode_context_parallelism_add_up(monkeypatch, decodes, dtype,
         _, layer, slots, q, k, selected, (out, lse) = ours
         assert torch.equal(q, others[3])
         assert torch.equal(selected, others[5])
-        bound = k[:, 0].double().abs() / 2 + 1e-3 if dtype == FP8 else 0
-        assert ((keys[slots] - k[:, 0]).abs() <= bound).all()
+        assert_stored(keys, slots, k, dtype)
         parts, lses = zip((out, lse), others[6], strict=True)
         group, merged = Group(lses), torch.zeros(HEADS, len(q), LATENT)
         for group.rank_in_group, (part, own) in enumerate(zip(parts, lses, strict=True)):
             base_on_e = is_mla_dcp_lse_base_on_e("dsa")
             merged += cp_lse_ag_out_rs_mla(part.float(), own, group, is_lse_base_on_e=base_on_e)
         for token, row in enumerate(selected):
-            own = keys[row[row >= 0].long()]
-            weights = torch.softmax(q[token].double() @ own.T * layer.scaling, -1)
-            wrong = (merged[:, token] - weights @ own[:, :LATENT]).abs()
+            wrong = (merged[:, token] - exact(q[token], keys, row, layer.scaling)).abs()
             # Each rank's part is rounded to bf16 before the merge.
             shares = torch.stack([lse[token] for lse in lses]).mul(math.log(2)).softmax(0)[..., None]
             rounded = sum(share * part[token].abs() for share, part in zip(shares, parts, strict=True))
@@ -291,25 +289,18 @@ def test_slots_past_a_tokens_length_and_rows_without_one(monkeypatch):
         q = torch.randn(2, HEADS, WIDTH).bfloat16()
         slots = torch.arange(2 * TOPK, dtype=torch.int32).view(2, TOPK)
         slots[1, 1:] = -1
-        sink = torch.randn(HEADS)
 
-        def attend(lengths, attn_sink=None):
+        def attend(lengths, attn_sink):
             cache = runner.token_to_kv_pool.get_key_buffer(0)
             call = dict(q_all=q, kv_cache=cache, v_head_dim=LATENT, page_table_1=slots, sm_scale=0.07)
             return backend._forward_flashmla_sparse(**call, topk_length=lengths, attn_sink=attn_sink)
 
-        def exact(token, count, attn_sink):
-            own = stored(runner, 0)[slots[token, :count].long()]
-            scores = q[token].double() @ own.T * 0.07
-            total = torch.cat((scores, attn_sink[:, None].double()), dim=1).logsumexp(1, keepdim=True)
-            return torch.exp(scores - total) @ own[:, :LATENT]
-
-        none = torch.full((HEADS,), -torch.inf)
+        keys = stored(runner, 0)
         for lengths, counts in ((torch.tensor([5, 1]), (5, 1)), (torch.tensor([5]), (TOPK, 1)), (None, (TOPK, 1))):
-            for given in (None, sink):
+            for given in (None, torch.randn(HEADS)):
                 out = attend(None if lengths is None else lengths.int(), given).double()
                 for token, count in enumerate(counts):
-                    want = exact(token, count, none if given is None else given)
+                    want = exact(q[token], keys, slots[token, :count], 0.07, given)
                     torch.testing.assert_close(out[token], want, rtol=2**-7, atol=2e-4)
 
 
@@ -335,9 +326,8 @@ def test_trees_of_drafts_are_refused_before_anything_is_written(monkeypatch, dec
     ragged = sglang_classes.drafts()
     ragged.ragged_verify_layout = object()
     ngram = NgramVerifyInput(custom_mask=torch.ones(1), draft_token_num=4)  # whose breadth of 1 is no chain
-    with theirs.server(monkeypatch):
-        runner = theirs.runner(torch.bfloat16, topk=TOPK)
-        backend = theirs.backend(runner)
+    with serving(monkeypatch) as (backend, runner):
+        before = stored(runner, 0)
         q, k, rope = torch.randn(12, HEADS * WIDTH), torch.randn(12, 1, LATENT), torch.randn(12, 1, theirs.ROPE)
         for drafts in (sglang_classes.drafts(topk=4), ngram, ragged):
             slots = torch.arange(64, 76)
@@ -345,7 +335,7 @@ def test_trees_of_drafts_are_refused_before_anything_is_written(monkeypatch, dec
             backend.init_forward_metadata(batch)
             with pytest.raises(ValueError, match="the drafts are a tree, or sequences have different numbers of them;"):
                 backend.forward_extend(q, k, k, theirs.layer(0), batch, k_rope=rope, topk_indices=slots[:, None])
-    assert not any(buffer.any() for buffer in runner.token_to_kv_pool.kv_buffer)
+        assert torch.equal(stored(runner, 0), before)
     assert decodes == []
 
 
@@ -354,11 +344,9 @@ def test_trees_of_drafts_are_refused_before_anything_is_written(monkeypatch, dec
     (dict(device="xpu"), "the device is xpu; it takes GPUs of CUDA and ROCm: choose another --dsa-decode-backend"),
 ])  # fmt: skip
 def test_servers_that_are_refused(monkeypatch, change, reason):
-    change = dict(change)
-    device = change.get("device", "cpu")
     with theirs.server(monkeypatch):
-        runner = theirs.runner(change.pop("dtype", torch.bfloat16), topk=TOPK, **change)
-        if device == "xpu":  # this torch has no such device, on which SGLang's constructor makes a tensor
+        runner = theirs.runner(torch.bfloat16, **change)
+        if runner.device == "xpu":  # this torch has no such device, on which SGLang's constructor makes a tensor
             monkeypatch.setattr(torch, "arange", lambda *args, **options: None)
         with pytest.raises(ValueError, match=f"MLASuiteSparseAttnBackend: {reason}"):
             theirs.backend(runner)
@@ -369,15 +357,13 @@ def test_an_sglang_that_names_an_argument_otherwise_is_refused(monkeypatch):
         raise AssertionError
 
     monkeypatch.setattr(integration.DeepseekSparseAttnBackend, "_forward_flashmla_sparse", renamed)
-    with theirs.server(monkeypatch):
-        runner = theirs.runner(torch.bfloat16, topk=TOPK)
-        with pytest.raises(TypeError, match=r"_forward_flashmla_sparse of SGLang 0.5.* takes no page_table_1; install"):
-            theirs.backend(runner)
+    text = r"_forward_flashmla_sparse of SGLang 0.5.* takes no page_table_1; install"
+    with pytest.raises(TypeError, match=text), serving(monkeypatch):
+        pass
 
 
 def test_options_that_are_not_known_are_refused(monkeypatch, decodes):
-    with theirs.server(monkeypatch):
-        backend = theirs.backend(theirs.runner(torch.bfloat16, topk=TOPK))
+    with serving(monkeypatch) as (backend, _):
         backend._decodes = True
         call = dict(q_all=None, kv_cache=None, v_head_dim=LATENT, page_table_1=None, sm_scale=0.07)
         with pytest.raises(ValueError, match="MLASuiteSparseAttnBackend: window is given, which it does not know"):
@@ -387,7 +373,7 @@ def test_options_that_are_not_known_are_refused(monkeypatch, decodes):
 
 def test_other_decode_backends_stay_as_they_are(monkeypatch):
     with theirs.server(monkeypatch, dsa_decode_backend="flashmla_kv"):
-        runner = theirs.runner(torch.bfloat16, topk=TOPK)
+        runner = theirs.runner(torch.bfloat16)
         for name in ("dsa", "nsa"):
             assert type(attention_registry.ATTENTION_BACKENDS[name](runner)) is integration.DeepseekSparseAttnBackend
 
@@ -395,31 +381,7 @@ def test_other_decode_backends_stay_as_they_are(monkeypatch):
 @pytest.mark.parametrize("name", ["dsa", "nsa"])
 def test_draft_layers_decode_with_it_too(monkeypatch, name):
     with theirs.server(monkeypatch):
-        runner = theirs.runner(torch.bfloat16, topk=TOPK)
+        runner = theirs.runner(torch.bfloat16)
         target = attention_registry.ATTENTION_BACKENDS[name](runner)
         drafts = dsa_backend.DeepseekSparseAttnMultiStepBackend(runner, topk=1, speculative_num_steps=3)
     assert {type(backend) for backend in (target, *drafts.attn_backends)} == {integration.MLASuiteSparseAttnBackend}
-
-
-MODEL = tiny_deepseek.V32 | {"index_topk": 2048, "max_position_embeddings": 4096, "torch_dtype": "bfloat16"}
-
-
-@pytest.mark.parametrize(("cache", "width"), [("bfloat16", WIDTH), ("fp8_e4m3", theirs.RECORDS[64][1])])
-def test_a_servers_options(monkeypatch, tmp_path, cache, width):
-    """SGLang's parser takes the name, and nothing in its resolution of a model's options changes or refuses it."""
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    plugins.sglang()  # a process may load its plugins twice
-    parser = argparse.ArgumentParser()
-    ServerArgs.add_cli_args(parser)
-    options = ["--model-path", str(tmp_path), "--kv-cache-dtype", cache, "--dsa-decode-backend", "mla_suite"]
-    given = parser.parse_args([*options, "--device", "cuda", "--skip-tokenizer-init"])
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
-    server_args = ServerArgs.from_cli_args(given)
-    server_args.resolve_once()
-    resolved = server_args.resolved_dict()
-    assert (resolved["attention_backend"], resolved["page_size"]) == ("dsa", PAGE)
-    assert resolved["dsa_decode_backend"] == "mla_suite"
-    with theirs.server(monkeypatch, dsa_prefill_backend=resolved["dsa_prefill_backend"]):
-        config = SimpleNamespace(hf_config=SimpleNamespace(**MODEL), kv_lora_rank=LATENT, qk_rope_head_dim=theirs.ROPE)
-        dtype = FP8 if cache == "fp8_e4m3" else torch.bfloat16
-        assert calculate_mla_kv_cache_dim(model_config=config, kv_cache_dtype=dtype) == width

@@ -4,8 +4,6 @@ Its own indexer selects the keys, with the stand-ins of sglang_sparse_cpu.py. Gr
 transformers, whose indexer is another and in fp32.
 """
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

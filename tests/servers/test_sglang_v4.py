@@ -5,8 +5,6 @@ and 128, decodes with ratios 1 and 2), and captures of graphs. Bounds are SGLang
 they are quantised.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from functools import partial
 from typing import get_type_hints

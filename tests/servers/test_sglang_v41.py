@@ -5,8 +5,6 @@ writes the bytes of SGLang's torch oracle (`test_sglang_records.py`), stands for
 SGLang's Triton kernels gather. The reference is SGLang's, given what the records hold of each row.
 """
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

@@ -6,8 +6,6 @@ transformers. Every test counts what reached our decode, since an engine that fa
 Speculation comes last: it imports numba, after which vLLM 0.32 cannot start another engine in the same process.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

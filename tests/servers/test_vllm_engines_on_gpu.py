@@ -4,8 +4,6 @@ vLLM prefills and decodes prompts that arrive one after another. `benchmarks/vll
 every attention call of eager steps with the definition over the engine's own caches.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """Follow-ups of benchmarks/bench_vllm.py in a real vLLM engine on a CPU, not timed: `tox -e vllm,vllm33`."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

@@ -4,8 +4,6 @@ An engine on a CPU has neither fp8 queries nor drafts that a device moves, and a
 are vLLM's own classes, and a step's metadata is made as vLLM's builder asks for it.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

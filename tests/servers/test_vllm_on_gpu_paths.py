@@ -1,7 +1,5 @@
 """What our vLLM classes do on a GPU alone, on a CPU: vLLM's kernels run in Triton's interpreter or have a stand-in."""
 
-from __future__ import annotations
-
 import importlib.util
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """vLLM's OpenAI-compatible server decodes through our backend on a CPU, and answers over HTTP: `tox -e vllm`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor

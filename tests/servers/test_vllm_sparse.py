@@ -3,8 +3,6 @@
 vLLM runs no sparse layer on a CPU, so its builder and its registry are called as its model runner calls them.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from types import SimpleNamespace

@@ -4,8 +4,6 @@ Metadata, prefill and decode are vLLM's own. What a layer gives is compared with
 laid out as vLLM lays them out.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import types

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -58,7 +57,7 @@ HALF_STEP = {  # values that share a scale, and what one may be off by: of itsel
 
 
 @pytest.fixture(scope="module")
-def one_process() -> Iterator[None]:
+def one_process():
     """vLLM's groups of processes, which its layers ask for their size, and the memory that prefill gathers into."""
     with set_current_vllm_config(VllmConfig()):
         parallel_state.init_distributed_environment(1, 0, "tcp://127.0.0.1:29541", 0, "gloo")

@@ -4,8 +4,6 @@ Every call of a layer is compared with vLLM's own operator over the engine's own
 that vLLM's operator gives.
 """
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest
