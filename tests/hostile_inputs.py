@@ -3,8 +3,6 @@
 Beside them the covers by which tests choose among many shapes.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """KV formats that nobody ships: what a user may declare, for tests of what kernels refuse of it and store of it."""
 
-from __future__ import annotations
-
 from mla_suite.kv_formats import Field, KVFormat, ScaleRule
 from mla_suite.kv_formats.declare import ENCODING_BITS
 

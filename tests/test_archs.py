@@ -1,7 +1,5 @@
 """Archs as data: what a device says about itself, and which of the kernels that a record declares are picked."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 

@@ -31,7 +31,7 @@ def names_read(*places: str) -> set[str]:
     return found
 
 
-def test_variables_are_read_and_documented() -> None:
+def test_variables_are_read_and_documented():
     read = names_read("mla_suite", "ops", "benchmarks", "examples", "setup.py", "toxfile.py")
     read |= {name for name in names_read("tests", "tools") if "MLA_SUITE" in name}
     read |= set(re.findall(r"\{env:(\w+):", (ROOT / "tox.ini").read_text()))

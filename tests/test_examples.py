@@ -1,7 +1,5 @@
 """Every example runs as a program and ends with the line that it promises."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

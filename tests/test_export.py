@@ -4,8 +4,6 @@ The operators are Python: an exported program or a compiled package calls them t
 wherever Python has imported mla_suite, and not in a loader of C++ alone.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import os

@@ -16,7 +16,7 @@ import saved_figures
 import scale_figures
 import sglang_figures
 import vllm_figures
-from saved_figures import README, ROOT, Sourced
+from saved_figures import README, ROOT
 
 PAGES = [README, *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 EXPECTED = [
@@ -112,7 +112,7 @@ def without_source(text: str, phrases: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("expected", EXPECTED, ids=lambda each: f"{Path(each.page).stem}-{each.source}")
-def test_a_figure_is_what_its_source_gives(expected: Sourced) -> None:
+def test_a_figure_is_what_its_source_gives(expected):
     parts = passages((ROOT / expected.page).read_text())
     for phrase in expected.phrases:
         places = [at for at, part in enumerate(parts) if phrase in part]
@@ -121,14 +121,14 @@ def test_a_figure_is_what_its_source_gives(expected: Sourced) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_no_figure_is_without_a_source(page: str) -> None:
+def test_no_figure_is_without_a_source(page):
     phrases = [phrase for each in EXPECTED if each.page == page for phrase in each.phrases]
     text, stated = (ROOT / page).read_text(), STATED.get(page, {})
     assert without_source(text, [*phrases, *stated]) == []
     assert [phrase for phrase in stated if not any(phrase in part for part in passages(text))] == []
 
 
-def test_a_figure_without_a_source_is_found() -> None:
+def test_a_figure_without_a_source_is_found():
     text = (
         "torch 2.9 to 2.15 and vLLM 0.32's\n\n`1.5` takes 0.55 of the time,\n12 us or 3 times\n\n| 1,497 us | 1.2x |\n"
     )
@@ -143,7 +143,7 @@ def test_a_figure_without_a_source_is_found() -> None:
     assert not named("csrc/PERF.md", parts[:3], 1)
 
 
-def test_the_headline_names_what_it_was_measured_on() -> None:
+def test_the_headline_names_what_it_was_measured_on():
     run = saved_figures.saved(saved_figures.FLASHMLA)
     below = (ROOT / README).read_text().split("<!-- headline:end -->")[1].split("![")[0]
     below = " ".join(below.split())

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import IO
 
 import pytest
@@ -46,7 +45,7 @@ def line_with(words: str, stream: IO[str] | None) -> str:
     raise AssertionError(f"{words!r} is not in {''.join(read)}")
 
 
-def test_an_interrupted_bench_has_saved_what_it_measured(tmp_path: Path) -> None:
+def test_an_interrupted_bench_has_saved_what_it_measured(tmp_path):
     table = tmp_path / "table.csv"
     options = ["--set", "flashmla", "--plan", "without", "--set", "quick", "--csv", str(table)]
     with started("bench", "--device", "cpu", "--shapes", "b2-h16-q1-kv64-", "b1-h16-q1-kv1024-", *options) as process:
@@ -67,14 +66,14 @@ def test_an_interrupted_bench_has_saved_what_it_measured(tmp_path: Path) -> None
         (">/dev/full", "{}: the output cannot be written (No space left on device)\n"),
     ],
 )
-def test_output_that_cannot_be_written_is_one_sentence(command: str, redirection: str, sentence: str) -> None:
+def test_output_that_cannot_be_written_is_one_sentence(command, redirection, sentence):
     line = f'"$0" -m mla_suite {command} {redirection}'
     done = subprocess.run(["sh", "-c", line, sys.executable], stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (1, sentence.format(command))
 
 
 @pytest.mark.full
-def test_a_build_says_how_far_it_is(tmp_path: Path) -> None:
+def test_a_build_says_how_far_it_is(tmp_path):
     words = ("build", "--arch", "gfx942", "--kernel", "append_kv", "--out", str(tmp_path))
     with started(*words) as process:
         printed, said = process.communicate(timeout=300)

@@ -1,7 +1,5 @@
 """Checks everything an operator owes torch, by a walk over the registry: a new operator inherits all of it."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import re

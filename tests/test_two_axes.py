@@ -1,7 +1,5 @@
 """Two axes, two places: names of archs and vendors, and tests of configuration types, stay where hardware is known."""
 
-from __future__ import annotations
-
 import ast
 import re
 

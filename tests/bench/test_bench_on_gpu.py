@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from saved_figures import saved
@@ -19,11 +17,11 @@ SHORT = Effort(rounds=3, rest_s=0.02)
 
 
 @pytest.fixture(scope="module")
-def ceilings() -> floors.Floors:
+def ceilings():
     return floors.measure(torch.device("cuda"), Effort(rounds=1, rest_s=0.05))
 
 
-def test_ceilings_are_plausible(ceilings: floors.Floors) -> None:
+def test_ceilings_are_plausible(ceilings):
     times = [us for _, us in ceilings.read]
     assert times == sorted(times)
     large = torch.empty(1 << 28, dtype=torch.int32, device="cuda").random_()
@@ -33,7 +31,7 @@ def test_ceilings_are_plausible(ceilings: floors.Floors) -> None:
     assert ceilings.tflops > 10
 
 
-def test_rotating_inputs_are_cold() -> None:
+def test_rotating_inputs_are_cold():
     """The same lines again and again come from the cache: a load that waits for the one before takes half as long.
 
     Bandwidth would not show it: an H200 reads 8 MiB in 3.9 us cold, half of which is the launch.
@@ -60,7 +58,7 @@ def sleeping(cycles: int) -> list[float]:
     return rounds
 
 
-def test_ten_percent_is_found_and_nothing_else() -> None:
+def test_ten_percent_is_found_and_nothing_else():
     for _ in range(10):
         old, same, slow = sleeping(80_000), sleeping(80_000), sleeping(88_000)
         assert timer.median(old) > 20
@@ -69,7 +67,7 @@ def test_ten_percent_is_found_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("op", ["decode", "combine"])
-def test_own_backends_are_right_timed_and_no_faster_than_the_floor(op: str, ceilings: floors.Floors) -> None:
+def test_own_backends_are_right_timed_and_no_faster_than_the_floor(op, ceilings):
     case = {"decode": sets.decode(8, 16, 4096, planned=True), "combine": sets.combine(64, 16, 8)}[op]
     results = list(measure(case, torch.device("cuda"), SHORT, floors=ceilings))
     assert {result.backend for result in results} <= {backend.name for backend in register.get(op).backends}
@@ -82,7 +80,7 @@ def test_own_backends_are_right_timed_and_no_faster_than_the_floor(op: str, ceil
         assert result.host_us > 0
 
 
-def test_the_command_writes_its_rows_and_ceilings(tmp_path: Path) -> None:
+def test_the_command_writes_its_rows_and_ceilings(tmp_path):
     path = tmp_path / "rows.csv"
     assert main(["bench", "--set", "aiter-3468", "--shapes", "b64-", "--backend", "triton", "--csv", str(path)]) == 0
     assert "# ceilings: read " in path.read_text()

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 SMALL = sets.decode(2, 4, 20, page=4)
 
 
-def test_copies_keep_strides_and_own_their_memory() -> None:
+def test_copies_keep_strides_and_own_their_memory():
     padded = sets.sparse(2, 8, 1, [PoolShape("dsv4", 4, 2, 3)])
     call = inputs.make(padded, CPU)
     cache = call.args[1][0]
@@ -26,14 +26,14 @@ def test_copies_keep_strides_and_own_their_memory() -> None:
     assert twin.data_ptr() != cache.data_ptr()
 
 
-def test_a_rotation_has_copies_of_its_own() -> None:
+def test_a_rotation_has_copies_of_its_own():
     call = inputs.make(SMALL, CPU)
     turns = inputs.rotation(call, 3)
     assert turns[0] is call
     assert len({turn.args[1].data_ptr() for turn in turns}) == 3
 
 
-def test_a_planned_case_brings_its_plan_and_the_same_result() -> None:
+def test_a_planned_case_brings_its_plan_and_the_same_result():
     planned = sets.decode(2, 4, 200, page=4, planned=True)
     call = inputs.make(planned, CPU)
     assert call.args[inputs.PLAN] is not None
@@ -41,7 +41,7 @@ def test_a_planned_case_brings_its_plan_and_the_same_result() -> None:
     assert 0 < inputs.error(register.get("decode"), None, outputs, call) < 5e-3
 
 
-def test_arguments_that_an_operator_writes_are_compared() -> None:
+def test_arguments_that_an_operator_writes_are_compared():
     op = register.get("append_kv")
     call = inputs.Call(*op.samples()[0].make(CPU))
     before = call.args[2].clone()
@@ -54,7 +54,7 @@ def test_arguments_that_an_operator_writes_are_compared() -> None:
         runners.configured(op, idle, None, "").error(call)
 
 
-def test_fp8_weights_have_a_bound_where_the_dominant_value_is_zero() -> None:
+def test_fp8_weights_have_a_bound_where_the_dominant_value_is_zero():
     """One key has nearly all of the weight and zeros for values; what is left is rounded away, and that is allowed."""
     case = sets.decode(1, 2, 40, page=1, kv_format="fp8", dtype=torch.float8_e4m3fn)
     args, kwargs = case.sample.make(CPU)

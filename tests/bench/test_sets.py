@@ -17,7 +17,7 @@ from mla_suite.core import register
         ("mixed-mla-fp8", 8, {4, 32, 64, 256}, {1024, 8192}),
     ],
 )
-def test_published_grids(name: str, count: int, batches: set[int], contexts: set[int]) -> None:
+def test_published_grids(name, count, batches, contexts):
     cases = sets.named(name)
     assert len(cases) == count
     assert {case.facts["batch"] for case in cases} == batches
@@ -25,7 +25,7 @@ def test_published_grids(name: str, count: int, batches: set[int], contexts: set
 
 
 @pytest.mark.parametrize("name", sets.SETS)
-def test_every_set_has_distinct_ids_and_honest_sizes(name: str) -> None:
+def test_every_set_has_distinct_ids_and_honest_sizes(name):
     cases = sets.named(name)
     assert len({case.id for case in cases}) == len(cases)
     for case in cases:
@@ -34,7 +34,7 @@ def test_every_set_has_distinct_ids_and_honest_sizes(name: str) -> None:
         assert case.sample.flops > 0 or case.op == "plan"
 
 
-def test_bytes_of_the_contest_shape_by_hand() -> None:
+def test_bytes_of_the_contest_shape_by_hand():
     (case,) = (case for case in sets.named("gpu-mode-2025") if case.facts["kv_len"] == 6144)
     cache = 128 * 6144 * 576 * 2
     queries_and_results = 128 * 128 * (576 * 2 + 512 * 2 + 4)
@@ -42,13 +42,13 @@ def test_bytes_of_the_contest_shape_by_hand() -> None:
     assert case.sample.flops == 2 * 128 * 128 * 6144 * (576 + 512)
 
 
-def test_uneven_lengths_have_the_mean_they_are_named_by() -> None:
+def test_uneven_lengths_have_the_mean_they_are_named_by():
     case = next(case for case in sets.named("flashmla") if "-kv~4096-" in case.shape and case.facts["heads"] == 16)
     cache = case.sample.bytes - 128 * 16 * (576 * 2 + 512 * 2 + 4)
     assert math.isclose(cache / (128 * 1152), 4096, rel_tol=0.1)
 
 
-def test_a_shape_is_found_by_the_name_that_is_printed() -> None:
+def test_a_shape_is_found_by_the_name_that_is_printed():
     cases = {case.id: case for case in sets.named("quick")}
     for name, case in cases.items():
         assert case in sets.matching(cases, [name])

@@ -81,7 +81,7 @@ class Device:
 @pytest.mark.parametrize(
     ("kernel_us", "turns"), [(2.1, 512), (5.0, 3), (12.0, 119), (47.0, 2), (450.0, 2), (3000.0, 2)]
 )
-def test_a_replay_is_worth_its_kernels(kernel_us: float, turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_is_worth_its_kernels(kernel_us, turns, monkeypatch):
     device = Device(kernel_us)
     monkeypatch.setattr(timer, "torch", SimpleNamespace(cuda=device.stand_in()))
     rounds = timer.device_rounds(device.call, range(turns), NO_REST)
@@ -90,7 +90,7 @@ def test_a_replay_is_worth_its_kernels(kernel_us: float, turns: int, monkeypatch
     assert all(kernel_us <= us <= 1.01 * kernel_us for us in rounds)
 
 
-def test_every_turn_is_used_equally_and_graphs_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_turn_is_used_equally_and_graphs_stay_small(monkeypatch):
     device = Device(1.0)
     monkeypatch.setattr(timer, "torch", SimpleNamespace(cuda=device.stand_in()))
     replay = Replay(device.call, range(7))
@@ -101,7 +101,7 @@ def test_every_turn_is_used_equally_and_graphs_stay_small(monkeypatch: pytest.Mo
     assert 5 <= replay.replays <= 16
 
 
-def test_a_round_is_the_median_of_its_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_is_the_median_of_its_replays(monkeypatch):
     device = Device(100.0)
     monkeypatch.setattr(timer, "torch", SimpleNamespace(cuda=device.stand_in()))
     replay = Replay(device.call, range(4))
@@ -115,7 +115,7 @@ def test_a_round_is_the_median_of_its_replays(monkeypatch: pytest.MonkeyPatch) -
     assert replay.round(0.0) < 101.5
 
 
-def test_sustained_time_is_that_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sustained_time_is_that_of_the_end(monkeypatch):
     """A chip that slows down while it works: by a tenth after half a second, by a sixth at the end."""
     device = Device(100.0)
     monkeypatch.setattr(timer, "torch", SimpleNamespace(cuda=device.stand_in()))
@@ -134,7 +134,7 @@ def test_sustained_time_is_that_of_the_end(monkeypatch: pytest.MonkeyPatch) -> N
     assert 0.6e6 < device.us - begun < 1.2e6, "about as long as asked"
 
 
-def test_caches_of_amd_that_torch_does_not_count_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_of_amd_that_torch_does_not_count_are_counted(monkeypatch):
     properties = SimpleNamespace(L2_cache_size=4 << 20)
     stand_in = SimpleNamespace(
         cuda=SimpleNamespace(get_device_properties=lambda device: properties), version=SimpleNamespace(hip="7.0")
@@ -148,7 +148,7 @@ def test_caches_of_amd_that_torch_does_not_count_are_counted(monkeypatch: pytest
     assert timer.cold_bytes(torch.device("cpu")) == 0
 
 
-def test_turns_touch_what_a_cache_could_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turns_touch_what_a_cache_could_hold(monkeypatch):
     monkeypatch.setattr(timer, "cold_bytes", lambda device: {"cuda": 1000, "cpu": 0}[device.type])
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     assert [timer.cold_turns(touched, gpu) for touched in (100, 101, 999, 1000, 5000)] == [10, 10, 2, 1, 1]
@@ -157,7 +157,7 @@ def test_turns_touch_what_a_cache_could_hold(monkeypatch: pytest.MonkeyPatch) ->
     assert timer.cold_turns(0, gpu) == timer.cold_turns(1, gpu) == timer.MAX_CALLS
 
 
-def test_warmup_and_iterations_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warmup_and_iterations_are_run(monkeypatch):
     """At least as many calls as asked for, since a graph is replayed whole; without them, the timer's own numbers."""
     device = Device(30.0)
     monkeypatch.setattr(timer, "torch", SimpleNamespace(cuda=device.stand_in()))
@@ -171,7 +171,7 @@ def test_warmup_and_iterations_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.replays - before == 2 * (-(-20 // replay.calls) + -(-100 // replay.calls))
 
 
-def test_warmup_and_iterations_are_run_on_a_cpu() -> None:
+def test_warmup_and_iterations_are_run_on_a_cpu():
     calls: list[int] = []
     rounds = timer.cpu_rounds(lambda: calls.append(1), Effort(rounds=2, warmup=20, iters=100))
     assert len(rounds) == 2
@@ -179,7 +179,7 @@ def test_warmup_and_iterations_are_run_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize("took_s", [2e-6, 0.002, 0.6])
-def test_cpu_rounds_are_microseconds(took_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_rounds_are_microseconds(took_s, monkeypatch):
     """By a clock that moves when the call does; the first call, which is slower, decides how often it is repeated."""
     now, calls = 0.0, 0
 
@@ -195,7 +195,7 @@ def test_cpu_rounds_are_microseconds(took_s: float, monkeypatch: pytest.MonkeyPa
     assert calls == 1 + NO_REST.rounds * repeats
 
 
-def test_a_shift_within_the_spread_is_noise_and_beyond_it_is_not() -> None:
+def test_a_shift_within_the_spread_is_noise_and_beyond_it_is_not():
     old = [100.0, 101.0, 102.0, 103.0]
     assert timer.spread(old) == pytest.approx(3.0)
     allowed = 2 * timer.spread(old) / timer.median(old) + timer.QUIET
@@ -205,13 +205,13 @@ def test_a_shift_within_the_spread_is_noise_and_beyond_it_is_not() -> None:
     assert timer.judge(old, above).word == "slower"
 
 
-def test_a_disturbed_half_of_the_rounds_changes_neither_spread_nor_verdict() -> None:
+def test_a_disturbed_half_of_the_rounds_changes_neither_spread_nor_verdict():
     quiet = [100.0, 100.1, 100.2, 100.3, 100.4, 100.5, 100.6, 100.7]
     disturbed = [*quiet[:5], 150.0, 170.0, 900.0]
     assert timer.spread(disturbed) == pytest.approx(timer.spread(quiet))
     assert timer.judge(quiet, [1.1 * us for us in disturbed]).word == "slower"
 
 
-def test_too_few_rounds_are_not_judged() -> None:
+def test_too_few_rounds_are_not_judged():
     with pytest.raises(ValueError, match="the new measurement has 3 rounds; a spread needs at least 4"):
         timer.judge([1.0] * 4, [1.0] * 3)

@@ -34,7 +34,7 @@ Emulator.load_text = planted
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _built() -> None:
+def _built():
     require_objects()
 
 
@@ -81,7 +81,7 @@ def benchmarks(*runs: Sequence[str], where: Path) -> list[tuple[int, str]]:
     return [(int(status), text) for text, status in zip(said[::2], said[1::2], strict=False)]
 
 
-def test_one_planted_instruction_fails_the_comparison(tmp_path: Path) -> None:
+def test_one_planted_instruction_fails_the_comparison(tmp_path):
     """That equal counts pass is what CI's `counts` shows."""
     saved = tmp_path / "counted.json"
     ((status, said),) = benchmarks([*COUNTED, f"--benchmark-json={saved}"], where=tmp_path)
@@ -112,7 +112,7 @@ def test_one_planted_instruction_fails_the_comparison(tmp_path: Path) -> None:
         assert (f"test_instructions[gfx942-{SHAPE}]" in regressed) == instructions
 
 
-def test_what_a_comparison_judges_and_a_set_that_is_unknown(tmp_path: Path) -> None:
+def test_what_a_comparison_judges_and_a_set_that_is_unknown(tmp_path):
     """Benchmarks that are not collected are not compared: without a filter, counts and device times are; times of the
     host fail a comparison only when asked to."""
     # The others are programs, whose imports take longer than all else here.
@@ -132,7 +132,7 @@ def test_what_a_comparison_judges_and_a_set_that_is_unknown(tmp_path: Path) -> N
     assert "Traceback" not in said
 
 
-def test_the_stored_baseline_has_every_kind_of_kernel() -> None:
+def test_the_stored_baseline_has_every_kind_of_kernel():
     run = json.loads((ROOT / "benchmarks" / "baselines" / "counted.json").read_text())
     names = {entry["name"] for entry in run["benchmarks"]}
     for arch in ("gfx942", "gfx950"):
@@ -142,7 +142,7 @@ def test_the_stored_baseline_has_every_kind_of_kernel() -> None:
     assert set(run["machine_info"]) == {"emulated", "compiler"}
 
 
-def test_a_meter_moves_by_what_it_is_given() -> None:
+def test_a_meter_moves_by_what_it_is_given():
     meter.reset()
     meter.add(2.5)
     meter.add(0.0)

@@ -1,7 +1,5 @@
 """Every launch parameter is read by a kernel: the compilers say which, of fields that are marked deprecated."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Kernels that tuned rows name: shipped rows are built with the package, others on demand into the user's cache."""
 
-from __future__ import annotations
-
 import pytest
 from built import require_objects
 from sample_tree import make

@@ -42,17 +42,15 @@ FAULTS = {
 }
 """Operators -> a sample whose kernel the fault breaks without breaking a rule of the emulator, and the fault."""
 
-Calling = tuple[tuple[Any, ...], dict[str, Any]]
-
 
 @pytest.fixture(autouse=True)
-def needs_kernels() -> None:
+def needs_kernels():
     for arch in ARCHS:
         require_built(arch, "decode_dtype-bf16_rows-32_width-576_rotate-0")
 
 
 @pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def folder(monkeypatch, tmp_path):
     """Where check mode saves calls."""
     monkeypatch.setenv("MLA_SUITE_CHECK_DIR", str(tmp_path))
     monkeypatch.setattr(saved_call, "_numbers", itertools.count())
@@ -60,7 +58,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def reports(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+def reports(caplog):
     """Messages that were logged since the last call."""
     caplog.set_level(logging.WARNING)
 
@@ -73,7 +71,7 @@ def reports(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 
 @pytest.fixture
-def plant(altered_kernels: Callable[..., None]) -> Callable[..., None]:
+def plant(altered_kernels):
     """plant(op, line, old, new): from now on `old` is `new` in the lines of the operator's machine code that match.
 
     Without a fault the kernels are as they were built.
@@ -91,7 +89,7 @@ def plant(altered_kernels: Callable[..., None]) -> Callable[..., None]:
 
 
 @pytest.fixture
-def problem() -> Calling:
+def problem():
     return decode_sample((130, 40), heads=16, q_len=2, num_splits=1).make(CPU)
 
 

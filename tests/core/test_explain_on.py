@@ -16,7 +16,7 @@ from mla_suite.ops.decode import DecodeArgs
 
 
 @pytest.fixture(autouse=True)
-def _all_built(archs_left_out: frozenset[str]) -> None:
+def _all_built(archs_left_out):
     if archs_left_out:
         missing = ", ".join(sorted(archs_left_out))
         pytest.skip(f"`explain` takes kernels that are built here, and those of {missing} are not")

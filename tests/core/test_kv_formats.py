@@ -1,7 +1,5 @@
 """KVFormats: every byte where the formats say it is, pack and unpack inverse, bad caches refused in a sentence."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def folder(monkeypatch, tmp_path):
     monkeypatch.setenv("MLA_SUITE_CHECK_DIR", str(tmp_path / "new"))
     monkeypatch.setattr(saved_call, "_numbers", itertools.count())
     return tmp_path / "new"

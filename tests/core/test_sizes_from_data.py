@@ -1,7 +1,5 @@
 """Compiled code may select rows by data: sizes that no trace knows are checked when the call runs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Tuned tables: look-up by shape, user rows before shipped ones, and a linter that names file and line."""
 
-from __future__ import annotations
-
 import errno
 import os
 

@@ -34,7 +34,7 @@ def command() -> int:
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_a_decoder_over_two_ranks_agrees_with_its_textbook_forward(compiled: bool, tmp_path: Path) -> None:
+def test_a_decoder_over_two_ranks_agrees_with_its_textbook_forward(compiled, tmp_path):
     """Compiling takes two thirds of the time; test_parallel_layer.py compiles a layer that is spread. The ranks that
     compile are torchrun's own, and the others are described as it does."""
     if compiled:
@@ -56,7 +56,7 @@ def three_ways() -> int:
     return main(["demo", "--tp", "3"])
 
 
-def test_a_wrong_number_of_ranks_is_one_sentence_on_every_rank(tmp_path: Path) -> None:
+def test_a_wrong_number_of_ranks_is_one_sentence_on_every_rank(tmp_path):
     said = sentences(three_ways, tmp_path)
     assert [sentence.split(":")[1] for sentence in said] == [" rank 0", " rank 1"]
     assert all("tp_size 3 x cp_size 1 is 3, and the process group has 2 ranks" in line for line in said)
@@ -77,7 +77,7 @@ def one_dies() -> int:
     return decoding(3)
 
 
-def test_a_rank_that_dies_between_steps_is_one_sentence_of_the_other(tmp_path: Path) -> None:
+def test_a_rank_that_dies_between_steps_is_one_sentence_of_the_other(tmp_path):
     (sentence,) = sentences(one_dies, tmp_path)
     assert sentence.startswith(
         "demo: rank 0: another rank ended or did not answer within 60 s; its own sentence says why"
@@ -88,7 +88,7 @@ def disagree() -> int:
     return decoding(3 + int(os.environ["RANK"]))
 
 
-def test_ranks_that_disagree_say_so_in_one_sentence_each(tmp_path: Path) -> None:
+def test_ranks_that_disagree_say_so_in_one_sentence_each(tmp_path):
     said = "the ranks disagree: tokens is 3 on rank 0, 4 on rank 1; give all of them the same"
     assert sentences(disagree, tmp_path) == [f"demo: rank {rank}: {said}" for rank in (0, 1)]
 

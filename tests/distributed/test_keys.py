@@ -1,7 +1,5 @@
 """Keys are dealt to ranks without gaps and without overlap, and a rank's cache stores just its own."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import random

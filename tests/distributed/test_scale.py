@@ -1,7 +1,5 @@
 """benchmarks/scale_model.py, whose tables are in docs/scale.md, agrees with what was measured."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -28,24 +26,24 @@ BOUNDS = {  # the number of rows, and the largest error in percent
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_errors_are_within_what_the_page_says(name: str) -> None:
+def test_errors_are_within_what_the_page_says(name):
     number, bound = BOUNDS[name]
     assert len(ERRORS[name]) == number
     assert max(map(abs, ERRORS[name])) <= (bound + 0.5) / 100
 
 
-def test_every_kind_of_row_has_a_bound() -> None:
+def test_every_kind_of_row_has_a_bound():
     assert list(ERRORS) == list(BOUNDS)
 
 
 @pytest.mark.parametrize("kind", ["sum", "merge"])
-def test_sums_and_merges_are_on_the_lines_of_nccl(kind: str) -> None:
+def test_sums_and_merges_are_on_the_lines_of_nccl(kind):
     """Gathers alone are missed by more than collectives of two H200s were when lines were fitted to these alone."""
     for ranks, row, way, us in model.measured_collectives(kind, nccl=True):
         assert H200.collective(kind, row.sizes[0], ranks, way) * 1e6 == pytest.approx(us, rel=0.17)
 
 
-def test_shares_of_one_gpus_time_are_near_what_was_measured() -> None:
+def test_shares_of_one_gpus_time_are_near_what_was_measured():
     found = [
         us_of(row, H200, ranks) / us_of(row, H200, 1) - row.us["many_us"] / row.us["one_us"]
         for ranks, run in RUNS.items()
@@ -56,7 +54,7 @@ def test_shares_of_one_gpus_time_are_near_what_was_measured() -> None:
     assert max(map(abs, found)) < 0.08
 
 
-def test_terms_of_a_fit_are_costs() -> None:
+def test_terms_of_a_fit_are_costs():
     """No latency, rate or fixed cost is negative, and decode reaches less than the whole matrix rate."""
     for line in (*PEER_MEMORY.values(), *NCCL.values()):
         assert min(line.two_ranks, line.further_rank, line.per_byte) > 0
@@ -66,13 +64,13 @@ def test_terms_of_a_fit_are_costs() -> None:
     assert 0 < H200.reached < 1
 
 
-def test_a_fit_finds_the_factors_it_was_made_with() -> None:
+def test_a_fit_finds_the_factors_it_was_made_with():
     terms = [[1.0, 2.0], [1.0, 5.0], [1.0, 11.0], [0.0, 3.0]]
     took = [7.0 + 3.0 * a + 0.5 * b for a, b in terms]
     assert model.fitted(terms, took, [7.0] * 4) == pytest.approx([3.0, 0.5])
 
 
-def test_a_row_is_read_by_its_words() -> None:
+def test_a_row_is_read_by_its_words():
     assert Row.read({"what": "layer B128 kv 512", "split": "TP2 x CP2", "many_us": "9"}, 4)[:4] == (
         "layer",
         (128, 512),
@@ -83,14 +81,14 @@ def test_a_row_is_read_by_its_words() -> None:
     assert Row.read({"what": "gather 32 x 128 x 576 bf16", "split": ""}, 4)[1:3] == ((32,), {})
 
 
-def test_a_layer_that_is_split_in_both_ways_exchanges_in_groups() -> None:
+def test_a_layer_that_is_split_in_both_ways_exchanges_in_groups():
     both = model.layer(H200, 128, 4096, tp=2, cp=2)
     weights = (model.DOWN_BYTES + model.HEAD_BYTES / 4) / H200.memory
     exchanged = H200.collective("sum", 128, 4) + H200.collective("gather", 64, 2) + H200.collective("merge", 64, 2)
     assert both == pytest.approx(H200.layer + weights + H200.attention(128, 64, 2048, 128) + exchanged)
 
 
-def test_a_collective_costs_what_its_way_sends() -> None:
+def test_a_collective_costs_what_its_way_sends():
     line = PEER_MEMORY["sum"]
     waits = line.two_ranks + 6 * line.further_rank
     # Through peer memory each of 7 others gets the whole summand of 2 x 7168 bytes.

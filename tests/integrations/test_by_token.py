@@ -1,7 +1,5 @@
 """Ragged batches as batches of single tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

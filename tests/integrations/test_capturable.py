@@ -4,8 +4,6 @@ Run on tensors without data: reading one raises, and a copy from the host is see
 and its replays then give the right numbers is for a GPU: tests/gpu/test_integrations_on_gpu.py.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

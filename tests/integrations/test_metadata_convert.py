@@ -219,8 +219,9 @@ def test_a_plan_that_is_never_dealt_is_the_same_plan():
     assert metadata_convert.in_order(plan, toy.seq_lens, num_q_rows=16, num_sm_parts=20) is plan
 
 
-def flash_mla_planner(lengths, parts, overhead=5):
+def flash_mla_planner(lengths, parts):
     """A plan as FlashMLA's own planner makes it: an even payload of blocks, a fixed overhead for every request."""
+    overhead = 5
     blocks = [max(-(-n // 64), 1) for n in lengths]
     payload = -(-sum(n + overhead for n in blocks) // parts) + overhead
     request, block, split, rows, counts = 0, 0, 0, [], []

@@ -3,8 +3,6 @@
 CPU tensors stand for those of an H200: launches go to a library that records them, and nothing is computed.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import partial
 

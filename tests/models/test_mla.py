@@ -83,9 +83,9 @@ def close(got, expected):
     torch.testing.assert_close(got.double(), expected, rtol=2e-5, atol=2e-5)
 
 
-def trapped(config, num_pages=24, page_size=8):
+def trapped(config):
     """A cache whose unwritten rows are NaN."""
-    cache = PagedLatentCache(1, num_pages, page_size, kv_format="fp32", head_dim=config.cached_dim)
+    cache = PagedLatentCache(1, num_pages=24, page_size=8, kv_format="fp32", head_dim=config.cached_dim)
     cache.layers[0].fill_(torch.nan)
     return cache
 

@@ -10,8 +10,8 @@ from mla_suite.models.cache import NO_SLOT, slots
 from mla_suite.models.pages import PagePool
 
 
-def small_cache(num_pages=8, page_size=4, num_layers=2):
-    return PagedLatentCache(num_layers, num_pages, page_size, kv_format="fp32")
+def small_cache(num_pages=8, page_size=4):
+    return PagedLatentCache(2, num_pages, page_size, kv_format="fp32")
 
 
 def write(cache, step, values):

@@ -1,7 +1,5 @@
 """Plans to test, what their words promise, and what they cost."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

@@ -1,7 +1,5 @@
 """append_kv: exactly the declared bytes, rotation, skipped and repeated slots, errors before a byte is written."""
 
-from __future__ import annotations
-
 import math
 import struct
 

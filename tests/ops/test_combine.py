@@ -1,7 +1,5 @@
 """combine's reference against fp64, with what its native kernels pass: what is not read, what is NaN, sinks, memory."""
 
-from __future__ import annotations
-
 import itertools
 
 import merge_runs

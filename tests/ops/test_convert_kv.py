@@ -1,7 +1,5 @@
 """convert_kv: every pair of kv_formats and page sizes, without loss where the destination can hold the values."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hostile_inputs import filled, raw

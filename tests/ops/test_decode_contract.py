@@ -1,7 +1,5 @@
 """decode under torch.compile (when it recompiles), bad input, callers' outputs, and memory."""
 
-from __future__ import annotations
-
 import contextlib
 import doctest
 import re

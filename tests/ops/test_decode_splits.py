@@ -15,7 +15,6 @@ from mla_suite import archs
 from mla_suite.archs import gfx942, gfx950
 from mla_suite.archs.attention import decode_shape
 from mla_suite.archs.cdna import splits as cdna_splits
-from mla_suite.archs.cdna.sparse_decode import CdnaSparseConfig
 from mla_suite.archs.cdna.splits import default_splits
 from mla_suite.archs.sm_90.decode import Sm90Config
 from mla_suite.archs.sm_90.decode_splits import split_count
@@ -44,7 +43,7 @@ def count(name: str, batch: int, rows: int, bound: int = LONG) -> int:
 
 @pytest.mark.parametrize("name", ["gfx942", "gfx950"])
 @pytest.mark.parametrize("rows", [1, 16, 128, 512])
-def test_a_larger_batch_is_never_split_more(name: str, rows: int) -> None:
+def test_a_larger_batch_is_never_split_more(name, rows):
     counts = [count(name, batch, rows) for batch in (1, 2, 3, 8, 64, 128, 500)]
     assert counts == sorted(counts, reverse=True)
     assert counts[-1] >= 1
@@ -52,7 +51,7 @@ def test_a_larger_batch_is_never_split_more(name: str, rows: int) -> None:
 
 @pytest.mark.parametrize("name", ["gfx942", "gfx950"])
 @pytest.mark.parametrize("rows", [16, 32, 64, 128])
-def test_splits_fill_the_device_once_with_64_keys_at_least(name: str, rows: int) -> None:
+def test_splits_fill_the_device_once_with_64_keys_at_least(name, rows):
     arch, costs, found = archs.get(name), CONFIGS[name].costs, set[int]()
     for batch in (1, 2, 3, 8, 50, 128, 400):
         for keys in (1, 64, 100, 256, 1000, 4096, 100_000):
@@ -82,12 +81,12 @@ def test_splits_fill_the_device_once_with_64_keys_at_least(name: str, rows: int)
         ("gfx942", 128, 1, 1200, 19),  # 18 of 64 keys and one of 48: 18 in all would have 128 in the longest
     ],
 )
-def test_the_cheapest_splits_of_the_model(name: str, rows: int, batch: int, keys: int, splits: int) -> None:
+def test_the_cheapest_splits_of_the_model(name, rows, batch, keys, splits):
     assert default_splits(CONFIGS[name].costs, archs.get(name), BF16, rows, 1, batch, keys) == splits
 
 
 @pytest.mark.parametrize("name", ["gfx942", "gfx950"])
-def test_costs_are_those_of_the_model_of_time(name: str) -> None:
+def test_costs_are_those_of_the_model_of_time(name):
     """A fit that moves them asks for splits and tiles that are chosen again."""
     arch, cost = archs.get(name), CONFIGS[name].costs
     assert cost.unit_bytes == timing.UNITS[name].memory_rate
@@ -99,7 +98,7 @@ def test_costs_are_those_of_the_model_of_time(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gfx942", "gfx950"])
 @pytest.mark.parametrize("kind", [("16bit", "16bit"), ("fp8", "fp8")], ids="-".join)
-def test_clocks_of_a_key_are_those_of_a_played_workgroup(name: str, kind: cdna_splits.Kind) -> None:
+def test_clocks_of_a_key_are_those_of_a_played_workgroup(name, kind):
     """With memory for itself: what the emulator's waves take longer for 512 keys more, at 16, 64 and 128 rows."""
     cost = CONFIGS[name].costs
     require_built(name, "decode_fp8_query-fp8_weight-bf16_rows-16")
@@ -111,7 +110,7 @@ def test_clocks_of_a_key_are_those_of_a_played_workgroup(name: str, kind: cdna_s
         assert key == pytest.approx(alone, rel=0.05)
 
 
-def test_a_key_takes_longer_on_a_busy_chip() -> None:
+def test_a_key_takes_longer_on_a_busy_chip():
     """Of 128 rows the clock falls with the load of all matrix units; 16 rows wait for memory, a third of it where eight
     row tiles read the same keys."""
     arch, cost = archs.get("gfx942"), gfx942.Gfx942Config.costs
@@ -123,7 +122,7 @@ def test_a_key_takes_longer_on_a_busy_chip() -> None:
 
 
 @pytest.mark.parametrize(("name", "config"), [("gfx942", gfx942.SparseConfig), ("gfx950", gfx950.SparseConfig)])
-def test_selected_keys_of_few_workgroups_are_split_finer(name: str, config: type[CdnaSparseConfig]) -> None:
+def test_selected_keys_of_few_workgroups_are_split_finer(name, config):
     """64 keys in a split of up to four workgroups, else 128, and the device once at most."""
     arch = archs.get(name)
     kernel = config(arch, "v32", 16)
@@ -132,7 +131,7 @@ def test_selected_keys_of_few_workgroups_are_split_finer(name: str, config: type
     assert [kernel.default_splits(1, keys) for keys in (0, 63, 130)] == [1, 1, 2]
 
 
-def test_shapes_that_the_planner_leaves_whole_are_not_split() -> None:
+def test_shapes_that_the_planner_leaves_whole_are_not_split():
     """Where the stock reduction of the saved run has nothing to merge, decode has nothing to merge either."""
     with REDUCTIONS.open(newline="") as file:
         planned = [row for row in csv.DictReader(file) if row["runner"] == "stock"]

@@ -1,7 +1,5 @@
 """Crossovers of decode: published and counted limits as data, either side right at the other's lengths."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The overload sparse_decode.max_logits: out and lse of sparse_decode, and the largest scaled score of every row."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

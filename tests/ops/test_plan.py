@@ -1,7 +1,5 @@
 """plan: what its words promise, and how well it shares the work."""
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import re

@@ -1,7 +1,5 @@
 """Plans that an arch makes with its own costs, and decode's own splits on sm_90."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """sparse_decode's reference against fp64, with what its native kernels pass: pools, formats, sinks, absurd indices."""
 
-from __future__ import annotations
-
 import pytest
 import sparse_runs
 import torch

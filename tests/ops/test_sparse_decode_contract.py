@@ -1,7 +1,5 @@
 """sparse_decode refuses bad arguments in a sentence and before anything is written."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from sparse_problems import problem

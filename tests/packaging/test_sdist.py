@@ -32,7 +32,7 @@ def setup(folder: Path, *words: str, **environment: str) -> subprocess.Completed
 
 
 @pytest.fixture(scope="module")
-def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sdist(tmp_path_factory):
     """The unpacked sdist of a small clone in which objects were built, and of which an earlier sdist listed them."""
     clone, unpacked = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("unpacked")
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
@@ -59,20 +59,20 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_it_carries_sources_and_no_objects(sdist: Path) -> None:
+def test_it_carries_sources_and_no_objects(sdist):
     assert (sdist / "mla_suite" / "csrc" / "gfx942" / "scale.hip").is_file()
     assert not (sdist / "csrc").exists()
     assert not (sdist / "mla_suite" / "objects").exists()
 
 
 @pytest.mark.parametrize(("named", "archs"), [("", "None"), ("sm_90", "['sm_90']")])
-def test_it_compiles_what_a_clone_compiles(sdist: Path, named: str, archs: str) -> None:
+def test_it_compiles_what_a_clone_compiles(sdist, named, archs):
     done = setup(sdist, "build_py", MLA_SUITE_ARCHS=named)
     assert done.returncode != 0
     assert done.stderr.splitlines()[-1] == f"asked for {archs} of ['gfx942', 'gfx950', 'sm_90']"
 
 
-def test_without_sources_there_is_no_wheel(sdist: Path, tmp_path: Path) -> None:
+def test_without_sources_there_is_no_wheel(sdist, tmp_path):
     copy = shutil.copytree(sdist, tmp_path / "copy")
     for path in (copy / "mla_suite" / "csrc").glob("*/arch.toml"):
         path.unlink()
