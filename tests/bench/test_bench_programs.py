@@ -7,7 +7,6 @@ from pathlib import Path
 
 import bench_check
 import bench_flashmla
-import check_h32_q4
 import pytest
 from built import require_built
 
@@ -38,9 +37,6 @@ def start(monkeypatch):
         (bench_flashmla, "run", "--report other.json", "other.json is no run that --save wrote: KeyError: 'rows'"),
         (bench_flashmla, "run", "--plot dense.svg", "--plot draws a saved run: name it with --report"),
         (bench_flashmla, "run", "--save .", ". cannot be written; name a file in a folder of yours"),
-        (check_h32_q4, "lines", "--shapes 1x0", "'0'; it takes a whole number of 1 or more"),
-        (check_h32_q4, "lines", "--shapes 1x512,64", "'64'; a shape is batch x context, 1x512 for example"),
-        (check_h32_q4, "lines", "--scale-dim 0", "'0'; it takes a whole number of 1 or more"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_it_measures(

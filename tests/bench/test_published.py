@@ -94,13 +94,13 @@ def test_accuracy_at_the_smaller_softmax_scale_is_as_published(batch, ctx):
             assert row.distance < 1e-5
 
 
-def test_a_result_that_is_not_finite_never_holds() -> None:
+def test_a_result_that_is_not_finite_never_holds():
     for published in (1e-4, math.inf):
         for distance in (math.nan, math.inf):
             assert not bench_aiter_3003.Accuracy(1, 512, False, distance, published).holds
 
 
-def test_shapes_of_the_accuracy_can_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shapes_of_the_accuracy_can_be_chosen(tmp_path, capsys):
     require_objects()
     table = tmp_path / "lines.csv"
     assert bench_aiter_3003.main(["--accuracy", "--batch-sizes", "1", "--ctx-lens", "8,9", "--csv", str(table)]) == 0
@@ -113,7 +113,7 @@ def test_shapes_of_the_accuracy_can_be_chosen(tmp_path: Path, capsys: pytest.Cap
     assert "--accuracy takes --batch-sizes and --ctx-lens together, or neither" in capsys.readouterr().err
 
 
-def test_a_distance_that_is_larger_than_published_is_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_distance_that_is_larger_than_published_is_the_exit_status(monkeypatch):
     found = bench_aiter_3003.Accuracy(1, 512, False, 2e-4, 1.35e-4)
     monkeypatch.setattr(bench_aiter_3003, "accuracy", lambda *problem: iter([found]))
     assert bench_aiter_3003.main(["--accuracy"]) == 1
