@@ -135,6 +135,18 @@ def test_queries_in_two_parts(heads, q_len, box):
     assert rope == TensorMap(Input(14), torch.bfloat16, sizes, strides, (32, *box, 1))
 
 
+@pytest.mark.parametrize(("heads", "q_len"), [(128, 1), (16, 4)])
+def test_a_latent_part_by_token(heads, q_len):
+    """As vLLM 0.33 has it: without gaps, and a token's heads behind each other."""
+    args, kwargs = decode_sample((700, 90, 5), heads=heads, q_len=q_len, num_splits=1, parts=True).make(CPU)
+    call = call_of([args[0].contiguous(), *args[1:]], kwargs)
+    sizes, strides = (32, heads, 3 * q_len, 16), (1024, heads * 1024, 64)
+    assert call.launches[0].maps["q_map"] == TensorMap(
+        Input(0), torch.bfloat16, sizes, strides, (32, min(heads, 64), q_len, 1)
+    )
+    assert not call.copies
+
+
 def call_of(args, kwargs, op=DECODE):
     given = op.Args(*args, **kwargs)
     with declared_kernels():

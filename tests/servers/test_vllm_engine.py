@@ -137,6 +137,19 @@ class TestOneEngine:
         assert any(1 in lens and max(lens) > 1 for lens in extends)
         assert any(1 in lens and max(lens) > 8 for lens, _ in calls)  # a prompt that gains, beside decodes
 
+    def test_queries_in_two_tensors(self, llm, expected, monkeypatch):
+        """As on a GPU whose kernels read both where vLLM has put them: the rope part in rows of the whole query."""
+        decode, given = mla_suite.decode, []
+        monkeypatch.setattr(integration, "takes_query_parts", lambda like, heads, q_len: True)
+        monkeypatch.setattr(
+            mla_suite, "decode", lambda q, *a, **k: given.append((q, k["q_rope"])) or decode(q, *a, **k)
+        )
+        llm.reset_prefix_cache()
+        assert_same(vllm_cpu.generate(llm, tiny_deepseek.prompts(LENGTHS)), expected)
+        assert len(given) >= LAYERS * (tiny_deepseek.NEW_TOKENS - 1)
+        row = tiny_deepseek.SHAPE["qk_nope_head_dim"] + tiny_deepseek.SHAPE["qk_rope_head_dim"]
+        assert {(q.shape[-1], q_rope.stride(-2)) for q, q_rope in given} == {(LATENT, row)}
+
 
 def test_fp8_cache(checkpoint, calls, monkeypatch):
     """Every row is written in e4m3 at the layer's scale, and every decode is exact for the rows as they are stored.

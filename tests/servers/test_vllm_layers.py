@@ -81,11 +81,14 @@ ROUNDED = dict(rtol=2**-8, atol=2e-5)
 
 @pytest.mark.parametrize("taken", [True, False])
 @pytest.mark.parametrize("q_lens", [[1, 1, 1], [2, 2, 2], [1, 1, 4]], ids=str)
-def test_the_two_parts_of_queries(monkeypatch, q_lens, taken):
-    """As vLLM makes them: by head, and a slice of wider rows. They are joined only where no kernel takes them so."""
+@pytest.mark.parametrize("by_head", [False, True])
+def test_the_two_parts_of_queries(monkeypatch, by_head, q_lens, taken):
+    """By token, as vLLM 0.33 makes the latent one, or by head, and a slice of wider rows. They are joined only where no
+    kernel takes them so."""
     lengths = [300, 9, 64]
     cache, table = paged(lengths, 16)
     latent = torch.randn(HEADS, sum(q_lens), LATENT).bfloat16().transpose(0, 1)
+    latent = latent if by_head else latent.contiguous()
     rope = torch.randn(sum(q_lens), HEADS, 96).bfloat16()[..., 32:]
     given = []
     monkeypatch.setattr(integration, "takes_query_parts", lambda like, heads, q_len: taken)
