@@ -4,7 +4,8 @@
     python benchmarks/bench_sglang.py --kv-cache-dtype fp8_e4m3 --backends flashmla,mla_suite
     python benchmarks/bench_sglang.py --model v32 [--backends fa3,mla_suite,flashmla_sparse] [--csv FILE]
     python benchmarks/bench_sglang.py --model v32 --kv-cache-dtype fp8_e4m3 --backends flashmla_kv,mla_suite
-    python benchmarks/bench_sglang.py --prompts 4096,16384 --backends fa3,mla_suite,mla_suite+mla_suite --batches 1
+    python benchmarks/bench_sglang.py --prompts 4096,16384 --backends fa3,mla_suite --batches 1 [--prefill-graphs]
+    python benchmarks/bench_sglang.py --prompts 16,64,128,256,384 --behind 2048,16384 --batches 1 [--prefill-graphs]
 
 The first backend of each line is what SGLang takes there by itself, but in the second: fa3 (FlashAttention 3) turns an
 fp8 cache of V3 into bf16 in every layer. FlashMLA's backend for V3 needs FlashInfer. Each backend has an engine of its
@@ -21,15 +22,20 @@ period_us     the median time between two steps of the scheduler, host included
 tokens_per_s  batch / that time
 ratio         of the medians over `--runs`, busy_us of the first backend's
 
-With `--prompts` there is one column instead, the ms until one prompt's first token, a median of three behind another.
-Prompts come in chunks of `--chunk` tokens. By default SGLang captures those of up to 2,048 tokens in graphs with
-absorbed weights; here it does with `--prefill-graphs`. NAME+OTHER is a backend NAME whose prompts go to OTHER.
+With `--prompts` there are other columns, of one prompt at a time; with `--behind` its first so many tokens are in
+SGLang's radix cache, and then as many new ones follow. Prompts come in chunks of `--chunk` tokens. By default SGLang
+captures those of up to 2,048 tokens in graphs with absorbed weights; here it does with `--prefill-graphs`. NAME+OTHER
+is a backend NAME whose prompts go to OTHER.
+busy us    the time in which any kernel runs, summed over the chunks, medians of three
+first ms   until the first token, a median of three
+keys       whether layers attended with absorbed weights or over expanded keys, of the last chunk
+graph      whether SGLang replayed a graph, of the last chunk
 
 Before anything is timed, a check: eight prompts of different lengths are prefilled and decoded. Attention outputs of
-eager steps and of absorbed prompts are compared with their definition in fp32 over SGLang's own pool and selection,
-with queries in e4m3 where a backend quantises them. Greedy tokens are compared with the first backend's; a token may
-differ only where that backend's best two lie close together. Errors of SGLang's own backends are printed, and those of
-ours must be small.
+eager steps, and of absorbed prompts of every length when it comes first, are compared with their definition in fp32
+over SGLang's own pool and selection, with queries in e4m3 where a backend quantises them. Greedy tokens are compared
+with the first backend's; a token may differ only where that backend's best two lie close together. Errors of SGLang's
+own backends are printed, and those of ours must be small.
 """
 
 from __future__ import annotations
@@ -49,7 +55,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from sglang_steps import ASKED, GROUP, NAME, STEPS, say
+from sglang_steps import ASKED, GROUP, NAME, PROFILED_PROMPTS, STEPS, TIMED_PROMPTS, WARM_PROMPTS, say
 from vllm_check import MAX_ERROR
 from vllm_model import CHECKED_TOKENS, ON_GPU, VOCAB, Row, equal_tokens, install, medians, save_config
 
@@ -65,7 +71,6 @@ LENGTHS = (5, 2900, 63, 700, 64, 333, 65, 2100)  # of the prompts that are check
 KEYS = ("backend", "batch", "context")
 TIMED = ("busy_us", "step_us", "period_us", "tokens_per_s")
 FIRST_TOKENS = 1  # of a request come from its prefill
-PROMPT_ROUNDS = 3
 SPARE_PAGES = 4  # of each sequence, beyond its tokens
 PAGE = 64
 LOCK = Path(tempfile.gettempdir()) / "mla_suite_bench_sglang"  # shared while engines start; one at a time is measured
@@ -79,6 +84,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batches", type=sizes, default=(1, 8, 32, 128), help="sequences of a step")
     parser.add_argument("--contexts", type=sizes, default=(4096,), help="tokens of a prompt")
     parser.add_argument("--prompts", type=sizes, default=(), help="tokens of single prompts, to time these, not steps")
+    parser.add_argument("--behind", type=sizes, default=(), help="cached tokens of these prompts, beside none")
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of prompts in a batch (default: 8192)")
     parser.add_argument("--prefill-graphs", action="store_true", help="capture short prompts, as SGLang does by itself")
     parser.add_argument("--layers", type=int, default=16, help="layers of the model (default: 16)")
@@ -94,7 +100,8 @@ def parse() -> argparse.Namespace:
 
 def longest_of(options: argparse.Namespace) -> int:
     """Tokens for which each sequence has room."""
-    return max(*options.contexts, *options.prompts, *LENGTHS) + STEPS + SPARE_PAGES * PAGE
+    prompts = max(options.prompts, default=0) + max(options.behind, default=0)
+    return max(*options.contexts, prompts, *LENGTHS) + STEPS + SPARE_PAGES * PAGE
 
 
 def chosen(model: str, backend: str) -> dict[str, Any]:
@@ -111,6 +118,7 @@ def start_engine(options: argparse.Namespace, folder: Path) -> Any:
     import sglang
 
     longest = longest_of(options)
+    prefill_graphs = {} if options.prefill_graphs else {"cuda_graph_backend_prefill": "disabled"}
     return sglang.Engine(
         model_path=str(folder),
         skip_tokenizer_init=True,
@@ -120,9 +128,9 @@ def start_engine(options: argparse.Namespace, folder: Path) -> Any:
         kv_cache_dtype=options.kv_cache_dtype,
         page_size=PAGE,
         sampling_backend="pytorch",
-        disable_radix_cache=True,
+        disable_radix_cache=not options.behind,
         chunked_prefill_size=options.chunk,
-        cuda_graph_backend_prefill="breakable" if options.prefill_graphs else "disabled",
+        **prefill_graphs,
         cuda_graph_bs_decode=sorted({*options.batches, len(LENGTHS)}),
         max_running_requests=max(*options.batches, len(LENGTHS)),
         max_total_tokens=max(*options.batches, len(LENGTHS)) * longest,
@@ -132,10 +140,13 @@ def start_engine(options: argparse.Namespace, folder: Path) -> Any:
     )
 
 
-def generate(engine: Any, lengths: Sequence[int], tokens: int, **asked: Any) -> list[dict[str, Any]]:
-    """Greedy answers of SGLang to random prompts."""
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(2, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+def random_ids(lengths: Sequence[int], seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(2, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+def generate(engine: Any, prompts: list[list[int]], tokens: int, **asked: Any) -> list[dict[str, Any]]:
+    """Greedy answers of SGLang."""
     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     answers: list[dict[str, Any]] = engine.generate(input_ids=prompts, sampling_params=sampling, **asked)
     return answers
@@ -143,19 +154,34 @@ def generate(engine: Any, lengths: Sequence[int], tokens: int, **asked: Any) -> 
 
 def check(engine: Any) -> dict[str, Any]:
     """Greedy tokens, and the gaps between the best two log-probabilities."""
-    answers = generate(engine, LENGTHS, CHECKED_TOKENS, return_logprob=True, top_logprobs_num=2)
+    answers = generate(engine, random_ids(LENGTHS, 0), CHECKED_TOKENS, return_logprob=True, top_logprobs_num=2)
     best = [answer["meta_info"]["output_top_logprobs"] for answer in answers]
     gaps = [[float(place[0][0] - place[1][0]) for place in places] for places in best]
     return {"tokens": [answer["output_ids"] for answer in answers], "gaps": gaps}
 
 
-def first_token_ms(engine: Any, tokens: int) -> float:
-    rounds = []
-    for _ in range(1 + PROMPT_ROUNDS):
+def first_token_ms(engine: Any, new: int, cached: int) -> float:
+    """Of new tokens behind others, which are in the radix cache once the first prompt has come."""
+    (prefix,), rounds = random_ids([cached], cached), list[float]()
+    for turn in range(WARM_PROMPTS + TIMED_PROMPTS + PROFILED_PROMPTS):
+        (follow,) = random_ids([new], new * PAGE + turn)  # of which no two begin alike
         begun = time.perf_counter()
-        generate(engine, [tokens], FIRST_TOKENS)
+        (answer,) = generate(engine, [prefix + follow], FIRST_TOKENS)
         rounds.append(1e3 * (time.perf_counter() - begun))
-    return median(rounds[1:])
+        if turn and (found := answer["meta_info"]["cached_tokens"]) != cached:
+            raise AssertionError(f"{found} of {cached} tokens came from the cache")
+    return median(rounds[WARM_PROMPTS:][:TIMED_PROMPTS])
+
+
+def passes(found: list[Row], new: int, cached: int, chunk: int) -> Row:
+    """What the scheduler wrote of the chunks of such prompts."""
+    busy, last = 0.0, Row()
+    for at in range(0, new, chunk):
+        shape = min(chunk, new - at), cached + at
+        own = [row for row in found if (row["new"], row["cached"]) == shape]
+        busy, last = busy + median(row["busy_us"] for row in own[-PROFILED_PROMPTS:]), own[-1]
+    keys = "absorbed" if last["absorbed"] else "expanded"
+    return {"busy_us": busy, "keys": keys, "graph": last["graph"]}
 
 
 def work(options: argparse.Namespace) -> int:
@@ -168,11 +194,13 @@ def work(options: argparse.Namespace) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not options.skip_check:
             say(options.rows, "tokens", check(engine))
-        for tokens in options.prompts:
-            say(options.rows, "prompt", {"tokens": tokens, "first_token_ms": first_token_ms(engine, tokens)})
+        for cached in (0, *options.behind) if options.prompts else ():
+            for new in options.prompts:
+                ms = first_token_ms(engine, new, cached)
+                say(options.rows, "prompt", {"new": new, "cached": cached, "first_token_ms": ms})
         for context in () if options.prompts else options.contexts:
             for batch in options.batches:
-                generate(engine, [context] * batch, FIRST_TOKENS + STEPS)
+                generate(engine, random_ids([context] * batch, 0), FIRST_TOKENS + STEPS)
         engine.shutdown()
     return 0
 
@@ -188,7 +216,9 @@ def started(options: argparse.Namespace, backend: str, run: int) -> Iterator[tup
         asked = {"path": str(rows), "layers": options.layers, "batches": options.batches, "compare": not skipped}
         asked["fp8_queries"] = PRECISION == "fp8" or backend == "flashmla"
         (installed / ASKED).write_text(json.dumps(asked))
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, str(HERE.parent), *sys.path])}
+        # SGLang's cache in Rust is built for one release of torch.
+        environment = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python", **os.environ}
+        environment |= {"PYTHONPATH": os.pathsep.join([folder, str(HERE.parent), *sys.path])}
         command = [sys.executable, *sys.argv, "--alone", backend, "--rows", str(rows), *["--skip-check"] * skipped]
         with subprocess.Popen(command, env=environment) as process:
             yield process, rows
@@ -198,7 +228,7 @@ def finished(backend: str, process: subprocess.Popen[bytes], rows: Path) -> tupl
     """What a backend's process wrote, by kind, and its exit status."""
     if code := process.wait():
         print(f"{backend}: exit status {code}", flush=True)
-    found: dict[str, list[Row]] = {"row": [], "prompt": [], "tokens": [], "compared": []}
+    found: dict[str, list[Row]] = {"row": [], "prompt": [], "pass": [], "tokens": [], "compared": []}
     for kind, value in map(json.loads, rows.read_text().splitlines()):
         found[kind].append(value)
     return found, code
@@ -206,7 +236,10 @@ def finished(backend: str, process: subprocess.Popen[bytes], rows: Path) -> tupl
 
 def require_correct(backend: str, found: dict[str, list[Row]], first: Row | None) -> None:
     """AssertionError unless outputs are near their definition, and tokens are the first backend's but at near ties."""
-    for compared in found["compared"]:
+    of_prompts = [row for row in found["pass"] if row["compared"]]
+    total = {"compared": sum(row["compared"] for row in of_prompts)}
+    total["error"] = max((row["error"] for row in of_prompts), default=0.0)
+    for compared in (*found["compared"], total):
         print(f"{backend}: {compared['compared']} attention outputs within {compared['error']:.1e} of fp32", flush=True)
         if backend.startswith(SGLANG_NAME) and not compared["error"] <= MAX_ERROR:
             raise AssertionError(f"attention differs from its definition by {compared['error']:.1e}")
@@ -225,7 +258,9 @@ def main() -> int:
     if options.prompts:
         facts |= {"chunk": options.chunk, "prefill_graphs": options.prefill_graphs}
     print(*facts.values(), sep="; ")
-    columns = ("tokens", "first_token_ms") if options.prompts else (*KEYS[1:], *TIMED)
+    columns = (
+        ("new", "cached", "keys", "graph", "busy_us", "first_token_ms") if options.prompts else (*KEYS[1:], *TIMED)
+    )
     rows, table, status = list[Row](), Table(options.csv, shown=("run", KEYS[0], *columns)), 0
     first: Row | None = None
     backends = options.backends.split(",")
@@ -235,6 +270,8 @@ def main() -> int:
             for backend, (process, written) in zip(backends, processes, strict=True):
                 found, code = finished(backend, process, written)
                 status = status or code
+                for row in found["prompt"]:
+                    row |= passes(found["pass"], row["new"], row["cached"], options.chunk)
                 for row in found["row"] + found["prompt"]:
                     rows.append({"backend": backend, **row, "run": run})
                     table.add(rows[-1] | facts)

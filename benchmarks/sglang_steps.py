@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
+from contextlib import nullcontext
 from importlib.metadata import distribution, entry_points
 from itertools import pairwise
 from statistics import median
@@ -25,11 +27,13 @@ from mla_suite.kv_formats import get_kv_format
 NAME, ASKED = "mla_suite_bench", "asked.json"  # the distribution, and its file
 GROUP = "sglang.srt.plugins"
 RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
+ATTENTION = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward"  # in graphs of prompts, too
 COMPARED_STEPS = 8  # of a process, not replayed but eager, so that each layer's arguments can be read
-COMPARED_PROMPTS = 8  # batches of prompts with absorbed weights
+WARM_PROMPTS, TIMED_PROMPTS, PROFILED_PROMPTS = 1, 3, 3  # of one length behind one prefix, in this order
 WARM_STEPS, TIMED_STEPS, PROFILED_STEPS = 8, 40, 5
 STEPS = WARM_STEPS + TIMED_STEPS + PROFILED_STEPS + 1  # of a batch, after which its row is written
 ROUNDS, REPLAYS = 3, 8
+CUDA = torch.profiler.ProfilerActivity.CUDA
 RECORDS = get_kv_format("v32")  # of a model with an indexer, in an fp8 cache
 
 
@@ -44,7 +48,8 @@ def install() -> None:
     steps = Steps(**json.loads(distribution(NAME).read_text(ASKED) or ""))
     HookRegistry.register(f"{RUNNER}.can_run_graph", steps.can_run_graph, HookType.AROUND)
     HookRegistry.register(f"{RUNNER}.execute", steps.execute, HookType.AROUND)
-    HookRegistry.register("sglang.srt.layers.radix_attention.RadixAttention.forward", steps.attend, HookType.AROUND)
+    HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.forward", steps.forward, HookType.AROUND)
+    HookRegistry.register(ATTENTION, steps.attend, HookType.AROUND)
 
 
 def use_random_weights(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -57,16 +62,16 @@ def use_random_weights(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Non
 
 
 def exact(
-    layer: Any, q: torch.Tensor, batch: Any, b: int, selected: torch.Tensor | None, fp8_queries: bool
+    layer: Any, q: torch.Tensor, batch: Any, b: int, length: int, selected: torch.Tensor | None, fp8_queries: bool
 ) -> torch.Tensor:
-    """What the definition makes, in fp32, of the last query q [heads, 576] of sequence b and its keys in SGLang's pool.
+    """What the definition makes, in fp32, of a query q [heads, 576] of sequence b and its keys in SGLang's pool.
 
+    length       of the sequence up to this query
     selected     int32 [batch, topk]: slots of the keys, -1 for none; without it all keys of the sequence count
     fp8_queries  over an fp8 cache of rows the backend quantises queries, by a scale of 1
     """
     from sglang.srt.model_executor.forward_context import get_req_to_token_pool, get_token_to_kv_pool
 
-    length = int(batch.seq_lens[b])
     slots = get_req_to_token_pool().req_to_token[batch.req_pool_indices[b], :length].long()
     if selected is not None:
         chosen = selected[b][selected[b] >= 0].long()
@@ -103,14 +108,16 @@ class Steps:
 
     def __init__(self, path: str, layers: int, batches: list[int], compare: bool, fp8_queries: bool) -> None:
         self.path, self.layers, self.batches, self.fp8_queries = path, layers, batches, fp8_queries
+        self.compare = compare
         self.eager = COMPARED_STEPS if compare else 0
-        self.prompts = COMPARED_PROMPTS if compare else 0
         self.comparing = False
         self.errors: list[float] = []
         self.batch = self.done = 0
         self.ends: list[float] = []
         self.profile: Any = None
         self.row: dict[str, Any] = {}
+        self.prompts: Counter[tuple[int, int]] = Counter()
+        self.prompt: dict[str, Any] = {}  # the one under way
 
     def can_run_graph(self, original: Any, runner: Any, batch: Any) -> bool:
         """SGLang's answer, and no while steps are compared."""
@@ -121,28 +128,68 @@ class Steps:
         self.eager -= 1
         return False
 
-    def attend(self, original: Any, layer: Any, q: Any, k: Any, v: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """One layer's attention, compared with the definition in the first and the last layer of an eager step, and for
-        the last tokens of absorbed prompts without a selection."""
-        out = original(layer, q, k, v, batch, *args, **kwargs)
-        ends, mode, selected = (0, self.layers - 1), batch.forward_mode, kwargs.get("topk_indices")
+    def attend(
+        self,
+        original: Any,
+        backend: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        layer: Any,
+        forward_batch: Any,
+        *args: Any,
+        **given: Any,
+    ) -> Any:
+        """One layer's attention, compared with the definition in the first and the last layer: of the queries of an
+        eager step, and of each sequence's first and last query in an absorbed prompt without a selection."""
+        out, batch = original(backend, q, k, v, layer, forward_batch, *args, **given), forward_batch
+        ends, mode, selected = (0, self.layers - 1), batch.forward_mode, given.get("topk_indices")
+        if self.prompt and layer.layer_id == 0:
+            self.prompt["absorbed"] = layer.tp_k_head_num == 1
         if layer.layer_id not in ends:
             return out
+        queries: list[tuple[int, int, int]]  # a row of q, its sequence, and the sequence's length up to it
         if self.comparing and mode.is_decode():
-            last = torch.arange(len(batch.seq_lens), device=q.device)
-        elif self.prompts and batch.rids and mode.is_extend() and layer.tp_k_head_num == 1 and selected is None:
-            last = batch.extend_seq_lens.cumsum(0) - 1
-            self.prompts -= layer.layer_id == ends[1]
+            queries = [(b, b, length) for b, length in enumerate(batch.seq_lens.tolist())]
+        elif self.prompt.get("compare") and layer.tp_k_head_num == 1 and selected is None:
+            queries, at = [], 0
+            for b, (new, cached) in enumerate(
+                zip(batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu, strict=True)
+            ):
+                queries += [(at, b, cached + 1), (at + new - 1, b, cached + new)]
+                at += new
         else:
             return out
         heads = layer.tp_q_head_num
-        parts = [part.reshape(len(q), heads, -1)[last] for part in (q, kwargs.get("q_rope")) if part is not None]
-        queries = torch.cat(parts, dim=-1)
-        for b, own in enumerate(out.view(len(q), heads, -1)[last]):
-            expected = exact(layer, queries[b], batch, b, selected, self.fp8_queries)
-            self.errors.append(relative(own, expected))
+        parts = [part.reshape(len(q), heads, -1) for part in (q, given.get("q_rope")) if part is not None]
+        for row, b, length in queries:
+            query = torch.cat([part[row] for part in parts], dim=-1)
+            expected = exact(layer, query, batch, b, length, selected, self.fp8_queries)
+            self.errors.append(relative(out.view(len(q), heads, -1)[row], expected))
         if mode.is_decode() and layer.layer_id == ends[1] and not self.eager:
             say(self.path, "compared", {"compared": len(self.errors), "error": max(self.errors)})
+        return out
+
+    def forward(self, original: Any, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """A pass of the model. One of a prompt alone is counted by its new and cached tokens and written down."""
+        if not (batch.rids and batch.forward_mode.name in ("EXTEND", "MIXED")):
+            return original(runner, batch, *args, **kwargs)
+        shape = tuple(zip(batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu, strict=True))
+        seen = self.prompts[shape]
+        self.prompts[shape] += 1
+        self.prompt, before = {"compare": self.compare and not seen}, len(self.errors)
+        profiled = len(shape) == 1 and seen >= WARM_PROMPTS + TIMED_PROMPTS
+        with torch.profiler.profile(activities=[CUDA]) if profiled else nullcontext() as profile:
+            out = original(runner, batch, *args, **kwargs)
+            if profiled:
+                torch.cuda.synchronize()
+        if len(shape) == 1:
+            (new, cached), errors = shape[0], self.errors[before:]
+            row = {"new": new, "cached": cached, "graph": bool(out.can_run_graph), **self.prompt}
+            row |= {"compared": len(errors), "error": max(errors, default=0.0)}
+            row["busy_us"] = busy_us(device_kernels(profile.events())) if profile else 0.0
+            say(self.path, "pass", row)
+        self.prompt = {}
         return out
 
     def execute(self, original: Any, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -153,7 +200,7 @@ class Steps:
             return original(runner, batch, *args, **kwargs)
         if self.done == WARM_STEPS + TIMED_STEPS:
             self.row = {"batch": self.batch, "context": int(batch.seq_lens.max()) - 1 - self.done, **self.period()}
-            self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            self.profile = torch.profiler.profile(activities=[CUDA])
             torch.cuda.synchronize()
             self.profile.start()
         if self.done == STEPS - 1:
