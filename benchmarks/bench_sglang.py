@@ -26,10 +26,10 @@ With `--prompts` there are other columns, of one prompt at a time; with `--behin
 SGLang's radix cache, and then as many new ones follow. Prompts come in chunks of `--chunk` tokens. By default SGLang
 captures those of up to 2,048 tokens in graphs with absorbed weights; here it does with `--prefill-graphs`. NAME+OTHER
 is a backend NAME whose prompts go to OTHER.
-busy us    the time in which any kernel runs, summed over the chunks, medians of three
-first ms   until the first token, a median of three
-keys       whether layers attended with absorbed weights or over expanded keys, of the last chunk
-graph      whether SGLang replayed a graph, of the last chunk
+busy_us         the time in which any kernel runs, summed over the chunks, medians of three
+first_token_ms  until the first token, a median of three
+keys            whether layers attended with absorbed weights or over expanded keys, of the last chunk
+graph           whether SGLang replayed a graph, of the last chunk
 
 Before anything is timed, a check: eight prompts of different lengths are prefilled and decoded. Attention outputs of
 eager steps, and of absorbed prompts of every length when it comes first, are compared with their definition in fp32

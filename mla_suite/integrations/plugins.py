@@ -29,9 +29,6 @@ V4_NAMES = {"dsv4"}  # that for DeepSeek V4 and V4.1
 DRAFT_BACKENDS = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
 DRAFT_CHECKS = "sglang.srt.arg_groups.speculative_hook"
 V41_CHOICE = "sglang.srt.mem_cache.deepseek_v4_memory_pool.select_dsv4_kv_layout"
-CHOOSES_BACKENDS = "handle_attention_backend_compatibility"  # the step of SGLang's settings that chooses backends
-PREFILL = "fa3"  # FlashAttention 3, which SGLang takes for latent attention on H100 and H200
-PREFILLED = {"auto", "bf16", "bfloat16"}  # caches whose rows it reads
 TREE_BACKENDS = {"_handle_eagle_family": "triton", "_handle_ngram": "flashinfer"}
 """SGLang's functions that check a server's drafts -> a backend that each lets have trees of drafts and pages."""
 
@@ -85,7 +82,6 @@ def sglang() -> None:
     attention_registry.register_attention_backend(SGLANG_NAME)(_sglang_backend)
     _keep_drafts_on_triton()
     _offer_v41_records()
-    _prefill_by_flash_attention()
     _add_choice(server_args.ServerArgs, attention_registry, "dsa_decode_backend", DSA_NAMES, _take_sparse_class)
     _add_choice(server_args.ServerArgs, attention_registry, "dsv4_attn_backend", V4_NAMES, _take_v4_kernels)
 
@@ -135,47 +131,6 @@ def _keep_drafts_on_triton() -> None:
         return  # versions without hooks need --speculative-draft-attention-backend triton
     for function, backend in TREE_BACKENDS.items():
         _put_around(f"{DRAFT_CHECKS}.{function}", partial(_with_trees, backend))
-
-
-def _prefill_by_flash_attention() -> None:
-    """Where SGLang would take FlashAttention 3, `--attention-backend mla_suite` takes it for prompts.
-
-    Else they are for the Triton backend, which attends to a cached prefix with absorbed weights, at several times the
-    cost.
-    """
-    try:
-        from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
-    except ImportError:
-        return  # versions without it need --prefill-attention-backend
-    register_resolution_hook(CHOOSES_BACKENDS)(_with_flash_prefill)
-
-
-def _with_flash_prefill(server_args: Any, original: Any) -> None:
-    """SGLang's choice of backends, after ours of one for prompts; drafts are then verified where tokens are decoded.
-
-    Deterministic inference keeps prompts where it has been tested.
-    """
-    from sglang.srt.arg_groups.overrides import (
-        declare_resolution,
-        get_default_attn_backend,
-        model_config_of,
-        resolved_view,
-        use_mla_backend,
-    )
-
-    given = resolved_view(server_args)
-    backends = given.attention_backend, given.prefill_attention_backend, given.decode_attention_backend
-    deterministic = given.enable_deterministic_inference or given.rl_on_policy_target is not None
-    if (
-        backends == (SGLANG_NAME, None, None)
-        and not deterministic
-        and given.kv_cache_dtype in PREFILLED
-        and use_mla_backend(given)
-        and get_default_attn_backend(server_args, True, model_config_of(given)) == PREFILL
-    ):
-        chosen = {"prefill_attention_backend": PREFILL, "speculative_attention_mode": "decode"}
-        declare_resolution(server_args, SGLANG_NAME, **chosen)
-    original(server_args)
 
 
 def _put_around(theirs: str, ours: Any) -> None:

@@ -64,7 +64,10 @@ BATCH = {
     *("extend_seq_lens_cpu", "spec_info"),
 }
 MODES = ("is_target_verify", "is_extend", "is_decode_or_idle")
-READ = ("req_to_token", "token_to_kv_pool", "enable_deterministic", "split_tile_size", "num_draft_tokens", "topk")
+READ = {
+    *("req_to_token", "token_to_kv_pool", "enable_deterministic", "split_tile_size", "num_draft_tokens", "topk"),
+    "num_head",
+}
 SHORT = 8  # new tokens per sequence: longer prompts have no plan, whose partial results grow with them
 WIDE_PAGE = 64  # smaller pages make page tables so long that reading the lengths on the host is cheaper
 
@@ -138,7 +141,8 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         self._plan: torch.Tensor | None = None
         self._tree_mask: torch.Tensor | None = None
         self._fp8_queries = False
-        self.prompts = sglang_prompts.over(getattr(model_runner, "kv_cache_dtype", None), self.req_to_token)
+        dtype, width = getattr(model_runner, "kv_cache_dtype", None), self.token_to_kv_pool.kv_cache_dim
+        self.prompts = sglang_prompts.over(dtype, self.req_to_token, width, self.num_head)
         self._one = torch.ones(1, dtype=torch.float32, device=self.req_to_token.device)
         # Whose masks are of drafts alone: SGLang's own extend cannot read these, and is never given them.
         self._trees = sglang_trees.drafted(model_runner, self.topk, self.num_draft_tokens)
@@ -174,7 +178,7 @@ class MLASuiteAttnBackend(TritonAttnBackend):
     def _fits_graph(self, new: Any, cached: Any) -> bool:
         if self.prompts is None or self.enable_deterministic:
             return True
-        return not self.prompts.gain_expanded(new, cached, sglang_prompts.EAGER_PAIRS)
+        return not self.prompts.gain_expanded(new, cached, sglang_prompts.EAGER_PAIRS // self.num_head)
 
     def shared_read_ends(self, fm: Any) -> Any:
         """The first layer reads the token table and the lengths, so they may change only after the replay."""

@@ -51,7 +51,7 @@ def sglang(monkeypatch):
             self.token_to_kv_pool = model_runner.token_to_kv_pool
             self.enable_deterministic = model_runner.deterministic
             self.split_tile_size = 256 if model_runner.deterministic else None
-            self.topk, self.num_draft_tokens = 1, None
+            self.topk, self.num_draft_tokens, self.num_head = 1, None, HEADS
 
         def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
             raise AssertionError("ours takes its place")

@@ -53,4 +53,4 @@ def expand() -> None:
         return varlen(**given)
 
     sglang_prompts.flash_attn_varlen_func = counted
-    sglang_prompts.over = lambda dtype, like: sglang_prompts.Prompts(8)
+    sglang_prompts.over = lambda dtype, like, width, heads: sglang_prompts.Prompts(8)

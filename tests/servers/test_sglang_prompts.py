@@ -33,16 +33,17 @@ from mla_suite.integrations import sglang as integration
 
 __all__ = ["decodes", "extends"]  # fixtures
 HEADS, WIDTH, WIDTH_V = theirs.HEADS, 192, 128
+FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 ONE_SHOT, CHUNKED, MLA = AttnForwardMethod.MHA_ONE_SHOT, AttnForwardMethod.MHA_CHUNKED_KV, AttnForwardMethod.MLA
 MOST = 128 * 1024  # keys that SGLang expands at once
 
 
 @pytest.fixture
 def expanding(monkeypatch):
-    """A server as on an H100 with an fp8 cache, with torch code in the place of FlashAttention 3."""
+    """A server as on an H100, over an fp8 cache unless told otherwise, with torch code for FlashAttention 3."""
     monkeypatch.setattr(sglang_prompts, "flash_attn_varlen_func", sglang_expanded.varlen)
     monkeypatch.setattr(integrations, "current_arch", lambda like: archs.get("sm_90"))
-    return lambda **changes: made(monkeypatch, **{"dtype": torch.float8_e4m3fn, **changes})
+    return lambda **changes: made(monkeypatch, **{"dtype": FP8, **changes})
 
 
 def method(monkeypatch, new, cached, *, prompts=True, mode=ForwardMode.EXTEND, scale=None, captured=False, **settings):
@@ -198,24 +199,36 @@ def test_scores_of_expanded_prompts_are_plain(expanding):
         backend.forward_extend(q, k, v, layer, batch, False)
 
 
+@pytest.mark.parametrize(("dtype", "k_scale"), [(FP8, 0.25), (BF16, None)])
 @pytest.mark.parametrize(("q_lens", "planned"), [([8, 1, 3], True), ([60, 9, 64], False)])
-def test_absorbed_prompts_of_any_length(monkeypatch, expanding, decodes, extends, q_lens, planned):
+def test_absorbed_prompts_of_any_length(monkeypatch, expanding, decodes, extends, q_lens, planned, dtype, k_scale):
     """Those without a prefix too, as in a captured prompt. Partial results of long ones would take much memory."""
     plans, plan = [], mla_suite.plan
     monkeypatch.setattr(mla_suite, "plan", lambda *args, **options: plans.append(options) or plan(*args, **options))
-    step(*expanding(k_scale=0.25), ForwardMode.EXTEND, LENGTHS, q_lens, 0.25, in_two=True)
+    made = expanding(dtype=dtype, k_scale=k_scale)
+    step(*made, ForwardMode.EXTEND, LENGTHS, q_lens, k_scale, in_two=True)
     assert decodes == [max(q_lens)] * 2
     assert len(plans) == planned
     assert extends == []
 
 
 @pytest.mark.parametrize(
-    ("new", "cached", "fits"),
-    [([512], [0], True), ([2000], [0], False), ([256], [4096], True), ([512], [16384], False), ([64], [16384], True)],
+    ("new", "cached", "heads", "over_fp8", "over_bf16"),
+    [
+        ([512], [0], 128, True, True),
+        ([2000], [0], 128, False, False),
+        ([2000], [0], 16, True, True),  # which saves as much as 707 tokens of 128 heads
+        ([4096], [0], 16, False, False),
+        ([256], [4096], 128, True, True),
+        ([264], [16384], 128, False, True),  # a pair of 16-bit rows takes less time
+        ([512], [16384], 128, False, False),
+        ([64], [16384], 128, True, True),
+    ],
 )
-def test_prompts_that_gain_stay_out_of_graphs(expanding, new, cached, fits):
+def test_prompts_that_gain_stay_out_of_graphs(monkeypatch, expanding, new, cached, heads, over_fp8, over_bf16):
     """SGLang's graphs of prompts have absorbed weights; where ranks have batches of their own it asks for a vote."""
-    for changes, expected in (({}, fits), (dict(dtype=torch.bfloat16), True), (dict(deterministic=True), True)):
+    for changes, expected in ((dict(), over_fp8), (dict(dtype=BF16), over_bf16), (dict(deterministic=True), True)):
+        monkeypatch.setattr(theirs, "HEADS", heads)
         backend, _ = expanding(**changes)
         batch = SimpleNamespace(extend_seq_lens_cpu=new, extend_prefix_lens_cpu=cached)
         assert backend.can_run_prefill_cuda_graph(batch) is expected
@@ -239,11 +252,21 @@ def test_without_flash_attention_or_its_gpu(monkeypatch, expanding, module, miss
     assert expanding()[0].prompts is None
 
 
-@pytest.mark.parametrize("changes", [dict(dtype=torch.bfloat16), dict(deterministic=True)])
-def test_prompts_that_stay_where_they_were(expanding, decodes, extends, changes):
-    """16-bit caches have another backend for prompts, and what was tested in deterministic inference is Triton."""
-    backend, _ = expanding(**changes)
-    assert (backend.prompts is None) == ("dtype" in changes)
+@pytest.mark.parametrize(
+    ("dtype", "heads", "pairs"),
+    [(FP8, 128, 192), (FP8, 16, 192), (BF16, 128, 256), (torch.float16, 64, 256), (BF16, 16, 384)],
+)
+def test_what_a_cached_key_costs(expanding, dtype, heads, pairs):
+    like = torch.empty(0)
+    expanding(dtype=dtype)
+    assert sglang_prompts.over(dtype, like, 576, heads).pairs == pairs
+    assert sglang_prompts.over(torch.float32, like, 576, heads) is None
+    assert sglang_prompts.over(dtype, like, 400, heads) is None
+
+
+@pytest.mark.parametrize("dtype", [FP8, BF16])
+def test_deterministic_prompts_stay_with_triton(expanding, decodes, extends, dtype):
+    backend, _ = expanding(dtype=dtype, deterministic=True)
     extend(backend, new=(10, 1, 1))
     assert (decodes, extends) == ([], [12])
 

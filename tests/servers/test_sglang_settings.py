@@ -74,38 +74,23 @@ def test_parts_are_asked_for_on_cuda_and_not_where_sglang_scales_queries(monkeyp
     assert listed("13.0") == [*before, "mla_suite"]
 
 
-def backends(monkeypatch, folder, default, **options):
-    """(prefill, decode) of a server with these options where SGLang's own choice would be `default`, and its mode."""
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    plugins.sglang()
-    monkeypatch.setattr(overrides, "get_default_attn_backend", lambda *args: default)
-    given = server_args.ServerArgs(model_path=str(folder), **ON_CPU, **options)
-    given.resolve_once()
-    resolved = overrides.resolved_view(given)
-    return overrides.attention_backends_of(resolved), resolved.speculative_attention_mode
-
-
-@pytest.mark.parametrize("options", [{}, {"page_size": 64}, {"kv_cache_dtype": "bfloat16"}])
-def test_prompts_take_flash_attention_where_sglang_would(monkeypatch, tmp_path, options):
-    """Verification of drafts, which SGLang sends to the backend for prompts unless told otherwise, stays ours."""
-    assert backends(monkeypatch, tmp_path, "fa3", **OURS, **options) == (("fa3", "mla_suite"), "decode")
-
-
 @pytest.mark.parametrize(
-    ("default", "options", "expected"),
+    ("options", "expected"),
     [
-        ("triton", OURS, ("mla_suite", "mla_suite")),
-        ("flashinfer", OURS, ("mla_suite", "mla_suite")),
-        ("fa3", {"attention_backend": "fa3"}, ("fa3", "fa3")),
-        ("fa3", OURS | {"prefill_attention_backend": "triton"}, ("triton", "mla_suite")),
-        ("fa3", {"attention_backend": "fa3", "decode_attention_backend": "mla_suite"}, ("fa3", "mla_suite")),
-        ("fa3", OURS | {"kv_cache_dtype": "fp8_e4m3"}, ("mla_suite", "mla_suite")),
-        ("fa3", OURS | {"enable_deterministic_inference": True}, ("mla_suite", "mla_suite")),
+        (OURS, ("mla_suite", "mla_suite")),
+        (OURS | {"kv_cache_dtype": "fp8_e4m3"}, ("mla_suite", "mla_suite")),
+        (OURS | {"prefill_attention_backend": "triton"}, ("triton", "mla_suite")),
+        ({"attention_backend": "fa3", "decode_attention_backend": "mla_suite"}, ("fa3", "mla_suite")),
     ],
 )
-def test_prompts_otherwise_go_where_they_are_sent(monkeypatch, tmp_path, default, options, expected):
-    """FlashAttention 3 reads no fp8 rows, and what has been tested in deterministic inference is Triton."""
-    assert backends(monkeypatch, tmp_path, default, **options) == (expected, "prefill")
+def test_prompts_stay_with_our_backend_unless_another_is_named(monkeypatch, tmp_path, options, expected):
+    """Where SGLang's own choice would be FlashAttention 3, too."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    plugins.sglang()
+    monkeypatch.setattr(overrides, "get_default_attn_backend", lambda *args: "fa3")
+    given = server_args.ServerArgs(model_path=str(tmp_path), **ON_CPU, **options)
+    given.resolve_once()
+    assert overrides.attention_backends_of(overrides.resolved_view(given)) == expected
 
 
 SPARSE = tiny_deepseek.V32 | {"index_topk": 2048, "max_position_embeddings": 4096, "torch_dtype": "bfloat16"}
