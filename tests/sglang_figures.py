@@ -9,10 +9,11 @@ from vllm_figures import SERVERS
 
 SGLANG, SGLANG_KERNELS = "benchmarks/results/sglang/h200.csv", "benchmarks/results/sglang/h200_kernels.csv"
 SGLANG_PROMPTS = "benchmarks/results/sglang/h200_prompts.csv"
-SGLANG_V3, SGLANG_FP8_PROMPTS, SGLANG_EXPANDED = (
-    f"benchmarks/results/sglang/h200_{what}.csv" for what in ("v3", "prompts_fp8", "expanded")
+SGLANG_V3, SGLANG_FP8_PROMPTS, SGLANG_EXPANDED, SGLANG_FOLLOWUPS = (
+    f"benchmarks/results/sglang/h200_{what}.csv" for what in ("v3", "prompts_fp8", "expanded", "followups")
 )
 
+LONG = "2000", "4096", "16384"  # tokens of prompts
 V3 = "v3", "auto"  # a model and a cache of bench_sglang.py
 
 
@@ -51,17 +52,68 @@ def sglang_engine() -> Iterator[Sourced]:
     yield Sourced(README, SGLANG, phrases)
 
 
+def sglang_followups() -> Iterator[Sourced]:
+    """Prompts behind cached tokens: of 128 heads with SGLang's graphs, without, and of 16 heads."""
+    of: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
+    for row in saved(SGLANG_FOLLOWUPS):
+        kind = tuple(row[name] for name in ("kv_cache_dtype", "heads", "prefill_graphs", "cached", "new"))
+        of.setdefault(kind, {})[row["backend"]] = row
+
+    def pair(dtype: str, cached: str, new: str, heads: str = "128", graphs: str = "True") -> tuple[float, float]:
+        found = of[dtype, heads, graphs, cached, new]
+        return float(found["fa3"]["busy_us"]), float(found["mla_suite"]["busy_us"])
+
+    def ratio(*kind: str) -> float:
+        theirs, ours = pair(*kind)
+        return ours / theirs
+
+    lines = []
+    for dtype, heads, graphs, cached, new in of:
+        if (dtype, heads, graphs) != ("auto", "128", "True"):
+            continue
+        found = of[dtype, heads, graphs, cached, new]
+        cells = [new, cached, found["mla_suite"]["keys"]]
+        cells += [*(f"{us:.0f}" for us in pair(dtype, cached, new)), f"{ratio(dtype, cached, new):.2f}"]
+        cells += [f"{float(found[name]['first_token_ms']):.1f}" for name in ("fa3", "mla_suite")]
+        if ("fp8_e4m3", heads, graphs, cached, new) in of:
+            cells += [*(f"{us:.0f}" for us in pair("fp8_e4m3", cached, new)), f"{ratio('fp8_e4m3', cached, new):.2f}"]
+        else:
+            cells += ["-"] * 3
+        lines.append(f"| {' | '.join(cells)} |")
+    expanded = [
+        ratio(*kind[:1], *kind[3:]) for kind in of if kind[:3] == ("auto", "128", "True") and is_expanded(of[kind])
+    ]
+    long = [ratio("auto", cached, new) for cached in ("0", "2048", "16384") for new in ("2000", "4096", "16384")]
+    short = [ratio("auto", "0", new) for new in ("256", "384", "512")]
+    behind = [ratio("auto", cached, new) for cached in ("2048", "16384") for new in ("16", "64", "128", "256")]
+    without = [ratio(*kind[:1], *kind[3:], *kind[1:3]) for kind in of if kind[2] == "False"]
+    few = [ratio("auto", *kind[3:], "16") for kind in of if kind[1] == "16"]
+    first = of["auto", "16", "True", "16384", "512"]
+    later = float(first["mla_suite"]["first_token_ms"]) - float(first["fa3"]["first_token_ms"])
+    phrases = [
+        f"2,000 tokens and more took {span(long)} of the time",
+        f"all that ours expanded {span(expanded)}",
+        f"absorbed with ours {span(behind)} behind cached tokens",
+        f"256 to 512 tokens behind none {span(short)}",
+        f"its first token came {later:.0f} ms later",
+        f"Without graphs both expand, and took {span(without)} of each other's time",
+        "With 16 heads 512, 2,000 and 4,096 tokens behind none took {:.2f}, {:.2f} and {:.2f}".format(*few[:3]),
+        "behind 16,384 {:.2f}, {:.2f} and {:.2f}".format(*few[3:]),
+    ]
+    yield Sourced(SERVERS, SGLANG_FOLLOWUPS, lines + phrases)
+    yield Sourced(README, SGLANG_FOLLOWUPS, [f"**{span(long)}** of `fa3`'s time"])
+
+
+def is_expanded(found: dict[str, dict[str, str]]) -> bool:
+    return found["mla_suite"]["keys"] == "expanded"
+
+
 def sglang_prompts() -> Iterator[Sourced]:
     of: dict[str, dict[str, float]] = {}
     for row in saved(SGLANG_PROMPTS):
         of.setdefault(row["tokens"], {})[row["backend"]] = float(row["first_token_ms"])
-    lines = []
-    for tokens, ms in of.items():
-        theirs, ours, triton = (ms.get(name) for name in ("fa3", "mla_suite", "mla_suite+mla_suite"))
-        ratio = "-" if triton is None else f"{triton / theirs:.1f}"
-        shown = ["-" if each is None else f"{each:.1f}" for each in (theirs, ours, triton)]
-        lines.append(f"| {' | '.join((tokens, *shown, ratio))} |")
-    yield Sourced(SERVERS, SGLANG_PROMPTS, lines)
+    ratios = [ms["mla_suite+mla_suite"] / ms["fa3"] for ms in of.values() if "mla_suite+mla_suite" in ms]
+    yield Sourced(SERVERS, SGLANG_PROMPTS, [f"{span(ratios, 1)} times as long as `fa3`"])
 
 
 def sglang_fp8() -> Iterator[Sourced]:
@@ -93,15 +145,9 @@ def sglang_fp8_prompts() -> Iterator[Sourced]:
         )
         for row in saved(SGLANG_FP8_PROMPTS)
     }
-    lines = []
-    for graphs, tokens in (("False", "2000"), ("False", "4096"), ("False", "16384"), ("True", "512"), ("True", "2000")):
-        before, now = (ms["fp8_e4m3", "mla_suite", code, graphs, tokens] for code in ("before", "now"))
-        theirs = ms.get(("fp8_e4m3", "fa3", "", graphs, tokens))
-        cells = tokens, "no" if graphs == "False" else "yes", f"{before:.1f}", f"{now:.1f}", f"{before / now:.1f}"
-        lines.append(f"| {' | '.join(cells)} | {'-' if theirs is None else f'{theirs:.1f}'} |")
-    alone, in_graph = (ms["auto", "fa3", "", graphs, "2000"] for graphs in ("False", "True"))
-    lines.append(f"`fa3` took {alone:.1f} ms for 2,000 tokens, and {in_graph:.1f} in a graph")
-    yield Sourced(SERVERS, SGLANG_FP8_PROMPTS, lines)
+    own = ("fp8_e4m3", "mla_suite")
+    gained = [ms[(*own, "before", "False", tokens)] / ms[(*own, "now", "False", tokens)] for tokens in LONG]
+    yield Sourced(SERVERS, SGLANG_FP8_PROMPTS, ["{:.1f}, {:.1f} and {:.1f} times as long as expanded".format(*gained)])
 
 
 def sglang_expanded() -> Iterator[Sourced]:
@@ -143,6 +189,7 @@ def sglang_kernels() -> Iterator[Sourced]:
 
 SOURCES: tuple[Callable[[], Iterator[Sourced]], ...] = (
     sglang_engine,
+    sglang_followups,
     sglang_prompts,
     sglang_fp8,
     sglang_fp8_prompts,
