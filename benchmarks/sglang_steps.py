@@ -102,7 +102,7 @@ class Steps:
     path     rows are appended to this file, a line of JSON each
     layers   of the model
     batches  sizes that are timed
-    compare  whether the first steps are eager and compared with the definition
+    compare  whether the first steps are eager and compared with the definition, and the first prompts of each length
     fp8_queries  as in `exact`
     """
 
@@ -116,7 +116,7 @@ class Steps:
         self.ends: list[float] = []
         self.profile: Any = None
         self.row: dict[str, Any] = {}
-        self.prompts: Counter[tuple[int, int]] = Counter()
+        self.prompts: Counter[tuple[tuple[int, int], ...]] = Counter()  # by their new and cached tokens
         self.prompt: dict[str, Any] = {}  # the one under way
 
     def can_run_graph(self, original: Any, runner: Any, batch: Any) -> bool:
