@@ -1,10 +1,9 @@
 """The measurements that sharpen the model of time most, made on an AMD GPU and written to a file.
 
 usage: python tools/measure_amd.py FILE [--dry gfx942]
-       python tools/measure_amd.py --read FILE          what a file of another machine says
 
-It prints the numbers, and as constants of the model beside today's. --dry goes through the same steps in the emulator,
-on small problems and without a GPU: its numbers are modelled, the file says so, and nothing is measured.
+`python -m mla_suite tune --calibrate FILE` reads the file. --dry goes through the same steps in the emulator, on small
+problems and without a GPU: its numbers are modelled, the file says so, and nothing is measured.
 docs/first_hour_on_amd.md says what each measurement replaces.
 """
 
@@ -16,9 +15,9 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
@@ -29,8 +28,7 @@ from mla_suite.bench import timer
 from mla_suite.bench.saving import write_whole
 from mla_suite.build import compilers
 from mla_suite.cli import emulated, writable
-from mla_suite.emulator import Emulator, Memory, ModelledTime, Schedule, timing
-from mla_suite.errors import UsageError
+from mla_suite.emulator import Emulator, Memory, Schedule
 from mla_suite.launch import hip
 from mla_suite.ops.combine.samples import sample as combine_sample
 from mla_suite.ops.decode.samples import decode_sample
@@ -161,76 +159,11 @@ def ring(size: int, on: Emulated | Measured) -> torch.Tensor:
     return memory
 
 
-class Constant(NamedTuple):
-    """A constant of `emulator.timing`: what it is today, and what the measurements say."""
-
-    name: str
-    today: float
-    measured: float
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.today:.4g} today, {self.measured:.4g} of this file"
-
-
-def constants(arch: ArchSpec, numbers: Mapping[str, float]) -> Iterator[Constant]:
-    """The constants that the numbers of `measure` replace."""
-    unit, loop = timing.UNITS[arch.name], numbers["empty loop, clocks"]
-    least = modelled_decode(arch, 21)
-    launch_us = (numbers["decode of 21 keys, us"] - (least.us - least.launch_us)) * arch.clock_mhz / 2400
-    yield Constant("launch_us", timing.CHIP.launch_us, launch_us)
-    share = numbers["combine, GB/s"] * 1e9 / arch.memory_bytes_per_s
-    yield Constant("memory_share", timing.CHIP.memory_share, share)
-    if numbers["clock meanwhile, MHz"]:
-        yield Constant("matrix_clock", timing.CHIP.matrix_clock, numbers["clock meanwhile, MHz"] / arch.clock_mhz)
-    per_key = (modelled_decode(arch, 1024).us - modelled_decode(arch, 512).us) * arch.clock_mhz / 512
-    yield Constant("decode's clocks per key", per_key, numbers["decode in one workgroup, clocks per key"])
-    latency = numbers["load from memory and a loop, clocks"] - loop
-    scalar, barrier = (numbers[f"{what} and a loop, clocks"] - loop for what in ("scalar load", "barrier of 4 waves"))
-    yield Constant("memory_latency", unit.memory_latency, latency)
-    yield Constant("memory_rate", unit.memory_rate, numbers["stream of 1 workgroups, bytes per clock"])
-    yield Constant("lds_rate", unit.lds_rate, numbers["LDS read, bytes per clock"] / 128)
-    yield Constant("lds_direct", unit.lds_direct, numbers["load to LDS, bytes per clock"])
-    yield Constant("barrier", unit.barrier, barrier - unit.issue)
-    yield Constant("branch", unit.branch, loop - 3 * unit.issue)
-    yield Constant("scalar_latency", unit.scalar_latency, scalar)
-
-
-def modelled_decode(arch: ArchSpec, keys: int) -> ModelledTime:
-    """What the model makes of decode with 128 heads in one workgroup."""
-    args, kwargs = decode_sample([keys], heads=128, num_splits=1).make(torch.device("cpu"))
-    with mla_suite.emulate(arch.name):
-        _, time = emulator.modelled(lambda: mla_suite.decode(*args, **kwargs))
-    assert time is not None
-    return time
-
-
-def report(file: Path) -> None:
-    """Print what a file says; UsageError for one that this program did not write."""
-    try:
-        record = json.loads(file.read_text())
-        found = [*constants(archs.get(record["arch"]), record["numbers"])]
-        how = "MODELLED by a dry run, nothing was measured" if record["modelled"] else "measured"
-        print(f"{record['arch']}, {record['device']}: {how}")
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"{file} is no file of tools/measure_amd.py: {type(error).__name__}: {error}") from error
-    for what, number in record["numbers"].items():
-        print(f"{what}: {number:.4g}")
-    print("\nConstants of mla_suite/emulator/timing.py; nothing is stored there:", *found, sep="\n")
-
-
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    file = parser.add_mutually_exclusive_group(required=True)
-    file.add_argument("file", metavar="FILE", nargs="?", type=writable, help="where the numbers go, as JSON")
-    file.add_argument("--read", metavar="FILE", type=Path, help="measure nothing: print what a file says")
+    parser.add_argument("file", metavar="FILE", type=writable, help="where the numbers go, as JSON")
     parser.add_argument("--dry", metavar="ARCH", type=emulated, help="gfx942 or gfx950, emulated")
     given = parser.parse_args(argv)
-    if given.read:
-        try:
-            report(given.read)
-        except UsageError as error:
-            parser.error(str(error))
-        return 0
     if not given.dry and not (torch.cuda.is_available() and torch.version.hip):
         parser.error("no AMD GPU that torch can use is here; --dry gfx942 goes through the steps without one")
     arch = given.dry or archs.get(torch.cuda.get_device_properties(0).gcnArchName.split(":")[0])
@@ -243,7 +176,8 @@ def main(argv: Sequence[str]) -> int:
         found = measure(on)
     record = {"arch": name, "device": on.name, "modelled": on.dry, "numbers": found}
     write_whole(given.file, json.dumps(record, indent=2) + "\n")
-    report(given.file)
+    for what, number in found.items():
+        print(f"{what}: {number:.4g}")
     return 0
 
 

@@ -6,6 +6,7 @@
   python -m mla_suite tune --op decode --set aiter-3003 --write    crossovers: our tiles, or Triton
   python -m mla_suite tune --build                                 compile what tables name and is not built
   python -m mla_suite tune --lint                                  check every table there is
+  python -m mla_suite tune --calibrate FILE                        the model of time's constants, as a GPU measured them
 
 Each configuration is compared with the reference, then timed as `bench` does. A row is stored only if it beats the
 present choice by more than the noise of both, and no other backend is faster. Where Triton is faster, a row of decode's
@@ -32,7 +33,7 @@ from rich.console import Console
 
 from mla_suite import archs
 from mla_suite.archs import ArchSpec, combine_search
-from mla_suite.bench import environment, search, sets, store
+from mla_suite.bench import calibrate, environment, search, sets, store
 from mla_suite.bench.search import Outcome
 from mla_suite.bench.sets import Case
 from mla_suite.build import BuildError
@@ -46,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--op", help="the operator: combine or decode")
     add_search_arguments(parser)
     parser.add_argument("--build", action="store_true", help="compile the kernels that combine's tables name, and stop")
+    parser.add_argument("--calibrate", metavar="FILE", type=Path, help="of tools/measure_amd.py; nothing is stored")
     parser.add_argument("--lint", action="store_true", help="check every table and stop")
 
 
@@ -60,6 +62,10 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.calibrate:
+        about, constants = calibrate.read(args.calibrate)
+        print(about, *constants, "They belong into mla_suite/emulator/timing.py; nothing is stored.", sep="\n")
+        return 0
     if args.lint:
         return lint()
     if args.build:
