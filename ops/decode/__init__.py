@@ -13,7 +13,7 @@ from mla_suite.core.prepared import ceil_div, rounded_up
 from mla_suite.core.register import register
 from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.decode import compare, reference, samples, validate_data
-from mla_suite.ops.decode.arguments import MAX_TREE, PRECISIONS, Q_DTYPES, Q_FP8, DecodeArgs, check, check_parts
+from mla_suite.ops.decode.arguments import MAX_TREE, PRECISIONS, Q_DTYPES, Q_FP8, DecodeArgs, check
 from mla_suite.ops.plan import longest_counted
 from mla_suite.ops.plan.window import most_keys
 
@@ -25,7 +25,6 @@ __all__ = [
     "Q_FP8",
     "DecodeArgs",
     "Problem",
-    "check_parts",
     "decode",
 ]
 

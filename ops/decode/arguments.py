@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -21,8 +22,30 @@ Q_DTYPES = (torch.bfloat16, torch.float16, torch.float32, *Q_FP8)
 PRECISIONS = ("full", "fp8")
 
 
+_Args = TypeVar("_Args", bound="QueryParts")
+
+
+class QueryParts:
+    """What records of arguments have in common whose queries may be two tensors."""
+
+    q: torch.Tensor
+    q_rope: torch.Tensor | None
+
+    def joined(self: _Args) -> _Args:
+        """The arguments with the queries in one tensor."""
+        if self.q_rope is None:
+            return self
+        whole: _Args = replace(cast(Any, self), q=torch.cat((self.q, self.q_rope), dim=-1), q_rope=None)
+        return whole
+
+    @property
+    def head_dim(self) -> int:
+        """Values of a query row, in one tensor or in two."""
+        return self.q.shape[-1] + (0 if self.q_rope is None else self.q_rope.shape[-1])
+
+
 @dataclass(frozen=True)
-class DecodeArgs:
+class DecodeArgs(QueryParts):
     """The arguments of `decode`, documented there, in the schema's order; the last is that of `decode.out`."""
 
     q: torch.Tensor
@@ -55,17 +78,6 @@ class DecodeArgs:
     window_left: int = -1
     precision: str = "full"
     plus_inf_lse: bool = False
-
-    def joined(self) -> DecodeArgs:
-        """The arguments with the queries in one tensor."""
-        if self.q_rope is None:
-            return self
-        return replace(self, q=torch.cat((self.q, self.q_rope), dim=-1), q_rope=None)
-
-    @property
-    def head_dim(self) -> int:
-        """Values of a query row, in one tensor or in two."""
-        return self.q.shape[-1] + (0 if self.q_rope is None else self.q_rope.shape[-1])
 
     @property
     def q_len(self) -> int:

@@ -15,7 +15,7 @@ from mla_suite.core.op import Op, Output
 from mla_suite.core.register import register, register_overload
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
-from mla_suite.ops.decode import Q_DTYPES, Q_FP8, check_parts
+from mla_suite.ops.decode.arguments import Q_DTYPES, Q_FP8, QueryParts, check_parts
 from mla_suite.ops.decode.validate_data import check_descale
 from mla_suite.ops.plan import check_plan, check_splits, check_words
 from mla_suite.ops.plan.metadata import splits_of
@@ -26,7 +26,7 @@ _Optional: TypeAlias = Sequence[torch.Tensor | None] | None
 
 
 @dataclass(frozen=True)
-class SparseDecodeArgs:
+class SparseDecodeArgs(QueryParts):
     """The arguments of `sparse_decode`, documented there, in the schema's order; the last is for its overloads."""
 
     q: torch.Tensor
@@ -46,17 +46,6 @@ class SparseDecodeArgs:
     num_splits: int = 0
     split_size: int = 0
     plus_inf_lse: bool = False
-
-    def joined(self) -> SparseDecodeArgs:
-        """The arguments with the queries in one tensor."""
-        if self.q_rope is None:
-            return self
-        return replace(self, q=torch.cat((self.q, self.q_rope), dim=-1), q_rope=None)
-
-    @property
-    def head_dim(self) -> int:
-        """Values of a query row, in one tensor or in two."""
-        return self.q.shape[-1] + (0 if self.q_rope is None else self.q_rope.shape[-1])
 
 
 class Pool(NamedTuple):
