@@ -206,6 +206,8 @@ WINDOWS = {
 
 def dense_problems(mode, kind):
     problems = DENSE_PROBLEMS.get(kind) or DENSE_PROBLEMS[mode]
+    if "512" in kind:  # rows without a rope part
+        problems = [text.replace("parts+", "").replace("parts", "plain") for text in problems]
     return WINDOWS[mode] + problems[:2] if "masked" in kind else problems
 
 
