@@ -70,7 +70,12 @@ class DirectCall(NamedTuple):
         if not (plain(given) and fixed(settings) and fixed(self.options)):
             return
         op, tensors_of, options = self.op, self.tensors_of, self.options
-        made = prepared_call(op.out.known.key(tensors_of(given) + outputs, hashable(options)))
+        tensors = tensors_of(given)
+        if len(tensors) != len(op.out.positional):
+            raise TypeError(
+                f"{op.name} takes {len(op.out.positional)} tensors, not {len(tensors)}: no call is like them"
+            )
+        made = prepared_call(op.out.known.key(tensors + outputs, hashable(options)))
         if made is None:
             return
         new = outputs if allocates_out else outputs[1:]
