@@ -184,6 +184,13 @@ def decode_query_copy(args: DecodeArgs, shape: Shape) -> tuple[Rows, Copy]:
     return shape.q.copied(shape.q_rope), Copy(DECODE_INPUTS["q"], args.softmax_scale < 0, beside=beside)
 
 
+def parts_notes(shape: Shape, read: bool) -> list[str]:
+    """What `explain` says of queries in two tensors: whether the kernel reads them where they lie."""
+    if shape.q_rope is None:
+        return []
+    return [f"the two parts of the queries are {'read where they lie' if read else 'joined by a copy'}"]
+
+
 def decode_numbers(args: DecodeArgs, shape: Shape, out: Rows, splits: Splits) -> dict[str, int | float]:
     """The parameters that the decode kernels of every arch take."""
     cp_period = args.cp_interleave * args.cp_world_size

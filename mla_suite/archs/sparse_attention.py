@@ -19,6 +19,7 @@ from mla_suite.archs.attention import (
     Rows,
     Shape,
     Splits,
+    parts_notes,
 )
 from mla_suite.archs.combine import OUTPUTS
 from mla_suite.build.params import reciprocal
@@ -134,13 +135,11 @@ def sparse_queries(args: SparseDecodeArgs, shape: Shape, reached: bool) -> tuple
     and what `explain` says of it. `reached` says that the kernels' loads reach every row."""
     fp8 = shape.q.dtype in Q_FP8
     if reached and args.softmax_scale >= 0 and not fp8:
-        return shape, [], []
+        return shape, [], parts_notes(shape, read=True)
     copied = shape.q.copied(shape.q_rope)._replace(dtype=torch.bfloat16)
     beside = None if shape.q_rope is None else SPARSE_INPUTS["q_rope"]
     copy = Copy(SPARSE_INPUTS["q"], args.softmax_scale < 0, torch.bfloat16 if fp8 else None, beside)
-    notes = ["queries are copied as bfloat16"] * fp8 + ["the two parts of the queries are joined by a copy"] * bool(
-        beside
-    )
+    notes = ["queries are copied as bfloat16"] * fp8 + parts_notes(shape, read=False)
     return shape._replace(q=copied, q_rope=None), [copy], notes
 
 

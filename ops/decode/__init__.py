@@ -117,7 +117,7 @@ def decode(
                   keys. A chain has the words 1, 3, 7, ... Not with window_left or cp_world_size
     q_rope        [batch, q_len, heads, head_dim - head_dim_v], or [tokens, ...] like q, in q's dtype: the last values
                   of each query row, of which q then has the first head_dim_v alone. Both may be strided, as what
-                  absorption and rotation leave is. `explain` says whether they are read where they lie, or joined first
+                  absorption and rotation leave is. `explain` says whether a native kernel reads them where they lie
     softmax_scale multiplies q . k
     max_seqlen_kv an upper bound of seq_lens, which helps to choose the kernel; 0 if unknown
     head_dim_v    values of V; a row has head_dim

@@ -13,7 +13,7 @@ from mla_suite.archs.sm_90 import tensor_maps
 from mla_suite.build import params
 from mla_suite.core import allocation
 from mla_suite.launch import DriverError, declared_kernels, tensor_map
-from mla_suite.launch.spec import Copy, Input, TensorMap
+from mla_suite.launch.spec import Copy, Input, TensorMap, inputs
 from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
@@ -108,6 +108,9 @@ def test_queries_in_boxes(monkeypatch, q_len, rows):
         assert torch.equal(call.buffers["q"], q)
 
 
+READ, JOINED = (f"the two parts of the queries are {how}" for how in ("read where they lie", "joined by a copy"))
+
+
 @pytest.mark.parametrize(
     ("heads", "q_len", "box"),
     [
@@ -127,6 +130,7 @@ def test_queries_in_two_parts(heads, q_len, box):
         assert launch.maps["q_rope_map"] is None
         return
     assert not call.copies
+    assert READ in call.notes
     latent, rope = launch.maps["q_map"], launch.maps["q_rope_map"]
     tokens = 3 * q_len
     sizes, strides = (32, heads, tokens, 16), (tokens * 1024, 1024, 64)
@@ -147,10 +151,10 @@ def test_a_latent_part_by_token(heads, q_len):
     assert not call.copies
 
 
-def call_of(args, kwargs, op=DECODE):
+def call_of(args, kwargs, op=DECODE, arch="sm_90"):
     given = op.Args(*args, **kwargs)
     with declared_kernels():
-        config = op.backends[0].supports(op.describe(given), archs.get("sm_90")).config
+        config = op.backends[0].supports(op.describe(given), archs.get(arch)).config
         return config.spec(allocation.empty(op.check(given), CPU), given)
 
 
@@ -161,6 +165,7 @@ def test_queries_in_two_parts_over_selected_keys(heads, box):
     launch = call.launches[0]
     assert launch.numbers["in_parts"]
     assert not call.copies
+    assert READ in call.notes
     sizes, strides = (32, heads, 6, 16), (6 * 1024, 1024, 64)
     assert launch.maps["q_map"] == TensorMap(Input(0), torch.bfloat16, sizes, strides, (32, box, 1, 1))
     sizes, strides = (32, heads, 6, 2), (384, heads * 384, 64)
@@ -168,6 +173,22 @@ def test_queries_in_two_parts_over_selected_keys(heads, box):
     call = call_of(args, kwargs | {"softmax_scale": -0.1}, SPARSE_DECODE)
     assert call.copies == (Copy(Input(0), True, beside=Input(9)),)
     assert not call.launches[0].numbers["in_parts"]
+    assert JOINED in call.notes
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+@pytest.mark.parametrize(
+    ("op", "sample"),
+    [
+        (DECODE, decode_sample((70, 90), parts=True)),
+        (SPARSE_DECODE, sparse_sample(2, 1, 16, [PoolShape("v32", 2, 64, 24)], parts=True)),
+    ],
+    ids=["dense", "sparse"],
+)
+def test_other_archs_join_the_parts(op, sample, arch):
+    call = call_of(*sample.make(CPU), op, arch)
+    assert [copy.beside for copy in call.copies] == [inputs(op.Args)["q_rope"]]
+    assert JOINED in call.notes
 
 
 @pytest.mark.parametrize(
@@ -184,7 +205,7 @@ def test_parts_that_the_kernel_does_not_take_are_joined(options, laid_out, scale
     args, kwargs = decode_sample((700, 90), num_splits=1, parts=True, **options).make(CPU)
     call = call_of([laid_out(args[0]), *args[1:]], kwargs | {"softmax_scale": scale})
     assert call.copies == (Copy(Input(0), scale < 0, beside=Input(14)),)
-    assert "the two parts of the queries are joined by a copy" in call.notes
+    assert JOINED in call.notes
 
 
 def within(q, more):

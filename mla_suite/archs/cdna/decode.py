@@ -23,6 +23,7 @@ from mla_suite.archs.attention import (
     decode_pointers,
     decode_query_copy,
     decode_shape,
+    parts_notes,
 )
 from mla_suite.archs.cdna.splits import LoopCosts, default_splits
 from mla_suite.archs.combine import OUTPUTS
@@ -184,8 +185,8 @@ class CdnaConfig:
             merged = shape.combine_problem(args.head_dim_v, slots, num_splits=each)
             chosen = combine.config_for(merged, self.arch, splits.size > 0)
             merge = combined(chosen, args, shape, results, (LseLayout.contiguous(shape.heads), False), splits.partials)
-        note = splits.note(shape, "sequence")
-        return call_of(launch, merge, shape, slots, args.head_dim_v, copies, temporaries, (note,))
+        notes = [splits.note(shape, "sequence"), *parts_notes(shape, read=False)]
+        return call_of(launch, merge, shape, slots, args.head_dim_v, copies, temporaries, notes)
 
 
 def tile_rows(rows: int, most: int = MAX_ROWS, narrow: bool = False) -> int:

@@ -18,6 +18,7 @@ from mla_suite.archs.attention import (
     decode_pointers,
     decode_query_copy,
     decode_shape,
+    parts_notes,
 )
 from mla_suite.archs.combine import OUTPUTS
 from mla_suite.archs.sm_90 import combine, decode_splits, tensor_maps
@@ -122,8 +123,7 @@ def spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArgs
             merge = combine.bounded(merge)
         if states:
             merge = combine.of_states(merge, shape.rows)
-    if shape.q_rope is not None:
-        notes.append(f"the two parts of the queries are {'read where they lie' if q_maps else 'joined by a copy'}")
+    notes += parts_notes(shape, bool(q_maps))
     beside = " while decode runs" if streaming is not None else ""
     mode = config.cluster_mode
     pairs = "" if mode == "none" else f"; clusters of two CTAs: the call has cluster_mode {mode}"
