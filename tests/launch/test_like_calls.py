@@ -3,10 +3,8 @@
 import itertools
 import random
 from collections import defaultdict
-from functools import cache
-from pathlib import Path
+from types import SimpleNamespace
 
-import numpy
 import pytest
 import torch
 
@@ -14,7 +12,7 @@ import mla_suite  # noqa: F401  # registers the operators
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
-from mla_suite.launch import tensor_map
+from mla_suite.launch import run, scratch, tensor_map
 
 OPS = torch.ops.mla_suite
 INT32 = {"dtype": torch.int32}
@@ -103,20 +101,19 @@ def combine(draw):
     return lambda: OPS.combine.out(partial_out, partial_lse, **options, out=out, lse=lse)
 
 
-def known(word):
-    """A word of parameters, or 0 for the address of a temporary, which another call has elsewhere."""
-    begins = [(tensor.data_ptr(), tensor.nbytes) for tensor in (*MEMORY, ROOM, IDS, *V32)]
-    inside = any(begin <= word < begin + size for begin, size in begins)
-    # The heap may begin among numbers, where tensors lie at multiples of 64; its end moves with every temporary.
-    elsewhere = 2**40 <= word < 2**48 or (word % 64 == 0 and heap_begin() <= word < 2**40)
-    return word if inside or not elsewhere else 0
+KNOWN = [(tensor.data_ptr(), tensor.nbytes) for tensor in (*MEMORY, ROOM, IDS, *V32)]
 
 
-@cache
-def heap_begin():
-    """The first address of the program's heap."""
-    (line,) = (line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith("[heap]"))
-    return int(line.split("-")[0], 16)
+def address(tensor):
+    """Where a tensor lies; 0 for a temporary, which another call has elsewhere."""
+    at = torch.Tensor.data_ptr(tensor)
+    return at if any(begin <= at < begin + size for begin, size in KNOWN) else 0
+
+
+def scratch_at_zero(device, elements):
+    """What a launch asks of scratch."""
+    scratch.take(device, elements)  # refuses what is too large
+    return SimpleNamespace(data_ptr=lambda: 0)
 
 
 @pytest.fixture
@@ -128,6 +125,8 @@ def launches(h200, monkeypatch):
     monkeypatch.setattr(
         tensor_map, "swizzled", lambda address, *rest: (address, contents[rest]) + (0,) * (tensor_map.WORDS - 2)
     )
+    monkeypatch.setattr(run, "_data_ptr", address)
+    monkeypatch.setattr(run, "take", scratch_at_zero)
 
     def launched(call):
         h200.clear()
@@ -135,7 +134,7 @@ def launches(h200, monkeypatch):
             call()
         except (ValueError, RuntimeError) as error:
             return str(error)
-        return [(*launch, [*map(known, numpy.frombuffer(params, dtype="<u8").tolist())]) for *launch, params in h200]
+        return [*h200]
 
     return launched
 
