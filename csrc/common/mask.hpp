@@ -6,6 +6,7 @@
 #include "common/rank_keys.hpp"
 #include "common/read_constant.hpp"
 #include "common/visibility.hpp"
+#include "common/work_tile.hpp"
 
 namespace mla {
 
@@ -54,6 +55,15 @@ struct SequenceRows {
     if (!p.causal || p.tree_mask) return kv_len;
     const int later = q_len - 1 - token;
     return p.cp_tot_seq_lens ? keys_of_rank(p, read_constant(p.cp_tot_seq_lens + sequence) - later) : kv_len - later;
+  }
+
+  // Leaves out of a work tile the keys that none of `count` rows from `first_row` on sees, the first of which exists.
+  MLA_DEVICE void clip_to_seen(const DecodeParams& p, int first_row, int count, WorkTile* tile) const {
+    const int last_row = first_row + count < rows ? first_row + count - 1 : rows - 1;
+    const int end = visible_keys(p, token_of(p, last_row));
+    if (end < tile->end_key) tile->end_key = end;
+    const int first = first_visible(p, token_of(p, first_row));
+    if (first > tile->first_key) tile->first_key = first;
   }
 };
 

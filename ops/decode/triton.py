@@ -189,6 +189,10 @@ def attend_work_tile(
             rest = tl.minimum(tl.maximum(limit % cp_period - cp_offset, 0), cp_interleave)
             limit = limit // cp_period * cp_interleave + rest
         visible = tl.minimum(limit, end_key)
+        end_key = tl.max(tl.where(live, visible, 0))  # no row of the tile sees a later key
+    if WINDOWED:
+        first_seen = tl.maximum(kv_len - tokens + token, 0) - window_left
+        first_key = tl.maximum(first_key, tl.min(tl.where(live, first_seen, kv_len)))
     if block_table is None:
         pages = kv_indices + tl.load(kv_indptr + b)
     else:
@@ -214,7 +218,7 @@ def attend_work_tile(
             scores = rope_scores(scores, q_low, q_high, kv_row, rope_cos_sin, key, inside, LATENT, ROPE, DOT)
         seen = inside[None, :] & (key[None, :] < visible[:, None])
         if WINDOWED:
-            seen &= key[None, :] >= (tl.maximum(kv_len - tokens + token, 0) - window_left)[:, None]
+            seen &= key[None, :] >= first_seen[:, None]
         if tree_mask is not None:
             draft = key - (kv_len - tokens)
             shift = tl.maximum(draft, 0).to(tl.int64)

@@ -23,7 +23,7 @@ from mla_suite.emulator.driver import EmulatorDriver
 from mla_suite.launch import LaunchError, launcher
 from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
-from mla_suite.testing import exact_decode
+from mla_suite.testing import Exact, exact_decode
 
 arch = emulated()
 
@@ -82,6 +82,47 @@ def test_a_window_reads_what_a_sequence_of_its_keys_reads(arch, heads):
     )
     assert windowed.loaded["kv_cache"] == short.loaded["kv_cache"]
     assert windowed.instructions() == pytest.approx(short.instructions(), rel=0.01)
+
+
+@pytest.mark.parametrize("how", [{"num_splits": 1}, {"num_splits": 3}, {"planned": True}, {"split_size": 32}], ids=str)
+@pytest.mark.parametrize(
+    ("window_left", "spoiled", "whole"), [(-1, (38, 70), (0, 8)), (9, (38, 70), (0, 8)), (9, (21, 53), (32, 40))]
+)
+def test_a_row_tile_reads_no_key_that_none_of_its_rows_sees(arch, how, window_left, spoiled, whole):
+    """40 query tokens of 16 heads behind 30 keys are five row tiles. A NaN that is read is in all rows of a tile."""
+    args, kwargs = decode_sample((70,), q_len=40, page=1, window_left=window_left, **how).make(CPU)
+    exact = exact_decode(*args, **kwargs)
+    args[1][args[3][0, slice(*spoiled)].long()] = torch.nan
+    out, lse = grid.decode(arch, args, kwargs)
+    seen = slice(None), slice(*whole)
+    assert_within_bound(out[seen], lse[seen], Exact(*(part[seen] for part in exact)))
+
+
+@pytest.mark.parametrize("tokens", [104, 200])
+def test_row_tiles_of_an_extend_read_less_the_earlier_they_are(arch, tokens):
+    """Row tiles of eight tokens behind no key read at most one stage of 32 keys more than they see."""
+    report = grid.counted(arch, *decode_sample((tokens,), q_len=tokens, num_splits=1).make(CPU))
+    seen = sum(range(8, tokens + 1, 8))
+    assert seen <= report.loaded["kv_cache"] / (2 * 576) < seen + 32 * tokens / 8
+
+
+EXTENDS = [
+    ((100, 40, 33), {"num_splits": 3, "page": 16, "sink": True}),
+    ((230, 0, 300), {"planned": True, "varlen": True}),
+    ((100, 97), {"split_size": 64, "window_left": 20, "varlen": True}),
+    ((147, 18, 60), {"ranks": (4, 1, 16)}),
+    ((211, 94), {"ranks": (3, 0, 1), "num_splits": 2, "varlen": True}),
+    ((100, 70), {"causal": False, "window_left": 30}),
+    ((100, 55), {"tree": True, "num_splits": 2}),
+    ((120, 50), {"rotate": True, "num_splits": 2}),
+]
+
+
+@pytest.mark.parametrize(("lens", "options"), EXTENDS, ids=str)
+def test_an_extend(arch, lens, options):
+    """50 query tokens in several row tiles, of sequences that may be shorter than they."""
+    heads = 48 if options.get("ranks") else 16
+    check(arch, decode_sample(lens, heads=heads, q_len=50, **options))
 
 
 @pytest.mark.parametrize("stored", [{}, {"kv_format": "fp8"}], ids=str)

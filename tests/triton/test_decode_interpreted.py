@@ -75,6 +75,23 @@ def test_no_key_is_lost_where_a_length_outgrows_its_bound() -> None:
     )
 
 
+@pytest.mark.parametrize("how", [{"num_splits": 1}, {"num_splits": 2}, {"planned": True}], ids=str)
+@pytest.mark.parametrize(
+    ("window_left", "spoiled", "whole"), [(-1, (38, 70), (0, 8)), (9, (38, 70), (0, 8)), (9, (21, 53), (32, 40))]
+)
+def test_a_row_tile_reads_no_key_that_none_of_its_rows_sees(
+    how: Any, window_left: int, spoiled: tuple[int, int], whole: tuple[int, int]
+) -> None:
+    """40 query tokens of two heads behind 30 keys are five row tiles. A NaN that is read is in all rows of a tile."""
+    args, kwargs = decode_sample(
+        [30 + 40], heads=2, latent=64, q_len=40, page=1, window_left=window_left, **how, **FP32
+    ).make(CPU)
+    expected = mla_suite.decode(*args, **kwargs)
+    args[1][args[3][0, slice(*spoiled)].long()] = torch.nan
+    for mine, right in zip(run(decode, "decode", args, kwargs), expected, strict=True):
+        torch.testing.assert_close(mine[:, slice(*whole)], right[:, slice(*whole)], atol=3e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("sink", [False, True])
 def test_batch_invariant_bits(sink: bool) -> None:
     """Alone a sequence of one split needs no combine, which it passes through beside longer ones; another has two."""

@@ -48,7 +48,14 @@ class DecodeKernel {
       const int first_read = rows.first_read(p), origin = mla::window_origin(first_read);
       tile.first_key = origin + tile.first_key < first_read ? first_read : origin + tile.first_key;
       tile.end_key += origin;
-      if (first_row >= rows.rows) tile.end_key = tile.first_key;  // no query row: nothing to read
+      if (first_row >= rows.rows) {
+        tile.end_key = tile.first_key;  // no query row: nothing to read
+      } else if (rows.q_len > 32) {  // fewer tokens hide a tile of keys or two from each other
+        // Worked out in vector registers, since the parameters take the scalar ones.
+        rows.clip_to_seen(p, rematerialized(first_row), Problem::rows, &tile);
+        tile.first_key = uniform(tile.first_key);
+        tile.end_key = uniform(tile.end_key);
+      }
       // LLVM 20 keeps a partial row that a plan names in four registers of every lane without this hint.
       if constexpr (Mainloop::scalar_partial_row) tile.partial_row = uniform(tile.partial_row);
       WaveMainloop mainloop(p, tile, rows, first_row, lds, wave);
