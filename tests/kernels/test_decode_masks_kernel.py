@@ -151,6 +151,7 @@ FAULTS = {
     "the next draft's bit": ("row_mask.hpp", "16 * T - FIRST_DRAFT)", "16 * T - FIRST_DRAFT + 1)"),
     "keys between origin and window read": ("kernel.hpp", "origin + tile.first_key < first_read ? first_read : ", ""),
     "an end that is counted from key 0": ("kernel.hpp", "tile.end_key += origin;", ""),
+    "an extend's keys as a tile's first row sees": ("kernel.hpp", "(first_row), Problem::rows", "(first_row), 1"),
 }
 ARCH, INSTANCE = "gfx942", "decode_dtype-bf16_rows-48_width-576_rotate-0"  # that the faults are planted in
 
@@ -162,7 +163,7 @@ ARCH, INSTANCE = "gfx942", "decode_dtype-bf16_rows-48_width-576_rotate-0"  # tha
     place=lambda file, right, wrong: (f"cdna/decode/{file}", right),
 )
 def test_planted_faults(name, tmp_path, monkeypatch):
-    """With one of these in the source, a window or a tree of five drafts gives a wrong result or a finding."""
+    """With one of these in the source, a window, a tree or an extend gives a wrong result or a finding."""
     require_built(ARCH)
     csrc = tmp_path / "csrc"
     shutil.copytree(CSRC, csrc, ignore=shutil.ignore_patterns("emulator", "sm_90"))
@@ -187,11 +188,11 @@ class OutOfBound(Exception):
 
 
 def masked_calls_are_right():
-    for mask in ({"window_left": 90}, {"tree": True}):
-        args, kwargs = decode_sample((207, 66), heads=9, q_len=5, num_splits=1, **mask).make(CPU)
+    for heads, q_len, mask in ((9, 5, {"window_left": 90}), (9, 5, {"tree": True}), (1, 45, {})):
+        args, kwargs = decode_sample((207, 66), heads=heads, q_len=q_len, num_splits=1, **mask).make(CPU)
         choice = grid.chosen(ARCH, args, kwargs)
         assert choice.supported.config.instance == INSTANCE
-        out, lse = torch.empty(2, 5, 9, 512, dtype=torch.bfloat16), torch.empty(2, 5, 9)
+        out, lse = torch.empty(2, q_len, heads, 512, dtype=torch.bfloat16), torch.empty(2, q_len, heads)
         hostile = grid.made_hostile(args, kwargs, ARCH)
         choice.backend.run(choice.supported.config, (out, lse), DECODE.Args(*hostile, **kwargs))
         try:
