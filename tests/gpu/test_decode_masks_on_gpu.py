@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mla_suite.ops.decode.samples import decode_sample
-from mla_suite.testing import exact_decode
+from mla_suite.testing import Exact, exact_decode
 
 pytestmark = pytest.mark.usefixtures("sm_90_decode")
 
@@ -72,6 +72,24 @@ def test_three_hundred_random_masks():
         args = list(args)
         args[13] = torch.randint(-(2**63), 2**63 - 1, args[13].shape, generator=generator)
         calls.check_arguments(args, kwargs)
+
+
+@pytest.mark.parametrize("page", [1, 64])
+@pytest.mark.parametrize("options", KINDS, ids=str)
+@pytest.mark.parametrize("how", [{"num_splits": 1}, {"num_splits": 3}, {"planned": True}, {"split_size": 64}], ids=str)
+def test_a_row_tile_reads_no_key_that_none_of_its_rows_sees(how, options, page):
+    """Forty query tokens behind 60 keys: a NaN that is read is in all rows of a tile. The first tokens see none of the
+    last keys; in a window of 20 the last tokens see none of the first."""
+    for window_left, spoiled, whole in ((-1, (68, 100), (0, 8)), (20, (68, 100), (0, 8)), (20, (40, 72), (32, 40))):
+        sample = decode_sample((100,) * 14, q_len=40, page=page, window_left=window_left, **how, **options)
+        args, kwargs = sample.make(torch.device("cpu"))
+        exact = exact_decode(*args, **kwargs)
+        keys = torch.arange(*spoiled)
+        nan = 0x7F if args[1].dtype == torch.uint8 else torch.nan
+        args[1].view(-1, 576)[(args[3][:, keys // page] * page + keys % page).long()] = nan
+        out, lse = calls.decode(calls.on_gpu(args), kwargs)
+        seen = slice(None), slice(*whole)
+        calls.assert_right(out[seen], lse[seen], Exact(*(part[seen] for part in exact)))
 
 
 @pytest.mark.parametrize("page", [1, 64])

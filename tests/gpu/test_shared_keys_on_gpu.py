@@ -52,6 +52,9 @@ SHAPES = {
     "a window between pages, fp16": dict(lens=RAGGED, heads=96, num_splits=1, window_left=77, **HALF),
     "trees": dict(lens=RAGGED, heads=16, q_len=8, num_splits=1, tree=True),
     "trees, balanced plan": dict(lens=LONG, heads=32, q_len=4, tree=True, planned=True),
+    "an extend": dict(lens=(130, 61, 97) * 3, heads=24, q_len=62, num_splits=1),
+    "an extend, ragged": dict(lens=RAGGED, heads=16, q_len=90, varlen=True, num_splits=2, sink=True),
+    "a window of an extend": dict(lens=RAGGED, heads=16, q_len=90, varlen=True, num_splits=1, window_left=70),
     "no keys": dict(lens=(0,) * 60, heads=128, num_splits=1),
 }
 

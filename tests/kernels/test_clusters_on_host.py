@@ -169,7 +169,7 @@ DENSE_PROBLEMS = {
     "share_kv": [
         *("128 1 64 1 1 plain 70 1 0 33", "100 1 64 2 3 sink 128 300 0 40", "40 4 64 1 2 ragged 33 64 200 100 90 80"),
         *("100 1 64 3 2 planned 100 330 20", "70 1 64 1 1 sharp 20 31 1 40 5 70 2 33 9 64 3 12"),
-        "128 2 64 1 1 parts 70 2 33",
+        *("128 2 64 1 1 parts 70 2 33", "4 80 64 1 1 spoiled45 90 130"),
         "128 1 64 1 1 plain " + " ".join(str(20 + length % 12) for length in range(24)),
     ],
     "exchange_p": TWO_SPLITS,
@@ -254,7 +254,10 @@ DENSE_FAULTS = {
     "share_kv: queries over results": without(
         "producer.hpp", "      wait_for_tma_stage(kv_stage(kv));\n", behind="      if (lane == 0)\n        load_q_half"
     ),
-    "share_kv: a list for each row tile": ("tile_scheduler.hpp", "first_row() & -CLUSTER_ROWS", "first_row()"),
+    "share_kv: a list for each row tile": ("tile_scheduler.hpp", "first_row() & -LIST_ROWS<Traits>", "first_row()"),
+    "share_kv: keys that only the other row tile sees left out": (
+        *("tile_scheduler.hpp", "min(first_row_ + ROWS,", "min(first_row_ + BLOCK_M,"),
+    ),
     "share_kv: results over keys of the other warpgroup": without(
         PV, "    if constexpr (Traits::OUT_BYTES == 0) named_barrier_sync<PV_BARRIER, 256>();\n"
     ),

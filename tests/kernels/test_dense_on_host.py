@@ -109,6 +109,34 @@ def test_queries_in_two_tensors(tmp_path, kind, source):
     KERNEL.check(tmp_path, constants(kind, "bf16", source), problems)
 
 
+EXTENDS = {
+    "plain": [
+        *("4 50 64 1 1 spoiled30 70", "4 50 64 3 2 spoiled30+planned 170 300", "16 40 64 2 1 sink 20 100"),
+        "8 40 32 2 3 ragged+spoiled20 60 90 30",
+    ],
+    "window": ["4 50 64 1 1 window20+spoiled16 170", "4 50 64 2 2 window100+spoiled16+planned 170 260"],
+    "folded": [
+        *("4 50 64 1 1 fold64+spoiled30 70", "4 50 64 3 2 planned+fold32+spoiled30 170 100"),
+        "8 40 64 3 2 planned+sink+fold64 170 40",
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "source"),
+    [
+        *(("un-rotated", "bf16", "tma"), ("folded", "bf16", "tma"), ("scores", "fp8", "fp8_scores")),
+        *(
+            pytest.param(*point, marks=pytest.mark.full)
+            for point in (("plain", "bf16", "tma"), ("un-rotated", "fp16", "cp_async"), (160, "fp8", "fp8"))
+        ),
+    ],
+)
+def test_row_tiles_of_an_extend_leave_out_what_none_of_their_rows_sees(tmp_path, kind, dtype, source):
+    problems = EXTENDS["folded" if kind == "folded" else "plain"] + EXTENDS["window"] * (kind == "un-rotated")
+    KERNEL.check(tmp_path, constants(kind, dtype, source), problems)
+
+
 PLAIN, WINDOW, TREE = (f"{what} 300 33 90" for what in ("16 1 64 1 1 plain", "4 4 64 1 1 window40", "4 4 64 1 1 tree"))
 QK, PV, FOLD, ROTATE = "mainloop_qk.hpp", "mainloop_pv.hpp", "fold.hpp", "rotate_rope.hpp"
 PRODUCER, CP_ASYNC, FP8 = "producer.hpp", "producer_cp_async.hpp", "producer_fp8.hpp"
@@ -125,6 +153,13 @@ FAULTS_OF = {
         "halves exchanged": (ROTATE, "st_shared_v2(high, quad.high)", "st_shared_v2(high, quad.low)"),
         "NaN before the window": without(QK, "        clear_values(kv_.stage, 0, tile_.first_key - first);\n"),
         "siblings seen": ("query_rows.hpp", "return tree_bits(", "return ~0u; tree_bits("),
+        "keys behind an extend's row tile": (
+            *("tile_scheduler.hpp", "max(min(tile_.end_key, tile_.length - (count - 1 - last)), tile_.first_key);"),
+            "tile_.end_key;",
+        ),
+        "keys before the windows of an extend's row tile": (
+            *("tile_scheduler.hpp", "first_key(tile_.length, count - heads", "first_key(0, count - heads"),
+        ),
     },
     ("un-rotated", "bf16", "cp_async"): {
         "nobody says that keys arrived": without(
@@ -223,11 +258,16 @@ SHOWN_BY = {
     "folded": ["16 1 64 1 1 fold64 300 33 200", "100 1 64 1 1 sharp+fold32 200", *PLANNED_FOLDS, OUTGROWN],
     "scores": ["64 1 64 1 1 plain 300 90", "64 1 32 1 2 planned 700 40 330"],
 }
-MASKED = {"NaN before the window": [WINDOW], "siblings seen": [TREE]}
+MASKED = {
+    "NaN before the window": [WINDOW],
+    "siblings seen": [TREE],
+    "keys behind an extend's row tile": EXTENDS["plain"][:1],
+    "keys before the windows of an extend's row tile": EXTENDS["window"][:1],
+}
 FAULTS = {name: (instance, *fault) for instance, faults in FAULTS_OF.items() for name, fault in faults.items()}
 PLANTED = (
     *("rotated before they arrive", "not scaled", "a split not scaled", "boxes over each other"),
-    "half of a row's queries twice",
+    *("half of a row's queries twice", "keys behind an extend's row tile"),
 )
 
 

@@ -58,7 +58,7 @@ using Producer =
 
 using Policy = DecodePolicyOf<KvLoad::KV_SOURCE, cluster_mode::CLUSTER_MODE, D_QK, ROTATE, SCALE_Q, FOLD>;
 using Traits = DecodeTraits<DecodeProblem<DTYPE, D_QK, ROTATE, D_V>, Policy>;
-using Kernel = DecodeKernel<Traits, TileSchedulerOf<Traits::Cluster::MERGES_LAST, Traits::FOLDS>, Producer>;
+using Kernel = DecodeKernel<Traits, TileSchedulerFor<Traits>, Producer>;
 
 }  // namespace mla::sm_90
 

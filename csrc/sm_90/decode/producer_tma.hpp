@@ -44,10 +44,6 @@ class ProducerTma : protected ProducerBase<Traits> {
     scheduler.resolve_bounds();
     scheduler.prefetch_window_pages();
     if (!scheduler.more()) begun();
-    const auto after_first_keys = [&] {
-      begun();
-      scheduler.next();
-    };
     for (bool any = false; scheduler.more(); any = true) {
       if (any) meet();
       const WorkTile tile = scheduler.tile();
@@ -57,14 +53,19 @@ class ProducerTma : protected ProducerBase<Traits> {
         kv.next();
       }
       const int begin = tile.template first_stage<BLOCK_N>();
-      for (int first = begin; first < tile.end_key; first += BLOCK_N) {
-        load(pages, first, tile.end_key, kv);
-        kv.next();
-        if (first != begin) continue;
-        hint_ = drifts_apart(tile) ? EVICT_NORMAL : hint_beside_partials();  // of the tile's other keys
-        after_first_keys();
-      }
-      if (tile.keys() == 0) after_first_keys();
+      int first = begin;
+      do {
+        if (first < tile.end_key) {
+          load(pages, first, tile.end_key, kv);
+          kv.next();
+        }
+        if (first == begin) {
+          hint_ = drifts_apart(tile) ? EVICT_NORMAL : hint_beside_partials();  // of the tile's other keys
+          begun();
+          scheduler.next();
+        }
+        first += BLOCK_N;
+      } while (first < tile.end_key);
       pages = this->pages_of(scheduler);
     }
     if constexpr (Cluster::SHARES_KV) this->wait_for_peer_readers(kv);
@@ -148,8 +149,7 @@ class ProducerTma : protected ProducerBase<Traits> {
   // csrc/sm_90/combine/PERF.md).
   // A CTA that folds stores little to memory, and needs its sum in L2 more.
   MLA_DEVICE bool drifts_apart(const WorkTile& tile) const {
-    constexpr int TOGETHER = Cluster::SHARES_KV ? 2 * BLOCK_M : BLOCK_M;
-    if (Traits::FOLDS || params_.split_size == 0 || tile.partial_row < 0 || params_.rows <= TOGETHER) return false;
+    if (Traits::FOLDS || params_.split_size == 0 || tile.partial_row < 0 || params_.rows <= LIST_ROWS<Traits>) return false;
     return static_cast<int64_t>(params_.batch) * tile.length * (Traits::KEY_BYTES / BLOCK_N) > MOST_IN_L2;
   }
 

@@ -31,7 +31,8 @@ class QkRows {
       if (!row.valid) row_max_[half] = INFINITE;
     }
     if constexpr (!SELECTED)
-      common_limit_ = common_limit(params_, heads, queries, tile_, tile_.template first_stage<Traits::SPLIT_ALIGNMENT>());
+      common_limit_ = common_limit(params_, heads, queries, tile_, first_row(),
+                                   tile_.template first_stage<Traits::SPLIT_ALIGNMENT>());
   }
 
   // Scores of keys that a row does not see become -inf.
@@ -53,7 +54,7 @@ class QkRows {
       const QueryRow row(heads, queries, first_row() + quad_row() + half * 8);
       mask_absent(s, row.seen_bits(params_, queries, tile_.length, first), half);
     }
-    common_limit_ = common_limit(params_, heads, queries, tile_, first + BLOCK_N);
+    common_limit_ = common_limit(params_, heads, queries, tile_, first_row(), first + BLOCK_N);
   }
 
   // Raises the running max of this warp's rows to their largest scores so far; `factor` rescales O and the row sums.
@@ -88,7 +89,7 @@ class QkRows {
   float scale_;
   WorkTile tile_;
   int key_limit_[2];    // one past the last key that this thread's rows see; like the next, unused in sparse decode
-  int common_limit_;    // one past the last key that every row of the sequence sees
+  int common_limit_;    // one past the last key that every row of the block sees
   uint32_t present_;    // used only in sparse decode: a bit for each key of the stage whose scores come next
   float row_scale_[2];  // used only with SCALES_Q: the scales of this thread's rows
   float row_max_[2];    // the running max of this thread's rows, in units of log2

@@ -86,12 +86,12 @@ MLA_DEVICE int first_read(const DecodeTmaParams& params, int sequence, int lengt
   return first_key(length, Queries(params, sequence).count, params.window_left);
 }
 
-// One past the last of the work tile's keys from `first` on that every row of the sequence sees; 0 where the window of
-// some row begins behind `first`.
+// One past the last of the work tile's keys from `first` on that every row of the sequence from `first_row` on sees; 0
+// where the window of some row begins behind `first`.
 MLA_DEVICE int common_limit(const DecodeTmaParams& params, const Heads& heads, const Queries& queries,
-                            const WorkTile& tile, int first) {
+                            const WorkTile& tile, int first_row, int first) {
   if (HAS_MASKS && first < first_key(tile.length, 1, params.window_left)) return 0;
-  const int limit = QueryRow(heads, queries, 0).key_limit(params, queries, tile);
+  const int limit = QueryRow(heads, queries, first_row).key_limit(params, queries, tile);
   return !HAS_MASKS || params.tree_mask == nullptr ? limit : min(limit, tile.length - queries.count);
 }
 

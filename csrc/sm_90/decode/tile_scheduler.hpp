@@ -26,6 +26,10 @@ MLA_DEVICE bool walks_backwards(const DecodeTmaParams& params, int part, int pla
   return part % 2 != 0 && one_part_each(params, plan_parts);
 }
 
+// Rows that walk one list of work tiles: two row tiles that share keys do.
+template <class Traits>
+constexpr int LIST_ROWS = Traits::Cluster::SHARES_KV ? 2 * BLOCK_M : BLOCK_M;
+
 // Split `number` of a sequence, without a plan. Splits are multiples of `block` keys, so that only the last one has
 // unused keys in a stage. They count from the origin of a window that begins at key `begin`.
 // With NODES split_size is of nodes, whose splits the CTA folds.
@@ -57,7 +61,10 @@ struct EvenSplit {
 //
 // With FOLDS a plan's splits are batch-invariant. Those of a node, from its first on and as far as this SM part has them,
 // are one tile, which the CTA folds; a node's other splits are tiles of their own, since they are added in order.
-template <bool PAIRED, bool FOLDS = false>
+//
+// With ROWS a tile is without the keys that none of so many rows of the block sees: those of an extend's later tokens,
+// and those before a window.
+template <bool PAIRED, bool FOLDS = false, int ROWS = 0>
 class TileSchedulerOf {
  public:
   using Params = DecodeTmaParams;
@@ -109,11 +116,12 @@ class TileSchedulerOf {
       const int end = open ? tile_.end_key : aligned(tile_.end_key);
       tile_.first_key = max(origin + min(aligned(tile_.first_key), keys), begin);
       tile_.end_key = origin + min(end, keys);
-      return;
+    } else {
+      const EvenSplit<FOLDS> split(params_, tile_.first_key, tile_.length, begin, block_);
+      tile_.first_key = split.first;
+      tile_.end_key = split.end;
     }
-    const EvenSplit<FOLDS> split(params_, tile_.first_key, tile_.length, begin, block_);
-    tile_.first_key = split.first;
-    tile_.end_key = split.end;
+    if (ROWS != 0 && params_.q_len > 32) clip_to_seen();  // fewer tokens hide less than a stage from each other
   }
 
   // FOLDS: tells combine about a tile that is several splits. If these are their whole sequence, the result is stored, and
@@ -158,6 +166,20 @@ class TileSchedulerOf {
     const int line = entry + thread_id() % 32 * 32;
     if (more_ && line < params_.page_ids_width)
       prefetch_l1(params_.page_ids + tile_.sequence * params_.page_ids_stride + line);
+  }
+
+  // The first of the rows exists, and sees no key before the others' windows; the last sees all keys that any of them
+  // does. A rank's share of a sequence stays whole, since to count it takes divisions in every role.
+  MLA_DEVICE void clip_to_seen() {
+    const Heads heads(params_);
+    const int count = Queries(params_, tile_.sequence).count;
+    if (params_.causal && params_.cp_tot_seq_lens == nullptr && !(HAS_MASKS && params_.tree_mask != nullptr)) {
+      const int last = heads.token(min(first_row_ + ROWS, count * params_.heads) - 1);
+      tile_.end_key = max(min(tile_.end_key, tile_.length - (count - 1 - last)), tile_.first_key);
+    }
+    if constexpr (HAS_MASKS)
+      tile_.first_key =
+          max(tile_.first_key, first_key(tile_.length, count - heads.token(first_row_), params_.window_left));
   }
 
   MLA_DEVICE int aligned(int key) const { return key / split_alignment_ * split_alignment_; }
@@ -225,12 +247,16 @@ class TileSchedulerOf {
 
 using TileScheduler = TileSchedulerOf<false>;
 
+// That of an instance. With ClusterExchangeP each CTA works out which keys the other has, so both keep the whole split.
+template <class Traits>
+using TileSchedulerFor =
+    TileSchedulerOf<Traits::Cluster::MERGES_LAST, Traits::FOLDS, Traits::Cluster::EXCHANGES_P ? 0 : LIST_ROWS<Traits>>;
+
 // The list of this block. Two row tiles that share keys walk the list of the first of them: where a sequence has no rows
 // for the second, this one computes rows that nobody stores.
 template <class Traits, class Scheduler>
 MLA_DEVICE Scheduler make_scheduler(const DecodeTmaParams& params) {
-  constexpr int CLUSTER_ROWS = Traits::Cluster::SHARES_KV ? 2 * BLOCK_M : BLOCK_M;
-  return Scheduler(params, blockIdx.y, first_row() & -CLUSTER_ROWS, Traits::SPLIT_ALIGNMENT, BLOCK_N);
+  return Scheduler(params, blockIdx.y, first_row() & -LIST_ROWS<Traits>, Traits::SPLIT_ALIGNMENT, BLOCK_N);
 }
 
 }  // namespace mla::sm_90

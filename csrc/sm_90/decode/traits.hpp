@@ -17,8 +17,9 @@ constexpr int THREADS = 512;
 constexpr int WIDEST_HEAD_DIM_V = 512;  // of the cluster modes that merge O, which have no instances of another
 constexpr int SHARED_MEMORY_LIMIT = 232448;  // bytes per block: 227 KiB
 
-// This block's first row within a sequence. The grid is [sm parts][row tiles].
-MLA_DEVICE int first_row() { return blockIdx.x * BLOCK_M; }
+// This block's first row within a sequence. The grid is [sm parts][row tiles]. The last rows come first, since those of an
+// extend see the most keys.
+MLA_DEVICE int first_row() { return (gridDim.x - 1 - blockIdx.x) * BLOCK_M; }
 
 // How keys reach shared memory: cp.async of 16 bytes from pages of any size; TMA from pages that are multiples of a
 // box; selected one by one, and dequantised (sparse_decode/producer_dequant.hpp) or gathered as they are stored

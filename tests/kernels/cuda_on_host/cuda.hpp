@@ -57,7 +57,7 @@ struct OfEachBlock {
   T blocks[CLUSTER_BLOCKS][SIZE] = {};
   T& operator[](int i) { return blocks[current_block][i]; }
 };
-inline struct { unsigned x, y, z; } blockIdx;
+inline struct { unsigned x, y, z; } blockIdx, gridDim;
 struct CurrentThread {
   operator unsigned() const { return current; }
 };

@@ -40,8 +40,9 @@ std::vector<int32_t> plan_of(int batch, int splits, int parts, Length length) {
 // Runs `tiles` x `groups` blocks; false, after a line that says so, where threads wait for what never comes.
 inline bool run_blocks(unsigned seed, int tiles, int groups, void (*kernel)()) {
   Block block(seed);
-  for (unsigned tile = 0; tile < static_cast<unsigned>(tiles); tile += CLUSTER_X)
-    for (unsigned group = 0; group < static_cast<unsigned>(groups); group += CLUSTER_Y) {
+  gridDim = {static_cast<unsigned>((tiles + CLUSTER_X - 1) / CLUSTER_X * CLUSTER_X), static_cast<unsigned>(groups), 1};
+  for (unsigned tile = 0; tile < gridDim.x; tile += CLUSTER_X)
+    for (unsigned group = 0; group < gridDim.y; group += CLUSTER_Y) {
       blockIdx = {tile, group, 0};
       if (!block.run(kernel)) {
         std::printf("threads wait for what never comes\n");

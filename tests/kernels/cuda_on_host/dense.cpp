@@ -45,7 +45,7 @@ template <class T, class Scheduler>
 using Producer = std::conditional_t<
     T::LOAD == KvLoad::tma, ProducerOfBoxes<T, Scheduler>,
     std::conditional_t<T::CONVERTS_KEYS, ProducerFp8<T, Scheduler>, ProducerCpAsync<T, Scheduler>>>;
-using Kernel = DecodeKernel<Traits, TileSchedulerOf<Traits::Cluster::MERGES_LAST, Traits::FOLDS>, Producer>;
+using Kernel = DecodeKernel<Traits, TileSchedulerFor<Traits>, Producer>;
 
 struct Case : DenseCase {
   uint8_t* cache = nullptr;
@@ -54,6 +54,7 @@ struct Case : DenseCase {
   float kv_descale = 0.7f, q_size = 1.0f;
 
   void fill() {
+    list_rows = LIST_ROWS<Traits>;
     if (UNROTATED) fill_cos_sin();
     fill_cache();
     fill_queries();
@@ -114,6 +115,7 @@ struct Case : DenseCase {
     for (int sequence = 0; sequence < batch; ++sequence) {
       std::vector<double>& own = keys.emplace_back(static_cast<size_t>(lens[sequence]) * WIDTH, NAN);
       for (int k = first_read(sequence); k < lens[sequence]; ++k) {
+        if (spoiled(sequence, k)) continue;
         double* key = &own[static_cast<size_t>(k) * WIDTH];
         for (int c = 0; c < WIDTH; ++c) key[c] = draw(cache + (slot(sequence, k) * WIDTH + c) * KEY_SIZE, FP8_KEYS);
         if (UNROTATED) rotate(key + VALUES, k);

@@ -4,8 +4,9 @@
 //         tokens); planned (two SM parts of a plan for each group), paired with it (one, and what clusters add is
 //         marked); descaled (by a q_descale times which fp16 queries are infinite), descaled_nan (by NaN, which all
 //         results are); windowN (keys left of each query token; before the window lie NaN and page numbers of nothing);
-//         tree (of drafts); foldN (keys of the splits that a CTA folds); parts (queries in two tensors). A program may
-//         know others.
+//         tree (of drafts); foldN (keys of the splits that a CTA folds); parts (queries in two tensors); spoiledN (the
+//         last N keys hold NaN, and a window's first N, and only row tiles that see none of them are compared). A
+//         program may know others.
 #pragma once
 
 #include <string>
@@ -32,6 +33,7 @@ struct DenseCase {
 
   int rows = heads * q_len, batch = static_cast<int>(lens.size()), width = 1;
   int partials = splits;  // of every sequence
+  int list_rows = 64;     // that walk one list of work tiles
   std::vector<int> table, counts, first_tokens{0};
   std::vector<std::vector<double>> keys;  // of a sequence, [length][WIDTH], as the definition has them
   std::vector<float> q_values, sink;
@@ -50,7 +52,7 @@ struct DenseCase {
   // Pages in any order; the number of all of them.
   size_t fill_table() {
     fill_counts();
-    if (has("window")) window = std::atoi(what.c_str() + what.find("window") + 6);
+    if (has("window")) window = number_of("window");
     for (int length : lens) width = max(width, (length + page - 1) / page);
     table.resize(batch * width);
     for (size_t i = 0; i < table.size(); ++i) table[i] = static_cast<int>(i);
@@ -66,6 +68,23 @@ struct DenseCase {
   int first_read(int sequence) const {
     return window < 0 ? 0 : max(0, lens[sequence] - counts[sequence] - window);
   }
+  // The number behind a word of `what`; 0 without it.
+  int number_of(const std::string& name) const {
+    return has(name) ? std::atoi(what.c_str() + what.find(name) + name.size()) : 0;
+  }
+
+  bool spoiled(int sequence, int k) const {
+    const int count = number_of("spoiled");
+    return k >= lens[sequence] - count || (window >= 0 && k < first_read(sequence) + count);
+  }
+  // Whether some row that walks the row's list sees a spoiled key.
+  bool beside_spoiled(int sequence, int row) const {
+    const int first = row / list_rows * list_rows, last = min(first + list_rows, counts[sequence] * heads) - 1;
+    const int earlier = lens[sequence] - counts[sequence];
+    return number_of("spoiled") != 0 && (spoiled(sequence, earlier + last / heads) ||
+                                         (window >= 0 && spoiled(sequence, max(0, earlier + first / heads - window))));
+  }
+
   bool absent(int sequence, int k) const { return k < first_read(sequence) || k >= lens[sequence]; }
 
   void fill_counts() {
@@ -133,7 +152,7 @@ struct DenseCase {
     params.empty_lse = -INFINITY;
     params.softmax_scale = has("sharp") ? 0.5f : 0.02f;
     if (has("fold")) {
-      params.fold_size = std::atoi(what.c_str() + what.find("fold") + 4);
+      params.fold_size = number_of("fold");
       params.fold_slot = batch * splits;
       if (leaves_states()) split_by_size();
     }
@@ -272,6 +291,7 @@ struct DenseCase {
     Errors errors;
     for (int sequence = 0; sequence < batch; ++sequence)
       for (int row = 0; row < counts[sequence] * heads; ++row) {
+        if (beside_spoiled(sequence, row)) continue;
         const size_t query = static_cast<size_t>(first_tokens[sequence]) * heads + row;
         std::vector<double> values(VALUES, 0.0);
         const double found_lse = kernel_row(sequence, row, query, values);

@@ -124,7 +124,7 @@ class SwapAbMainloop {
       if (warpgroup_thread() % 8 == 0)
         st_shared(shared_ + Storage::KEY_LIMIT + row * 4, query.key_limit(params_, queries, tile));
     }
-    common_limit_ = common_limit(params_, heads, queries, tile, tile.template first_stage<BLOCK_N>());
+    common_limit_ = common_limit(params_, heads, queries, tile, 0, tile.template first_stage<BLOCK_N>());
     fence_proxy_async();
     sync();
     for (int i = 0; i < Traits::Q_STAGES; ++i) release();
@@ -234,7 +234,7 @@ class SwapAbMainloop {
       if ((seen & 1) == 0) s[i / 2 * 4 + i % 2] = -INFINITE;
       if ((seen & 1 << 4) == 0) s[i / 2 * 4 + i % 2 + 2] = -INFINITE;
     }
-    common_limit_ = common_limit(params_, heads, queries, tile, first + Traits::BLOCK_KEYS);
+    common_limit_ = common_limit(params_, heads, queries, tile, 0, first + Traits::BLOCK_KEYS);
   }
 
   // P to shared memory, and its sums for the rows whose sums this lane keeps.
