@@ -189,12 +189,10 @@ def attend_work_tile(
             rest = tl.minimum(tl.maximum(limit % cp_period - cp_offset, 0), cp_interleave)
             limit = limit // cp_period * cp_interleave + rest
         visible = tl.minimum(limit, end_key)
-        if q_len > 32:  # fewer tokens hide a block of keys or two from each other
-            end_key = tl.max(tl.where(live, visible, 0))  # no row of the tile sees a later key
+        end_key = tl.max(tl.where(live, visible, 0))  # no row of the tile sees a later key
     if WINDOWED:
         first_seen = tl.maximum(kv_len - tokens + token, 0) - window_left
-        if q_len > 32:
-            first_key = tl.maximum(first_key, tl.min(tl.where(live, first_seen, kv_len)))
+        first_key = tl.maximum(first_key, tl.min(tl.where(live, first_seen, kv_len)))
     if block_table is None:
         pages = kv_indices + tl.load(kv_indptr + b)
     else:
