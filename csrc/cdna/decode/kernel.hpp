@@ -31,15 +31,16 @@ class DecodeKernel {
   // The work tiles of one wave. `WaveMainloop` is the mainloop's part that one wave executes.
   template <class WaveMainloop>
   MLA_DEVICE static void run_wave(LdsBytes lds, int wave) {
-    const int first_row = mla::block_id_y() * Problem::rows;
     for (TileScheduler scheduler(reread_params<mla::DecodeParams>(), mla::block_id_x()); scheduler.has_next();) {
       TileParams<Policy::loads_params_together, mla::DecodeParams> p = reread_params<mla::DecodeParams>();
       if constexpr (Policy::loads_params_together) {
-        loaded(p.plan, p.num_splits, p.grid_stride, p.split_size, p.seq_lens, p.cu_seqlens_q, p.q_len, p.heads,
+        loaded(p.plan, p.num_splits, p.grid_stride, p.split_size, p.seq_lens, p.cu_seqlens_q, p.q_len, p.heads, p.rows,
                p.window_left, p.q, p.q_batch_stride, p.q_token_stride, p.q_head_stride, p.kv_cache, p.kv_page_stride,
                p.kv_token_stride, p.page, p.page_reciprocal, p.page_shift, p.block_table, p.block_table_stride,
                p.q_descale, p.kv_descale, p.softmax_scale, p.causal);
       }
+      // The last row tiles come first, since those of an extend see the most keys.
+      const int first_row = ((p.rows - 1) / Problem::rows - mla::block_id_y()) * Problem::rows;
       mla::SequenceRows rows;
       mla::WorkTile tile = scheduler.fetch_next(p, [&](int sequence) {
         rows = mla::SequenceRows::of(p, sequence);
