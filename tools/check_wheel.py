@@ -17,7 +17,7 @@ from importlib.metadata import distribution, distributions
 from pathlib import Path
 
 ARCHS = {"gfx942", "gfx950", "sm_90"}
-LIMIT = 44_000_000  # bytes, of which the objects of all archs take 39.1 million
+LIMIT = 44_500_000  # bytes, of which the objects of all archs take 39.2 million
 TOOLS = ("cc", "c++", "gcc", "g++", "clang", "clang++", "hipcc", "amdclang++", "nvcc", "ptxas", "zig", "ninja", "git")
 PACKAGES = re.compile(r"ninja|ziglang|nvidia[-_](cuda[-_]nvcc|nvvm|cuda[-_]crt).*")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
