@@ -160,6 +160,13 @@ def _flash_mla() -> list[Case]:
     return [decode(*shape, planned=True) for shape in grid] + uneven
 
 
+def _extend() -> list[Case]:
+    lengths = [(16, tokens) for tokens in (64, 256, 512, 1024, 2048)] + [
+        (128, tokens) for tokens in (64, 256, 512, 1024)
+    ]
+    return [decode(1, heads, behind + tokens, tokens) for behind in (0, 2048) for heads, tokens in lengths]
+
+
 def _decode_merge() -> list[Case]:
     grid = [(1, rows, splits) for rows in (16, 64, 128) for splits in (16, 32, 64)]
     grid += [(8, heads, 8) for heads in OTHER_HEADS]
@@ -245,6 +252,9 @@ SETS: Mapping[str, NamedSet] = {
         "AITER pull request 3468, the reduce alone: tokens x splits at the 16 and 8 heads of Kimi K2.5 per rank; the "
         "pull request names the axes, not the list",
         _aiter_pr_3468,
+    ),
+    "extend": NamedSet(
+        "prompts with absorbed weights: one sequence behind none and behind 2,048 cached tokens", _extend
     ),
     "decode-merge": NamedSet("what decode's splits leave to combine: sequences x query rows x splits", _decode_merge),
     "gpu-mode-2025": NamedSet("GPU MODE's decode task of 2025: the attention of its four sizes", _gpu_mode_2025),

@@ -111,7 +111,8 @@ def decode_sample(
     rows = sum(q_lens) * heads
     read = lens if window_left < 0 else [min(n, window_left + each) for n, each in zip(lens, q_lens, strict=True)]
     moved_bytes = sum(read) * token_bytes + rows * (head_dim * dtype.itemsize + head_dim_v * dtype.itemsize + 4)
-    flops = sum(2 * heads * n * length * (head_dim + head_dim_v) for n, length in zip(q_lens, read, strict=True))
+    pairs = sum(_seen(length, n, causal and not tree, window_left) for length, n in zip(lens, q_lens, strict=True))
+    flops = 2 * heads * pairs * (head_dim + head_dim_v)
     flags = [
         *(["sink"] if sink else []),
         *(["rope"] if rotate else []),
@@ -129,6 +130,13 @@ def decode_sample(
     ]
     shape_name = f"b{batch}-h{heads}-q{q_len}-kv{longest}-p{page}-{kv_format}"
     return Sample("-".join((shape_name, *flags)), make, moved_bytes, flops)
+
+
+def _seen(length: int, tokens: int, causal: bool, window_left: int) -> int:
+    """Pairs of one of a sequence's last `tokens` and a key that it sees."""
+    ends = [max(length - later, 0) if causal else length for later in range(tokens)]
+    firsts = [max(length - later - 1 - window_left, 0) if window_left >= 0 else 0 for later in range(tokens)]
+    return sum(max(end - first, 0) for end, first in zip(ends, firsts, strict=True))
 
 
 def in_parts(q: torch.Tensor, latent: int) -> tuple[torch.Tensor, torch.Tensor]:

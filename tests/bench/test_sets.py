@@ -42,6 +42,12 @@ def test_bytes_of_the_contest_shape_by_hand():
     assert case.sample.flops == 2 * 128 * 128 * 6144 * (576 + 512)
 
 
+@pytest.mark.parametrize("behind", [0, 2048])
+def test_an_extend_counts_the_keys_that_its_tokens_see(behind):
+    (case,) = (case for case in sets.named("extend") if f"h16-q64-kv{behind + 64}-" in case.shape)
+    assert case.sample.flops == 2 * 16 * (64 * behind + 64 * 65 // 2) * (576 + 512)
+
+
 def test_uneven_lengths_have_the_mean_they_are_named_by():
     case = next(case for case in sets.named("flashmla") if "-kv~4096-" in case.shape and case.facts["heads"] == 16)
     cache = case.sample.bytes - 128 * 16 * (576 * 2 + 512 * 2 + 4)
