@@ -25,7 +25,8 @@ from mla_suite.archs.attention import (
     decode_shape,
     parts_notes,
 )
-from mla_suite.archs.cdna.splits import LoopCosts, default_splits
+from mla_suite.archs.cdna.extends import FEWEST_TOKENS, WORTH, clocks
+from mla_suite.archs.cdna.splits import Kind, LoopCosts, default_splits
 from mla_suite.archs.combine import OUTPUTS
 from mla_suite.core import dispatch
 from mla_suite.core.dispatch import Supported, Unsupported
@@ -138,15 +139,25 @@ class CdnaConfig:
         kernel = "decode_rotated" if self.rotate else "decode"
         return f"{kernel}_dtype-{self.cache}_rows-{self.rows}_width-{self.width}_rotate-{int(self.rotate)}"
 
+    @property
+    def kind(self) -> Kind:
+        return decode_table.width(self.query), decode_table.width(self.cache)
+
     def tiles(self, rows: int) -> int:
         """Workgroups that share the keys of one work tile."""
         return -(-rows // self.rows)
 
     def default_splits(self, rows: int, batch: int, keys: int) -> int:
         """Splits of each of `batch` sequences of `rows` query rows and `keys` keys where arguments say nothing."""
-        kind = decode_table.width(self.query), decode_table.width(self.cache)
         sizes = self.rows, self.tiles(rows), batch, keys, self.width, self.head_dim_v
-        return default_splits(self.costs, self.arch, kind, *sizes)
+        return default_splits(self.costs, self.arch, self.kind, *sizes)
+
+    def extend_clocks(self, problem: Problem) -> float:
+        """Estimated clocks of many query tokens, each of which sees the keys before it."""
+        batch, keys = max(problem.batch, 1), max(problem.context, problem.q_len)
+        splits = self.default_splits(problem.heads * problem.q_len, batch, keys)
+        sizes = batch, problem.heads, problem.q_len, keys, self.width, self.head_dim_v
+        return clocks(self.costs, self.arch, self.kind, self.rows, splits, *sizes)
 
     def spec(self, outputs: tuple[torch.Tensor, ...], args: DecodeArgs) -> CallSpec:
         """The launch of decode, and of the combine behind it."""
@@ -208,7 +219,7 @@ def supports(problem: Problem, arch: ArchSpec, rule: Rule) -> Supported | Unsupp
     use = "" if row is None else str(row.values["use"])
     if row is not None and use == decode_table.TRITON:
         return Unsupported(f"{decode_table.reason(row)} leaves it to the triton kernel")
-    config = rule(problem, decode_table.TILES.get(use, MAX_ROWS))
+    config = rule(problem, decode_table.TILES[use]) if use else _of_rows(problem, arch, rule)
     if row is not None and not has_kernel(arch, config.instance):
         dispatch.warn_once(
             config.instance,
@@ -219,6 +230,18 @@ def supports(problem: Problem, arch: ArchSpec, rule: Rule) -> Supported | Unsupp
     tiles = f"tiles of {config.rows} rows for {problem.q_len} x {problem.heads} query rows"
     answer = Supported(config, tiles if row is None else f"{tiles}, by {decode_table.reason(row)}")
     return missing(arch, config.instance, *combine.invariant_instances(arch, problem.head_dim_v)) or answer
+
+
+def _of_rows(problem: Problem, arch: ArchSpec, rule: Rule) -> CdnaConfig:
+    """The instance where no tuned row decides: in the largest tiles, or those in which an extend takes less time."""
+    largest = rule(problem, MAX_ROWS)
+    own_splits = problem.planned or problem.num_splits > 0 or problem.split_size > 0
+    if problem.q_len < FEWEST_TOKENS or problem.window or problem.tree or own_splits:
+        return largest
+    smaller = [rule(problem, most) for most in decode_table.TILES.values() if TILE < most < MAX_ROWS]
+    built = [config for config in smaller if has_kernel(arch, config.instance)]
+    best = min(built, key=lambda config: config.extend_clocks(problem), default=largest)
+    return best if best.extend_clocks(problem) < WORTH * largest.extend_clocks(problem) else largest
 
 
 def _unsupported(problem: Problem, arch: ArchSpec) -> str | None:
