@@ -21,6 +21,7 @@ from mla_suite.core.prepared import ceil_div
 from mla_suite.ops.plan.scheduler import round_up
 
 FEWEST_TOKENS = 33  # of which row tiles leave out keys (csrc/cdna/decode/kernel.hpp)
+START = 8_000  # clocks of a workgroup beside its keys, queries and results: 2,000 to 20,000 in modelled launches
 WORTH = 0.9
 """Of the largest tile's clocks, below which a smaller tile is taken: modelled launches are up to a fifth from these."""
 
@@ -52,7 +53,7 @@ def clocks(
     turns, busy = ceil_div(count, units), min(count, units)
     in_turns = max(turn * int(own_keys[(turn - 1) * units // batch]) for turn in range(1, turns + 1))
     longest = max(in_turns, float(own_keys.sum()) * batch / units)
-    own = cost.own_bytes(kind, rows, splits > 1, width, head_dim_v) / cost.rate(busy) * turns
+    own = (cost.own_bytes(kind, rows, splits > 1, width, head_dim_v) / cost.rate(busy) + START) * turns
     partials = heads * q_len * batch * splits * 4 * head_dim_v
     merge = cost.combine + partials / cost.chip_bytes if splits > 1 else 0.0
     return cost.key_clocks(arch, kind, rows, ceil_div(heads * q_len, rows), busy, width) * longest + own + merge
