@@ -53,8 +53,7 @@ class ProducerTma : protected ProducerBase<Traits> {
         kv.next();
       }
       const int begin = tile.template first_stage<BLOCK_N>();
-      int first = begin;
-      do {
+      for (int first = begin;;) {
         if (first < tile.end_key) {
           load(pages, first, tile.end_key, kv);
           kv.next();
@@ -65,7 +64,8 @@ class ProducerTma : protected ProducerBase<Traits> {
           scheduler.next();
         }
         first += BLOCK_N;
-      } while (first < tile.end_key);
+        if (first >= tile.end_key) break;
+      }
       pages = this->pages_of(scheduler);
     }
     if constexpr (Cluster::SHARES_KV) this->wait_for_peer_readers(kv);
@@ -149,7 +149,8 @@ class ProducerTma : protected ProducerBase<Traits> {
   // csrc/sm_90/combine/PERF.md).
   // A CTA that folds stores little to memory, and needs its sum in L2 more.
   MLA_DEVICE bool drifts_apart(const WorkTile& tile) const {
-    if (Traits::FOLDS || params_.split_size == 0 || tile.partial_row < 0 || params_.rows <= LIST_ROWS<Traits>) return false;
+    if (Traits::FOLDS || params_.split_size == 0 || tile.partial_row < 0) return false;
+    if (params_.rows <= LIST_ROWS<Traits>) return false;
     return static_cast<int64_t>(params_.batch) * tile.length * (Traits::KEY_BYTES / BLOCK_N) > MOST_IN_L2;
   }
 

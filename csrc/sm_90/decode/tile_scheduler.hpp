@@ -121,7 +121,7 @@ class TileSchedulerOf {
       tile_.first_key = split.first;
       tile_.end_key = split.end;
     }
-    if (ROWS != 0 && params_.q_len > 32) clip_to_seen();  // fewer tokens hide less than a stage from each other
+    if (ROWS != 0 && params_.q_len > BLOCK_N) clip_to_seen();  // fewer tokens hide less than a stage from each other
   }
 
   // FOLDS: tells combine about a tile that is several splits. If these are their whole sequence, the result is stored, and
