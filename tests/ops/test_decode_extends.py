@@ -39,7 +39,7 @@ def test_splits_divide_the_keys_of_row_tiles(heads, q_len, keys, rows, splits):
 
 
 def test_clocks_by_hand():
-    """304 compute units take 608 equal workgroups in two turns, and one of them more in three."""
+    """304 compute units run up to 608 equal workgroups in two turns, and more of them in three."""
     arch, cost = archs.get("gfx942"), Gfx942Config.costs
     sizes = dict(heads=128, q_len=64, keys=10_000, width=576, head_dim_v=512)
     two, three = (clocks(cost, arch, KIND, 128, 1, batch, **sizes) for batch in (9, 10))  # 576 and 640 workgroups

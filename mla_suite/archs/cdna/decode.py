@@ -219,7 +219,7 @@ def supports(problem: Problem, arch: ArchSpec, rule: Rule) -> Supported | Unsupp
     use = "" if row is None else str(row.values["use"])
     if row is not None and use == decode_table.TRITON:
         return Unsupported(f"{decode_table.reason(row)} leaves it to the triton kernel")
-    config = rule(problem, decode_table.TILES[use]) if use else _of_rows(problem, arch, rule)
+    config = rule(problem, decode_table.TILES[use]) if use else _untuned(problem, arch, rule)
     if row is not None and not has_kernel(arch, config.instance):
         dispatch.warn_once(
             config.instance,
@@ -232,7 +232,7 @@ def supports(problem: Problem, arch: ArchSpec, rule: Rule) -> Supported | Unsupp
     return missing(arch, config.instance, *combine.invariant_instances(arch, problem.head_dim_v)) or answer
 
 
-def _of_rows(problem: Problem, arch: ArchSpec, rule: Rule) -> CdnaConfig:
+def _untuned(problem: Problem, arch: ArchSpec, rule: Rule) -> CdnaConfig:
     """The instance where no tuned row decides: in the largest tiles, or those in which an extend takes less time."""
     largest = rule(problem, MAX_ROWS)
     own_splits = problem.planned or problem.num_splits > 0 or problem.split_size > 0
