@@ -99,8 +99,11 @@ def decode_kernel(
     WINDOWED: tl.constexpr,  # window_left is a number of keys
     DOT: tl.constexpr,  # type of both matrix products' operands
 ):
-    """Grid: (row tiles, blocks); block i takes SM parts i, i + blocks, ... of a plan, or split i of all."""
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    """Grid: (row tiles, blocks); block i takes SM parts i, i + blocks, ... of a plan, or split i of all.
+
+    The last row tiles come first, since those of an extend see the most keys: none of them then begins when others end.
+    """
+    row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M + tl.arange(0, BLOCK_M)
     block, blocks = tl.program_id(1), tl.num_programs(1)
     if plan is None:
         num_sm_parts = batch * num_splits
