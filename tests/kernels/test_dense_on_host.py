@@ -226,10 +226,10 @@ FAULTS_OF = {
     ("plain", "bf16", "tma"): {
         "a rope part of the latent part's map": (
             PRODUCER,
-            "latent ? params_.q_map : params_.q_rope_map",
+            "rope ? params_.q_rope_map : params_.q_map",
             "params_.q_map",
         ),
-        "rope blocks counted behind the latent ones": (PRODUCER, "latent ? block : block - LATENT_BLOCKS", "block"),
+        "rope blocks counted behind the latent ones": (PRODUCER, "rope ? block - LATENT_BLOCKS : block", "block"),
         "boxes over each other": (PRODUCER, "++block, to += Traits::q_box_bytes(params_)", "++block"),
         "each block from its token's first head": (
             *(PRODUCER, "head = heads.head(first_row(), in_sequence);", "head = 0;"),

@@ -125,24 +125,31 @@ class ProducerBase {
     publish(tile, info, tiles, leader);
   }
 
-  // Issues the TMA loads of one half of every row of the block's queries, whose bytes count on `full`; by one thread. The
-  // rows begin with head `head` of query token `token`. Queries in two tensors come in boxes of 32 values; threads
-  // that gather have no registers for that.
-  MLA_DEVICE void load_q_half(int token, int head, int half, uint32_t to, uint32_t full) const {
+  // Where the block's queries begin, which are the rows from head `head` of query token `token` on. Those of one tensor
+  // are a matrix of rows, and a half of them is one box. Those in two come in boxes of 32 values; threads that gather
+  // have no registers for that.
+  struct QueryStart {
+    bool in_parts;
+    int head, token;
+    MLA_DEVICE QueryStart(const Params& params, int token_, int head_)
+        : in_parts(MAY_BE_IN_PARTS && params.in_parts),
+          head(in_parts ? head_ : token_ * params.heads + head_),
+          token(in_parts ? token_ : 0) {}
+  };
+  static constexpr bool MAY_BE_IN_PARTS =
+      Traits::HEAD_DIM_QK > Traits::Problem::HEAD_DIM_V && Traits::LOAD != KvLoad::gather;
+
+  // Issues the TMA loads of one half of every row of the block's queries, whose bytes count on `full`; by one thread. One
+  // loop for both kinds of queries, so that few instructions lie between a stage that is empty and the first load.
+  MLA_DEVICE void load_q_half(const QueryStart& start, int half, uint32_t to, uint32_t full) const {
     constexpr int LATENT_BLOCKS = Traits::Problem::HEAD_DIM_V / 32;
     int block = half * Traits::Q_BOXES;
-    if constexpr (Traits::HEAD_DIM_QK > Traits::Problem::HEAD_DIM_V && Traits::LOAD != KvLoad::gather)
-      if (params_.in_parts) {
-        const int end = block + Traits::Q_BOXES;
 #pragma unroll 1
-        for (; block < end; ++block, to += Traits::q_box_bytes(params_)) {
-          const bool latent = block < LATENT_BLOCKS;
-          load_q_box(to, latent ? params_.q_map : params_.q_rope_map, head, token,
-                     latent ? block : block - LATENT_BLOCKS, full);
-        }
-        return;
-      }
-    load_q_box(to, params_.q_map, token * params_.heads + head, 0, block, full);
+    for (int left = start.in_parts ? Traits::Q_BOXES : 1; left != 0; --left, ++block, to += Traits::q_box_bytes(params_)) {
+      const bool rope = start.in_parts && block >= LATENT_BLOCKS;
+      load_q_box(to, rope ? params_.q_rope_map : params_.q_map, start.head, start.token,
+                 rope ? block - LATENT_BLOCKS : block, full);
+    }
   }
   // A box of queries. Both CTAs of two splits have the same, and each loads half for both; but where keys are selected, a
   // CTA without keys has ended before it would.
@@ -155,11 +162,11 @@ class ProducerBase {
   }
 
   // Loads one half of every row into a stage.
-  MLA_DEVICE void load_q_half(int token, int head, int half, const KvState& kv) const {
+  MLA_DEVICE void load_q_half(const QueryStart& start, int half, const KvState& kv) const {
     const uint32_t full = barriers_.kv_full(kv.stage);
     mbarrier_expect_tx(full, Traits::Q_BOXES * Traits::q_box_bytes(params_));
     if (SHARES_Q && half != static_cast<int>(cluster_rank())) return;
-    load_q_half(token, head, half, shared_ + kv.stage * Traits::STAGE_BYTES, full);
+    load_q_half(start, half, shared_ + kv.stage * Traits::STAGE_BYTES, full);
   }
 
   // A tile's queries take the two stages before its keys, so that they, too, arrive before they are needed: first one
@@ -168,13 +175,13 @@ class ProducerBase {
   MLA_DEVICE void load_q(int sequence, KvState& kv, int leader) {
     const Heads heads(params_);
     const int in_sequence = heads.token(first_row()), head = heads.head(first_row(), in_sequence);
-    const int token = static_cast<int>(Queries(params_, sequence).first_token) + in_sequence;
+    const QueryStart start(params_, static_cast<int>(Queries(params_, sequence).first_token) + in_sequence, head);
     const int lane = warpgroup_thread() - leader;
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
       wait_for_tma_stage(kv_stage(kv));
       if (lane == 0)
-        load_q_half(token, head, half, kv);
+        load_q_half(start, half, kv);
       else if (Traits::LOAD != KvLoad::tma)
         mbarrier_arrive(barriers_.kv_full(kv.stage));
       if constexpr (Traits::ROTATES)
@@ -194,7 +201,8 @@ class ProducerBase {
       mbarrier_expect_tx(barriers_.q_full(), 2 * half_bytes);
 #pragma unroll 1
       for (int half = 0; half < 2; ++half)
-        load_q_half(token, 0, half, shared_ - Storage::KV + Storage::Q + half * half_bytes, barriers_.q_full());
+        load_q_half(QueryStart(params_, token, 0), half, shared_ - Storage::KV + Storage::Q + half * half_bytes,
+                    barriers_.q_full());
     }
     parity ^= 1;
     __syncwarp();

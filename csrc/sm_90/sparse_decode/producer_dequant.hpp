@@ -100,7 +100,7 @@ class ProducerDequant : ProducerBase<Traits> {
           if (warp_ != 0)
             mbarrier_arrive(this->barriers_.kv_full(kv_.stage));
           else
-            this->load_q_half(token, first_row(), half, kv_);
+            this->load_q_half({this->params_, token, first_row()}, half, kv_);
         }
         kv_.next();
       }

@@ -105,7 +105,7 @@ class ProducerGather : ProducerBase<Traits> {
         if (warp_ != 0)
           mbarrier_arrive(full);
         else
-          this->load_q_half(token, first_row(), half, kv_);
+          this->load_q_half({this->params_, token, first_row()}, half, kv_);
       }
       kv_.next();
     }
