@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from statistics import mean
 
 from saved_figures import README, Sourced, saved, span
 from vllm_figures import SERVERS
 
 SGLANG, SGLANG_KERNELS = "benchmarks/results/sglang/h200.csv", "benchmarks/results/sglang/h200_kernels.csv"
 SGLANG_PROMPTS = "benchmarks/results/sglang/h200_prompts.csv"
-SGLANG_V3, SGLANG_FP8_PROMPTS, SGLANG_EXPANDED, SGLANG_FOLLOWUPS = (
-    f"benchmarks/results/sglang/h200_{what}.csv" for what in ("v3", "prompts_fp8", "expanded", "followups")
+SGLANG_V3, SGLANG_FP8_PROMPTS, SGLANG_EXPANDED, SGLANG_FOLLOWUPS, SGLANG_PARTS, SGLANG_PARTS_PROMPTS = (
+    f"benchmarks/results/sglang/h200_{what}.csv"
+    for what in ("v3", "prompts_fp8", "expanded", "followups", "parts", "parts_prompts")
 )
 
 LONG = "2000", "4096", "16384"  # tokens of prompts
@@ -47,9 +49,45 @@ def sglang_engine() -> Iterator[Sourced]:
         "at batch 32: {:.1f} and {:.1f} ms, with `fa3` {:.1f} and {:.1f}".format(*ours, *theirs),
     ]
     yield Sourced(SERVERS, SGLANG, lines + phrases)
-    of_readme = "**{}** of the time with V3", "{} with V3.2 over bf16 rows", "{} over its records of 656 bytes"
-    phrases = [phrase.format(span(ratios)) for phrase, ratios in zip(of_readme, busy.values(), strict=True)]
+    of_readme = "{} with V3.2 over bf16 rows", "{} over its records of 656 bytes"
+    phrases = [phrase.format(span(ratios)) for phrase, ratios in zip(of_readme, [*busy.values()][1:], strict=True)]
     yield Sourced(README, SGLANG, phrases)
+
+
+def sglang_parts() -> Iterator[Sourced]:
+    """Steps whose queries come in two parts: means of two runs."""
+    of: dict[str, dict[str, list[float]]] = {}
+    for row in saved(SGLANG_PARTS):
+        of.setdefault(row["backend"], {}).setdefault(row["batch"], []).append(float(row["busy_us"]))
+    theirs, ours = ([mean(runs) for runs in of[backend].values()] for backend in ("fa3", "mla_suite"))
+    ratios = [after / before for before, after in zip(theirs, ours, strict=True)]
+    four = "{:.0f}, {:.0f}, {:.0f} and {:.0f}"
+    phrases = [f"{four} us with `fa3`".format(*theirs), f"for {four} with ours".format(*ours)]
+    phrases += ["ours: {:.2f}, {:.2f}, {:.2f} and {:.2f}".format(*ratios)]
+    yield Sourced(SERVERS, SGLANG_PARTS, phrases)
+    yield Sourced(README, SGLANG_PARTS, [f"**{span(ratios)}** of the time with V3"])
+
+
+def sglang_parts_prompts() -> Iterator[Sourced]:
+    """Prompts whose queries come in two parts, in SGLang's graphs."""
+    of: dict[tuple[str, ...], dict[str, str]] = {
+        (row["backend"], row["cached"], row["new"]): row for row in saved(SGLANG_PARTS_PROMPTS)
+    }
+    ratios: dict[str, list[float]] = {}
+    for (backend, cached, new), row in of.items():
+        if (backend, row["keys"]) == ("mla_suite", "absorbed"):
+            share = float(row["busy_us"]) / float(of["fa3", cached, new]["busy_us"])
+            ratios.setdefault(cached, []).append(share)
+    kinds = ("0", "1024"), ("2048", "512")
+    late = [float(of[(name, *kind)]["first_token_ms"]) for name in ("mla_suite", "fa3") for kind in kinds]
+    phrases = [
+        "took **{:.2f}, {:.2f}, {:.2f}, {:.2f} and {:.2f}** of `fa3`'s time".format(*ratios["0"]),
+        "behind 2,048 {:.2f}, {:.2f}, {:.2f} and {:.2f}".format(*ratios["2048"]),
+        "{:.1f} and {:.1f} ms, where `fa3` in its graphs took {:.1f} and {:.1f}".format(*late),
+    ]
+    yield Sourced(SERVERS, SGLANG_PARTS_PROMPTS, phrases)
+    every = span([*ratios["0"], *ratios["2048"]])
+    yield Sourced(README, SGLANG_PARTS_PROMPTS, [f"64 to 512 tokens in its graphs **{every}**"])
 
 
 def sglang_followups() -> Iterator[Sourced]:
@@ -189,6 +227,8 @@ def sglang_kernels() -> Iterator[Sourced]:
 
 SOURCES: tuple[Callable[[], Iterator[Sourced]], ...] = (
     sglang_engine,
+    sglang_parts,
+    sglang_parts_prompts,
     sglang_followups,
     sglang_prompts,
     sglang_fp8,

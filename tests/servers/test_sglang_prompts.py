@@ -215,7 +215,9 @@ def test_absorbed_prompts_of_any_length(monkeypatch, expanding, decodes, extends
 @pytest.mark.parametrize(
     ("new", "cached", "heads", "over_fp8", "over_bf16"),
     [
-        ([512], [0], 128, True, True),
+        ([1024], [0], 128, True, True),
+        ([512], [2048], 128, True, True),
+        ([1024], [2048], 128, False, False),
         ([2000], [0], 128, False, False),
         ([2000], [0], 16, True, True),  # which saves as much as 707 tokens of 128 heads
         ([4096], [0], 16, False, False),
