@@ -39,12 +39,8 @@ from mla_suite.integrations.interface import Interface
 with needs("SGLang with its Triton attention backend of 2026", __name__, "decode from a backend of your own"):
     from sglang import __version__
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MLATokenToKVPool
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-try:
-    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-except ImportError:  # versions before it give the pool the bare slots
-    KVWriteLoc = None
 try:
     from sglang.kernels.ops.quantization.fp8_kernel import scaled_fp8_quant
 except ImportError:  # versions that keep it elsewhere: queries stay in 16 bits
@@ -368,7 +364,8 @@ def _check_softmax(call: _Call) -> None:
 def _write(pool: Any, call: _Call) -> None:
     """Write new rows where SGLang says, divided by k_scale as its own backends store them."""
     layer, batch, k, k_rope = call.layer, call.forward_batch, call.k, call.k_rope
-    slots = batch.out_cache_loc if KVWriteLoc is None else KVWriteLoc.for_batch(batch)
+    for_batch = getattr(KVWriteLoc, "for_batch", None)  # from 0.5.22 on; before it the pool takes the bare slots
+    slots = batch.out_cache_loc if for_batch is None else for_batch(batch)
     scale = getattr(layer, "k_scale", None)
     if scale is not None:
         k = k / scale

@@ -85,7 +85,7 @@ def sglang(monkeypatch):
     contents = {
         "sglang": dict(__version__="0.5.23"),
         "sglang.srt.layers.attention.triton_backend": dict(TritonAttnBackend=TritonAttnBackend),
-        "sglang.srt.mem_cache.memory_pool": dict(MLATokenToKVPool=Pool),
+        "sglang.srt.mem_cache.memory_pool": dict(KVWriteLoc=KVWriteLoc, MLATokenToKVPool=Pool),
         "sglang.srt.model_executor.forward_batch_info": dict(ForwardBatch=ForwardBatch, ForwardMode=mode),
     }
     modules(monkeypatch, contents)
@@ -118,6 +118,10 @@ def sparse(sglang, monkeypatch):
     base = dict(DeepseekSparseAttnBackend=DeepseekSparseAttnBackend)
     modules(monkeypatch, {"sglang.srt.layers.attention.dsa_backend": base})
     return fresh(monkeypatch, "mla_suite.integrations.sglang_sparse")
+
+
+class KVWriteLoc:
+    """That of SGLang 0.5.20 and 0.5.21, which has no `for_batch`: their pools take the bare slots."""
 
 
 class Pool:
