@@ -4,14 +4,10 @@
     aiter.mla_decode_fwd(q, kv_buffer, o, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, max_seqlen_q)
 
 Outputs are written in place, into the tensors given. lse is natural, -inf where a query token sees no key, and its
-output is 0. A sequence has (pages - 1) x page_size + kv_last_page_lens keys, none if it has no page. Any number of
-heads, query length and page size is taken. A dense decode enqueues what `decode.out` does and, since AITER's calls
-bring page counts and no lengths, one operation of torch that makes lengths for pages of one token, five for larger
-pages. Arguments that only tune AITER's own kernels or planner are accepted and not read; each function names them.
-
-Sparse attention is spelled in either of AITER's ways: kv_indptr per query token over pages of one token, or metadata
-with topk, where kv_indices has topk entries for every query token. Metadata says in its own data that it selects, so a
-copy or a slice of it means the same.
+output is 0. A sequence has (pages - 1) x page_size + kv_last_page_lens keys, none if it has no page. A dense decode
+enqueues what `decode.out` does and, since AITER's calls bring page counts and no lengths, one operation of torch that
+makes lengths for pages of one token, five for larger pages. Sparse attention is spelled in either of AITER's ways:
+kv_indptr per query token over pages of one token, or metadata with topk. docs/serving_engineer.md lists the rest.
 """
 
 from __future__ import annotations

@@ -2,13 +2,11 @@
 
     from mla_suite.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
-Conventions are FlashMLA's: lse is [batch, heads, q_len], and +inf where a query token sees no key (out is 0 there). One
-difference: a query token with NaN among its scores has lse NaN, where FlashMLA's is +inf, too, beside an out of NaN.
-Beyond what FlashMLA takes: any number of heads, any page size in dense calls, attn_sink in dense calls, dense calls
-over records (by the fp32 reference alone, which a GPU runs where it is allowed), V4.1's records on any GPU, bf16 and
-fp16 caches in sparse calls, and queries of fp32. The last parameters are those of SGLang's wheel of FlashMLA,
-sgl-flash-mla 1.0.0; `out` is that of vLLM's copy. A FlashMLASchedMeta of either is taken as well: what is known of its
-calls is kept beside what it holds.
+Conventions are FlashMLA's: lse is [batch, heads, q_len], and +inf where a query token sees no key (out is 0 there);
+docs/serving_engineer.md lists what is the same, more and different. Beyond that are taken: dense calls over records (by
+the fp32 reference alone, which a GPU runs where it is allowed), V4.1's records on any GPU, bf16 and fp16 caches in
+sparse calls, and queries of fp32. The last parameters are those of SGLang's wheel of FlashMLA, sgl-flash-mla 1.0.0;
+`out` is that of vLLM's copy. A FlashMLASchedMeta of either is taken as well.
 """
 
 from __future__ import annotations

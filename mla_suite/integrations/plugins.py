@@ -1,8 +1,8 @@
 """Registration with vLLM and SGLang, for each of the processes that a server starts.
 
 Both servers call these functions through the entry points that mla_suite installs (`vllm.general_plugins`,
-`sglang.srt.plugins`). Nothing of a backend is imported before it is chosen, so registering costs nothing where another
-backend runs.
+`sglang.srt.plugins`), and a program that has mla_suite on its path alone calls them itself. Nothing of a backend is
+imported before it is chosen, so registering costs nothing where another backend runs.
 """
 
 from __future__ import annotations

@@ -1,16 +1,9 @@
 """An SGLang attention backend for MLA models on our decode. Importable only where SGLang is installed.
 
-    # --attention-backend mla_suite --page-size 64
-    from mla_suite.integrations import plugins
-    plugins.sglang()                        # needed only where mla_suite is on the path without being installed
+    # sglang serve --model-path <model> --attention-backend mla_suite --page-size 64
 
-Installing mla_suite registers the backend in every process of a server. Decode, verification of drafts and extends of
-up to 8 tokens per sequence go to `mla_suite.decode`; all else is SGLang's Triton backend, from which the class is
-derived, but for prompts on H100 and H200: over 16-bit caches our plugin sends them to another backend, and over fp8
-caches they are expanded for FlashAttention 3 or decoded (`sglang_prompts`). Drafts are a chain, or a tree of at most 64
-from n-grams or from EAGLE with a top-k above 1; larger trees are SGLang's. In deterministic inference every extend is
-SGLang's. Where `MLA_SUITE_PRECISION` or the GPU asks for it, SGLang's kernel quantises the queries of an fp8 cache.
-Tested with the server and the classes of SGLang 0.5.23 on a CPU, and its engine on an H200.
+The class is derived from SGLang's Triton backend, which has all that docs/vllm_sglang.md does not give to
+`mla_suite.decode`; prompts on H100 and H200 are in `sglang_prompts`, trees of drafts in `sglang_trees`.
 """
 
 from __future__ import annotations

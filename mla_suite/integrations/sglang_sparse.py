@@ -2,12 +2,8 @@
 
     # sglang serve --model-path <model> --dsa-decode-backend mla_suite
 
-Installing mla_suite registers it. SGLang's backend for these models stays in place: the indexer, its page tables, the
-cache and prefill are SGLang's own, and single tokens, chains of drafts and draft layers end in the kernel that
-`--dsa-decode-backend` names. Here that is `mla_suite.sparse_decode`, over rows of 16 bits or of plain fp8 and over the
-records of `--kv-cache-dtype fp8_e4m3`: 656 bytes, or GLM-5.3's 528 without rope values. Prefill is ours too where
-SGLang has none that would do: with decode context parallelism, and over GLM-5.3's records. Tested with the classes of
-SGLang 0.5.23 on a CPU, and its engine on an H200.
+SGLang's backend for these models stays in place, up to the kernel that `--dsa-decode-backend` names, which is here
+`mla_suite.sparse_decode`; docs/vllm_sglang.md says what ends there.
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 
     # sglang serve --model-path deepseek-ai/DeepSeek-V4-Flash --dsv4-attn-backend mla_suite
 
-Installing mla_suite registers it. SGLang's backend `dsv4` stays in place, with its pools, metadata, indexer and
-writers; where it takes FlashMLA's two functions, it finds `flash_mla_with_kvcache` and `flash_mla_sparse_fwd` of
-`mla_suite.integrations.flash_mla`. Queries keep the heads of their rank, where SGLang pads to 64 for FlashMLA. V4.1's
-own records, where they are asked for, are in `mla_suite.integrations.sglang_v41`.
+SGLang's backend `dsv4` stays in place; where it takes FlashMLA's two functions, it finds those of
+`mla_suite.integrations.flash_mla`. Queries keep the heads of their rank, where SGLang pads to 64 for FlashMLA.
 """
 
 from __future__ import annotations

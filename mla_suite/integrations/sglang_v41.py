@@ -1,12 +1,8 @@
 """DeepSeek V4.1's own records in SGLang 0.5.23 on H100 and H200: 528 bytes a token, and 288 in the compressed pools.
 
-    # SGLANG_DSV4_KV_LAYOUT=v41 sglang serve --model-path <V4.1> --dsv4-attn-backend mla_suite
-    # SGLANG_DSV4_COMPRESSED_KV_LAYOUT=fp8: 528 bytes in the compressed pools as well
-
-Both variables are SGLang's. It keeps these records for SM100: the function that chooses a pool's layout asserts it, and
-so does the gather of prefill. Here both are told otherwise where our backend is asked for. The pools, their pages and
-the writers follow the layout: SGLang's CUDA programs, which its JIT builds for the GPU it finds, and Triton kernels.
-`v41` has scales at the end of a page, `v41_new` behind their token.
+SGLang keeps these records for SM100: the function that chooses a pool's layout asserts it, and so does the gather of
+prefill. Here both are told otherwise where our backend is asked for; all else follows the layout (the table of
+docs/vllm_sglang.md).
 """
 
 from __future__ import annotations

@@ -10,9 +10,7 @@ token is absorbed decode over the latent cache. Padding (attention_mask 0) is ne
 real tokens; a mask that later shows or hides other tokens than it did when they came is refused.
 
 Layers that are DeepSeek V2's or V3's own are replaced whole (`transformers_layer`), all others keep their projections,
-norms and rope and call our attention (`transformers_attention`). Models with an indexer, as DeepSeek V3.2 and GLM-5,
-keep it, and every token attends to what it selects. DeepSeek V4 keeps its cache too (`transformers_v4`).
-docs/transformers_models.md lists the models.
+norms and rope and call our attention (`transformers_attention`); DeepSeek V4 keeps its cache too (`transformers_v4`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """A vLLM attention backend for MLA models on our decode. Importable only where vLLM is installed.
 
     # vllm serve <model> --attention-backend CUSTOM
-    from mla_suite.integrations import plugins
-    plugins.vllm()                          # needed only where mla_suite is on the path without being installed
 
-Installing mla_suite registers the backend in every process of a server. Prefill stays vLLM's; steps of a few tokens per
-sequence, in any mixture of lengths, go to `mla_suite.decode` at any page size. Where vLLM leaves the page size open the
-backend asks for 64. Signatures of vLLM 0.25 to 0.33 are accepted; the offline engine runs in tests/servers.
+docs/vllm_sglang.md says what goes to `mla_suite.decode`, what stays vLLM's and what is refused.
 """
 
 from __future__ import annotations

@@ -2,13 +2,8 @@
 
     # vllm serve <model> --attention-backend MLA_SUITE_SPARSE
 
-Installing mla_suite registers it. The interface is that of vLLM's FlashMLA-sparse and ROCm-AITER-sparse backends: the
-indexer leaves positions in a buffer that layers share, and every token, of a prompt or not, goes to `forward_mqa`.
-vLLM's own builder makes the metadata. GLM-5.3's rows have no rope values: 16-bit ones are of 512 values, and records of
-528 bytes, which `mla_suite.append_kv` writes, where vLLM's are of 656 with zeros in them.
-
-DeepSeek V4 selects its kernels in its model's code: on ROCm through `rocm_sparse_attn_decode`, which
-`mla_suite.integrations.vllm_rocm` stands in for.
+The interface is that of vLLM's FlashMLA-sparse and ROCm-AITER-sparse backends: the indexer leaves positions in a buffer
+that layers share, and every token, of a prompt or not, goes to `forward_mqa`. vLLM's own builder makes the metadata.
 """
 
 from __future__ import annotations

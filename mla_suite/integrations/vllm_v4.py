@@ -4,12 +4,8 @@
 
 vLLM's code of these models names its attention class and its kernels itself and asks no selector. So `plugins.vllm`
 registers this module's models in the place of vLLM's own. They are vLLM's own classes; asking for one changes what its
-module names, and that only where the flag is given. With VLLM_BATCH_INVARIANT our functions do not split keys.
-
-On CUDA decode goes to `flash_mla_with_kvcache` and prefill to `flash_mla_sparse_fwd`, both of
-`mla_suite.integrations.flash_mla`, with as many heads as vLLM's fused writer of queries can lay out. On ROCm decode
-goes to `mla_suite.integrations.vllm_rocm` and prefill stays vLLM's. Indexer, compressor, caches and their writers stay
-vLLM's as well; V4.1's own records, where they are asked for, are in `mla_suite.integrations.vllm_v41`.
+module names, and that only where the flag is given: on CUDA decode and prefill are then functions of
+`mla_suite.integrations.flash_mla`, on ROCm decode is that of `vllm_rocm`.
 """
 
 from __future__ import annotations

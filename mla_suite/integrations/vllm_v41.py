@@ -1,12 +1,7 @@
 """DeepSeek V4.1's own records in vLLM 0.33 on CUDA: 528 bytes a token, and 288 in the compressed pools.
 
-    # MLA_SUITE_V41_RECORDS=1 vllm serve <V4.1> --attention-backend MLA_SUITE_DSV4
-    # vllm serve <V4.1> --attention-backend MLA_SUITE_DSV4 --kv-cache-dtype nvfp4_ds_mla    288 bytes
-
-vLLM keeps these records for SM100 and stores V4's of 584 bytes elsewhere. One function of its attention's module
-decides. Pools, their pages, the writer of the window, that of the compressed pool and the gather of prefill follow it.
-Two things have to be found elsewhere on other GPUs: a reader, which this backend is, and a writer of 288 bytes, since
-that of vLLM has an instruction of SM100 in it. Scales follow their token; vLLM 0.32 has them at the end of a page.
+One function of vLLM's attention decides, for SM100 alone, and all but two parts follow it (the table of
+docs/vllm_sglang.md): a reader, which this backend is, and the writer of 288 bytes.
 """
 
 from __future__ import annotations
