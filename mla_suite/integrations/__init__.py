@@ -109,6 +109,14 @@ def restate(name: str, words: Mapping[str, str], error: Exception) -> NoReturn:
     raise error
 
 
+def in_words(name: str, words: Mapping[str, str], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return what `call` returns, an operator or what calls one; its errors are raised as `restate` has them."""
+    try:
+        return call(*args, **kwargs)
+    except (CallError, RuntimeError) as error:
+        restate(name, words, error)
+
+
 def check_kinds(
     name: str,
     needed: dict[str, Any],

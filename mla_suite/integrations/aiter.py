@@ -19,7 +19,7 @@ import torch
 
 from mla_suite.core import checks
 from mla_suite.errors import CallError
-from mla_suite.integrations import FP8, KV_FORMATS, absent, check_kinds, metadata_convert, restate
+from mla_suite.integrations import FP8, KV_FORMATS, absent, check_kinds, in_words, metadata_convert, restate
 from mla_suite.integrations import refuse as _refuse
 from mla_suite.integrations.aiter_metadata import DENSE, lengths, selected, topk_of
 from mla_suite.integrations.aiter_metadata import get_mla_metadata_info_v1 as get_mla_metadata_info_v1
@@ -183,10 +183,7 @@ def _refuse_kinds(name: str, tensors: tuple[Any, ...], sizes: tuple[Any, ...]) -
 
 def mla_reduce_decode(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Decode and reduce, with the arguments of `mla_decode_fwd`, which does both here and is what this always calls."""
-    try:
-        return mla_decode_fwd(*args, **kwargs)
-    except CallError as error:
-        restate("mla_reduce_decode", {}, error)
+    return in_words("mla_reduce_decode", {}, mla_decode_fwd, *args, **kwargs)
 
 
 def _decode_selected(
@@ -209,21 +206,16 @@ def _decode_selected(
         given = f"kv_indices has {kv_indices.numel()} entries"
         _refuse(name, given, f"{tokens} query tokens and topk {topk} need {tokens * topk}")
     lens, _ = selected(name, "qo_indptr", qo_indptr, kv_indptr, tokens, topk)
-    try:
-        torch.ops.mla_suite.sparse_decode.out(
-            q,
-            [kv_buffer.squeeze(2)],
-            [kv_indices.view(-1)[: tokens * topk].view(tokens, topk)],
-            [None],
-            [lens],
-            kv_formats=[KV_FORMATS[kv_buffer.dtype]],
-            softmax_scale=scale,
-            head_dim_v=o.shape[-1],
-            out=o,
-            lse=lse,
-        )
-    except (CallError, RuntimeError) as error:
-        restate(name, _WORDS, error)
+    chosen = kv_indices.view(-1)[: tokens * topk].view(tokens, topk)
+    in_words(
+        *(name, _WORDS, torch.ops.mla_suite.sparse_decode.out),
+        *(q, [kv_buffer.squeeze(2)], [chosen], [None], [lens]),
+        kv_formats=[KV_FORMATS[kv_buffer.dtype]],
+        softmax_scale=scale,
+        head_dim_v=o.shape[-1],
+        out=o,
+        lse=lse,
+    )
 
 
 _INSTEAD = {

@@ -9,8 +9,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 import mla_suite
 from mla_suite.core import checks
-from mla_suite.errors import CallError
-from mla_suite.integrations import capturing, check_kinds, metadata_convert, refuse, restate
+from mla_suite.integrations import capturing, check_kinds, in_words, metadata_convert, refuse
 from mla_suite.ops.plan import sm_parts
 
 _WORDS = {
@@ -164,10 +163,7 @@ def get_mla_metadata_v1(
         given = f"reduce_indptr has {reduce_indptr.shape[0]} words, reduce_final_map {reduce_final_map.shape[0]} rows"
         refuse(name, given, f"{batch} sequences need {batch + 1} and {batch}: see *_info_v1")
     sizes = dict(num_heads=num_heads_per_head_k, max_seqlen_q=q_len, num_sm_parts=num_sm_parts)
-    try:
-        plan = mla_suite.plan(seq_lens, queries, **sizes)
-    except (CallError, RuntimeError) as error:
-        restate(name, _WORDS, error)
+    plan = in_words(name, _WORDS, mla_suite.plan, seq_lens, queries, **sizes)
     longest: int | torch.Tensor = q_len
     if spans is None and max(max_seqlen_qo, uni_seqlen_qo) < 1:
         longest = torch.nn.functional.pad(queries.diff(), (0, 1), value=1).amax()  # 1 where there is no sequence

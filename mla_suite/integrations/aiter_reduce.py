@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 import mla_suite
-from mla_suite.errors import CallError
-from mla_suite.integrations import check_kinds, refuse, restate
+from mla_suite.integrations import check_kinds, in_words, refuse
 
 _WORDS = {"partial_out": "partial_output", "split_indptr": "reduce_indptr", "out_dtype": "the dtype of final_output"}
 """Arguments of combine -> those of `mla_reduce_v1`."""
@@ -72,10 +71,7 @@ def mla_reduce_v1(
     # Entries past reduce_indptr[-1] hold anything; clamped, they are read and never used.
     source = (reduce_partial_map.long()[:, None] + step).clamp(0, rows.shape[0] - 1)
     gathered = rows[source].flatten(1, 2), lse_rows[source].flatten(1), reduce_indptr
-    try:
-        merged_out, merged_lse = mla_suite.combine(*gathered, out_dtype=final_output.dtype)
-    except (CallError, RuntimeError) as error:
-        restate(name, _WORDS, error)
+    merged_out, merged_lse = in_words(name, _WORDS, mla_suite.combine, *gathered, out_dtype=final_output.dtype)
     merged_out, merged_lse = merged_out.view(-1, heads, head_dim_v), merged_lse.view(-1, heads)
     if reduce_final_map is None:
         first = torch.arange(tiles, device=device) * max_seqlen_q
@@ -141,17 +137,15 @@ def mla_decode_reduce(
         refuse(name, f"kv_indptr has shape {tuple(kv_indptr.shape)}", f"it takes [T + 1] = ({T + 1},)")
     exists = torch.arange(splits, device=kv_indptr.device) < kv_indptr.diff()[:, None]
     lse = _natural(partial_lse, base2).view(T, splits, heads).masked_fill(~exists[..., None], -torch.inf)
-    try:
-        torch.ops.mla_suite.combine.out(
-            partial_output.view(T * splits, heads, head_dim_v),
-            lse.view(T * splits, heads),
-            num_splits=splits,
-            out_dtype=reduced.dtype,
-            out=reduced,
-            lse=torch.empty((T, heads), dtype=torch.float32, device=reduced.device),
-        )
-    except (CallError, RuntimeError) as error:
-        restate(name, _WORDS | {"out": "reduced", "out_dtype": "the dtype of reduced"}, error)
+    words = _WORDS | {"out": "reduced", "out_dtype": "the dtype of reduced"}
+    in_words(
+        *(name, words, torch.ops.mla_suite.combine.out),
+        *(partial_output.view(T * splits, heads, head_dim_v), lse.view(T * splits, heads)),
+        num_splits=splits,
+        out_dtype=reduced.dtype,
+        out=reduced,
+        lse=torch.empty((T, heads), dtype=torch.float32, device=reduced.device),
+    )
 
 
 def _check(name: str, needed: dict[str, Any], optional: dict[str, Any], sizes: dict[str, Any]) -> None:

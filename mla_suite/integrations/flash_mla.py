@@ -19,7 +19,7 @@ import torch
 from mla_suite.core import eager
 from mla_suite.core.prepared import KnownCalls
 from mla_suite.errors import CallError
-from mla_suite.integrations import FP8, PRECISION, WIDE, absent, check_kinds, flash_mla_kv_heads, restate
+from mla_suite.integrations import FP8, PRECISION, WIDE, absent, check_kinds, flash_mla_kv_heads, in_words, restate
 from mla_suite.integrations import refuse as _refuse
 from mla_suite.integrations.direct_call import DirectCall
 from mla_suite.integrations.flash_mla_metadata import Config, check_config, check_pair, forget_trace, holder_of, plan_of
@@ -215,10 +215,7 @@ def flash_mla_with_kvcache(
         options = scale, q.shape[1], 0, head_dim_v, causal, stored, 0, 0, 1, 0, 1, -1, precision, True
         call = DirectCall(DECODE, _dense_tensors, options)
     given = (*given[:-2], plan, out)
-    try:
-        attended, lse = call.run(given, head_dim_v, out)
-    except (CallError, RuntimeError) as error:
-        restate(name, _WORDS, error)
+    attended, lse = in_words(name, _WORDS, call.run, given, head_dim_v, out)
     if holder is not None:
         holder.have_initialized, holder.config = True, config
         holder.tile_scheduler_metadata = plan

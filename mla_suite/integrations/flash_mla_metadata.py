@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 import mla_suite
 from mla_suite.core import checks
-from mla_suite.errors import CallError
-from mla_suite.integrations import check_kinds, flash_mla_kv_heads, metadata_convert, restate
+from mla_suite.integrations import check_kinds, flash_mla_kv_heads, in_words, metadata_convert
 from mla_suite.integrations import refuse as _refuse
 from mla_suite.ops.plan import sm_parts
 
@@ -74,10 +74,9 @@ def get_mla_decoding_metadata(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The older pair of `get_mla_metadata`, to be assigned to tile_scheduler_metadata and num_splits of a
     FlashMLASchedMeta before a step's first call. use_legacy is not read."""
-    try:
-        return _older(seqlens_k, num_q_tokens_per_head_k, h_k, h_q, is_fp8_kvcache, topk)
-    except CallError as error:
-        restate("get_mla_decoding_metadata", _DECODING_WORDS, error)
+    given = seqlens_k, num_q_tokens_per_head_k, h_k, h_q, is_fp8_kvcache, topk
+    made: tuple[torch.Tensor, torch.Tensor] = in_words("get_mla_decoding_metadata", _DECODING_WORDS, _older, *given)
+    return made
 
 
 def _older(
@@ -102,11 +101,9 @@ def _older(
     lengths = cache_seqlens if topk is None else torch.full_like(cache_seqlens, topk)
     if num_heads_k > 1:
         lengths = flash_mla_kv_heads.of_each_head(lengths, num_heads_k)
-    try:
-        num_sm_parts = sm_parts(lengths, rows)
-        plan = mla_suite.plan(lengths, num_heads=rows, num_sm_parts=num_sm_parts)
-    except (CallError, RuntimeError) as error:
-        restate("get_mla_metadata", _METADATA_WORDS, error)
+    checked = partial(in_words, "get_mla_metadata", _METADATA_WORDS)
+    num_sm_parts = checked(sm_parts, lengths, rows)
+    plan = checked(mla_suite.plan, lengths, num_heads=rows, num_sm_parts=num_sm_parts)
     in_order = metadata_convert.in_order(plan, lengths, num_q_rows=rows, num_sm_parts=num_sm_parts)
     made = metadata_convert.to_flash_mla(
         in_order, lengths, num_sm_parts=num_sm_parts, columns=metadata_convert.OlderFlashMlaColumn
@@ -161,10 +158,8 @@ def plan_of(
     if isinstance(metadata, FlashMLASchedMeta):
         holder, assigned = metadata, metadata.tile_scheduler_metadata
         if assigned is None:
-            try:
-                return mla_suite.plan(cache_seqlens, num_heads=rows)
-            except (CallError, RuntimeError) as error:
-                restate(name, words, error)
+            made: torch.Tensor = in_words(name, words, mla_suite.plan, cache_seqlens, num_heads=rows)
+            return made
         if assigned.dim() == 1:  # a plan
             return assigned
         metadata, num_splits = assigned, holder.num_splits

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 
 import mla_suite
-from mla_suite.errors import CallError
-from mla_suite.integrations import WIDE, check_kinds, restate
+from mla_suite.integrations import WIDE, check_kinds, in_words
 from mla_suite.integrations import refuse as _refuse
 from mla_suite.ops.plan.metadata import OPEN
 
@@ -69,16 +69,14 @@ def flash_mla_sparse_fwd(
     tensors = q, [kv], [indices.squeeze(1)], [None], [topk_length], attn_sink, None  # pages of one token
     options: dict[str, Any] = dict(kv_formats=[WIDE[kv.dtype]], softmax_scale=sm_scale, head_dim_v=d_v)
     options["split_size"] = OPEN if enable_batch_invariant else 0
-    try:
-        if return_log2_lse is False:
-            if out is None:
-                out, _ = mla_suite.sparse_decode(*tensors, **options)
-            else:
-                lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-                torch.ops.mla_suite.sparse_decode.out(*tensors, **options, out=out, lse=lse)
-            return out, None, None
-        found, lse, max_logits = torch.ops.mla_suite.sparse_decode.max_logits(*tensors, **options, plus_inf_lse=True)
-    except (CallError, RuntimeError) as error:
-        restate(NAME, _WORDS, error)
+    checked, operator = partial(in_words, NAME, _WORDS), torch.ops.mla_suite.sparse_decode
+    if return_log2_lse is False:
+        if out is None:
+            out, _ = checked(mla_suite.sparse_decode, *tensors, **options)
+        else:
+            lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+            checked(operator.out, *tensors, **options, out=out, lse=lse)
+        return out, None, None
+    found, lse, max_logits = checked(operator.max_logits, *tensors, **options, plus_inf_lse=True)
     out = found if out is None else out.copy_(found)
     return (out, max_logits * LOG2_E, lse * LOG2_E) if return_log2_lse else (out, max_logits, lse)
