@@ -21,13 +21,13 @@ from planted import each_of
 
 from mla_suite import archs
 from mla_suite.archs import combine as native
-from mla_suite.archs.sm_90.combine import PersistentCombineConfig, ResidentCombineConfig
+from mla_suite.archs.sm_90.combine import persistent, resident
 from mla_suite.ops.plan.metadata import HEADER_WORDS, OPEN, Plan, Word
 
 RESIDENT, PERSISTENT = KERNELS = ("sm_90/combine/resident_combine.hpp", "common/persistent_combine.hpp")
 CONFIGS = {
-    RESIDENT: ResidentCombineConfig(archs.get("sm_90"), 512, merges=False),
-    PERSISTENT: PersistentCombineConfig(archs.get("sm_90"), 512),
+    RESIDENT: resident(archs.get("sm_90"), 512, merges=False),
+    PERSISTENT: persistent(archs.get("sm_90"), 512),
 }
 
 

@@ -18,20 +18,20 @@ from planted import each_of, plant
 from mla_suite import archs
 from mla_suite.archs import combine as native
 from mla_suite.archs.sm_90 import combine as sm_90_combine
-from mla_suite.archs.sm_90.combine import StreamingCombineConfig
+from mla_suite.archs.sm_90.combine import WholeRowsConfig, streamed
 from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.testing import assert_close, poison
 
 CONFIGS = {
-    (slices, waves, runs): StreamingCombineConfig(archs.get("sm_90"), 512, slices, waves, runs)
+    (slices, waves, runs): streamed(archs.get("sm_90"), 512, slices, waves, runs)
     for slices, waves in sm_90_combine.STREAMING_POINTS
     for runs in (2, 4)
 }
 
 
-def compiled(folder: Path, config: StreamingCombineConfig, *first: Path) -> Path:
+def compiled(folder: Path, config: WholeRowsConfig, *first: Path) -> Path:
     constants = {"HOST_BLOCK_THREADS": config.threads, "MLA_SUITE_KERNEL": "streaming_combine", "D_V": 512}
-    constants |= {"WAVES": config.waves, "SLICES": config.slices, "RUNS": config.runs}
+    constants |= {"WAVES": config.waves, "SLICES": config.slices, "RUNS": config.instance.rpartition("-")[2]}
     folder.mkdir(exist_ok=True)
     return compiled_program("combine/streaming.cpp", folder / "streaming", constants, *first, HOST / "combine")
 
@@ -45,7 +45,7 @@ class Merge:
         self.sink, self.nan = torch.randn(heads) if sink else None, list(nan)
         self.out, self.lse = poison(torch.empty(batch, heads, 512)), poison(torch.empty(batch, heads))
 
-    def run(self, program: Path, config: StreamingCombineConfig, seconds: int = 20, seed: int = 1, missing=None):
+    def run(self, program: Path, config: WholeRowsConfig, seconds: int = 20, seed: int = 1, missing=None):
         """The program's end; `missing` is a word of partial_out that decode never stores."""
         launch = native.launch_of(
             *(config, (self.batch, self.heads, self.heads)),

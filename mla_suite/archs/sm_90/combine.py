@@ -21,81 +21,57 @@ MAX_STREAMED_SPLITS = 128  # splits of a sequence: each has a lane that keeps it
 
 
 @dataclass(frozen=True)
-class ResidentCombineConfig(CombineKernel):
-    """The one instance of csrc/sm_90/combine/resident_combine.hpp, for rows that can be read and written 16 bytes at a
-    time.
+class WholeRowsConfig(CombineKernel):
+    """The configuration of a kernel for rows that are read and written 16 bytes at a time: see `resident`, `persistent`
+    and `streamed`.
 
-    Its workgroups go through the sequences that the plan split, one workgroup per compute unit. Where decode
-    `merges` rows itself there are fewer, because those that find nothing to do are then gone before decode ends.
+    kernel  its name, and `more` what else its instance's name says
+    slices  workgroups that share the columns of a row
+    most    workgroups at most
     """
 
     arch: ArchSpec = field(repr=False)
     head_dim_v: int
-    merges: bool
-
-    vec = 4
-    waves = 16
-
-    @property
-    def instance(self) -> str:
-        return f"resident_combine_dv-{self.head_dim_v}_waves-{self.waves}"
-
-    def grid(self, rows: int) -> int:
-        """Workgroups for `rows` rows over the whole batch, were all of them split."""
-        units = self.arch.compute_units
-        return min(rows, max(1, units * 3 // 4) if self.merges else units)
-
-
-@dataclass(frozen=True)
-class PersistentCombineConfig(CombineKernel):
-    """The one instance of csrc/common/persistent_combine.hpp, for rows that can be read and written 16 bytes at a time.
-
-    Its workgroups stay and go through the sequences that the plan split: few workgroups, however many rows.
-    """
-
-    arch: ArchSpec = field(repr=False)
-    head_dim_v: int
-
-    vec = 4
-    waves = 8
-    slices = 2  # of a row that a workgroup merges
-
-    @property
-    def instance(self) -> str:
-        return f"persistent_combine_dv-{self.head_dim_v}_waves-{self.waves}_slices-{self.slices}_resident-{RESIDENT}"
-
-    def grid(self, rows: int) -> int:
-        """Workgroups for `rows` rows over the whole batch, were all of them split."""
-        return min(rows * self.slices, PLANNED_GROUPS * self.arch.compute_units)
-
-
-@dataclass(frozen=True)
-class StreamingCombineConfig(CombineKernel):
-    """An instance of csrc/sm_90/combine/streaming_combine.cu, for rows read and written 16 bytes at a time.
-
-    It merges partials word by word while decode stores them; `slices` workgroups share the columns of a row, of which
-    decode stores `runs` at the same time.
-    """
-
-    arch: ArchSpec = field(repr=False)
-    head_dim_v: int
-    slices: int
+    kernel: str
     waves: int
-    runs: int
+    slices: int
+    most: int
+    more: str = ""
 
     vec = 4
 
     @property
     def instance(self) -> str:
-        return f"streaming_combine_dv-{self.head_dim_v}_waves-{self.waves}_slices-{self.slices}_runs-{self.runs}"
+        return f"{self.kernel}_dv-{self.head_dim_v}_waves-{self.waves}{self.more}"
 
     @property
     def resident(self) -> int:
-        """Workgroups that a compute unit has room for."""
+        """Workgroups that a compute unit has room for, of a kernel that runs beside decode."""
         return 4 * self.arch.simds // self.waves
 
     def grid(self, rows: int) -> int:
-        return rows * self.slices
+        return min(rows * self.slices, self.most)
+
+
+def resident(arch: ArchSpec, head_dim_v: int, merges: bool) -> WholeRowsConfig:
+    """csrc/sm_90/combine/resident_combine.hpp, whose workgroups, one per compute unit, go through the sequences that
+    the plan split. Where decode `merges` rows itself there are fewer, because those that find nothing to do are then
+    gone before decode ends."""
+    units = arch.compute_units
+    return WholeRowsConfig(arch, head_dim_v, "resident_combine", 16, 1, max(1, units * 3 // 4) if merges else units)
+
+
+def persistent(arch: ArchSpec, head_dim_v: int) -> WholeRowsConfig:
+    """csrc/common/persistent_combine.hpp: as `resident`, with few workgroups however many rows there are."""
+    more = f"_slices-2_resident-{RESIDENT}"
+    return WholeRowsConfig(arch, head_dim_v, "persistent_combine", 8, 2, PLANNED_GROUPS * arch.compute_units, more)
+
+
+def streamed(arch: ArchSpec, head_dim_v: int, slices: int, waves: int, runs: int) -> WholeRowsConfig:
+    """csrc/sm_90/combine/streaming_combine.cu, which merges partials word by word while decode stores them, `runs` of a
+    row at the same time."""
+    more = f"_slices-{slices}_runs-{runs}"
+    return WholeRowsConfig(arch, head_dim_v, "streaming_combine", waves, slices, combine.MAX_ROWS, more)
 
 
 class FoldCombineConfig(CombineConfig):
@@ -114,7 +90,7 @@ def fold_instances(arch: ArchSpec, head_dim_v: int) -> tuple[str, ...]:
     return tuple([f"fold_{name}" for name in combine.invariant_instances(arch, head_dim_v)])
 
 
-def for_plan(problem: Problem, arch: ArchSpec, merges: bool) -> ResidentCombineConfig | PersistentCombineConfig | None:
+def for_plan(problem: Problem, arch: ArchSpec, merges: bool) -> WholeRowsConfig | None:
     """The configuration for a plan; None for other widths, and for so few rows that several waves share one.
 
     `merges` says that decode merges some rows itself. The persistent combine serves more rows than the device has room
@@ -127,11 +103,11 @@ def for_plan(problem: Problem, arch: ArchSpec, merges: bool) -> ResidentCombineC
     if every_row.parts > 1:
         return None
     if every_row.grid(rows) > every_row.resident * arch.compute_units:
-        return PersistentCombineConfig(arch, problem.head_dim_v)
-    return ResidentCombineConfig(arch, problem.head_dim_v, merges)
+        return persistent(arch, problem.head_dim_v)
+    return resident(arch, problem.head_dim_v, merges)
 
 
-def streaming(problem: Problem, arch: ArchSpec, busy: int, runs: int) -> StreamingCombineConfig | None:
+def streaming(problem: Problem, arch: ArchSpec, busy: int, runs: int) -> WholeRowsConfig | None:
     """The configuration that combines while decode, on `busy` compute units, goes on; None if there is none.
 
     All its workgroups must find room beside decode. Decode stores `runs` of a row at the same time: 2 where a block has
@@ -143,7 +119,7 @@ def streaming(problem: Problem, arch: ArchSpec, busy: int, runs: int) -> Streami
     if busy > arch.compute_units // 2 and 2 * problem.rows > MAX_STREAMED_ROWS and runs == 2:
         return None
     rows, free = problem.rows * problem.batch, arch.compute_units - busy
-    points = (StreamingCombineConfig(arch, problem.head_dim_v, *point, runs) for point in STREAMING_POINTS)
+    points = (streamed(arch, problem.head_dim_v, *point, runs) for point in STREAMING_POINTS)
     return next((point for point in points if point.grid(rows) <= point.resident * free), None)
 
 

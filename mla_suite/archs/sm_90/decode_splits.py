@@ -53,7 +53,7 @@ def scaled_for(config: Sm90Config, shape: Shape, splits: Splits) -> Sm90Config:
 
 def split(
     config: Sm90Config, args: DecodeArgs, shape: Shape
-) -> tuple[Sm90Config, Splits, combine.StreamingCombineConfig | None]:
+) -> tuple[Sm90Config, Splits, combine.WholeRowsConfig | None]:
     """The instance with its cluster mode, the splits, and the streaming combine if one may run beside decode.
 
     Clusters of a balanced plan share keys where a sequence has two row tiles, which takes lengths of all kinds the
