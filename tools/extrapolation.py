@@ -96,7 +96,7 @@ def launches(
     """The reports of one call in the emulator that is active, and its outputs. SanitizerError for any finding."""
     with configured(collect=True, time=time) as reports:
         outputs = inputs.outputs_for(op, call)
-        choice.run(outputs, op.Args(*call.args, **call.kwargs))
+        choice.backend.run(choice.supported.config, outputs, op.Args(*call.args, **call.kwargs))
     for report in reports:
         if report.findings:
             raise SanitizerError(report)

@@ -117,7 +117,7 @@ def build_tuned(wanted: Sequence[Instance], progress: Callable[[int, int], None]
     Tuning tries more instances than a package ships, and a user's tables may name them. BuildError as for `build`.
     """
     csrc = CSRC.resolve()
-    missing = [item for item in wanted if not manifest.is_built(item.arch.name, item.id)]
+    missing = [item for item in wanted if item.id not in manifest.built(item.arch.name)]
     if not missing:
         return 0
     for_amd, for_nvidia = _archs_of("amd", missing), _archs_of("nvidia", missing)
@@ -125,7 +125,8 @@ def build_tuned(wanted: Sequence[Instance], progress: Callable[[int, int], None]
     nvidia = compilers.find_nvidia() if for_nvidia else None
     if for_nvidia and nvidia is None:
         raise BuildError(NO_NVCC)
-    out = locations.writable_tuned_objects(csrc)
+    name = locations.tree_hash(csrc) + locations.TUNED
+    out = locations.private_folder(name, "objects for tuned rows are kept in the user's cache")
     site = _Site(csrc, out, out / ".build", amd, nvidia)
     with _written(out), locations.locked(out):
         made = _compiled(missing, site, None, progress)

@@ -75,27 +75,22 @@ def cached_objects(csrc: Path = CSRC, suffix: str = "") -> Path | None:
     return folder if os.path.exists(folder / MANIFEST) else None
 
 
-def writable_tuned_objects(csrc: Path = CSRC) -> Path:
-    """The folder of TUNED `cached_objects`, made with mode 0700. BuildError when it could be written by others."""
-    return _private_folder(tree_hash(csrc) + TUNED, "objects for tuned rows are kept in the user's cache")
-
-
 def writable_objects(csrc: Path = CSRC, package: Path = PACKAGE_OBJECTS) -> Path:
-    """The package's object folder where it can be written, else the cache's, made with mode 0700.
-
-    BuildError when the cache could be written by others.
-    """
+    """The package's object folder where it can be written, else the cache's `private_folder`."""
     nearest = package
     while not nearest.exists():
         nearest = nearest.parent
     # access() is true for root on a read-only mount only up to the mount itself, which it does report.
     if os.access(nearest, os.W_OK):
         return package
-    return _private_folder(tree_hash(csrc), f"{package} cannot be written")
+    return private_folder(tree_hash(csrc), f"{package} cannot be written")
 
 
-def _private_folder(name: str, why: str) -> Path:
-    """The folder of that name in this user's cache, made with mode 0700; `why` it is needed begins the errors."""
+def private_folder(name: str, why: str) -> Path:
+    """The folder of that name in this user's cache, made with mode 0700; `why` it is needed begins the errors.
+
+    BuildError when it could be written by others.
+    """
     root = cache_root()
     if root is None:
         raise BuildError(f"{why} and this user has no home; set XDG_CACHE_HOME to a private folder")

@@ -209,11 +209,6 @@ def installed_library(name: str) -> Path | None:
     return None if isinstance(found, str) or name not in found.libraries else found.library(name)
 
 
-def is_built(arch: str, instance_id: str) -> bool:
-    """Whether the manifest this process uses has that kernel; False when nothing was built."""
-    return instance_id in built(arch)
-
-
 @cache
 def built(arch: str) -> frozenset[str]:
     """Ids of the kernels of an arch in the manifest this process uses; none when nothing was built."""

@@ -198,10 +198,6 @@ class Choice:
         """Whether a call on a GPU is an error outside of `allow_reference`, since no kernel takes it."""
         return self.backend.name == "reference" and bool(self.refused)
 
-    def run(self, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
-        """Fill the outputs of one call."""
-        self.backend.run(self.supported.config, outputs, args)
-
     def __str__(self) -> str:
         lines = [f"{self.backend.name}: {self.supported.reason}"]
         lines += [f"  not {name}: {reason}" for name, reason in self.refused]

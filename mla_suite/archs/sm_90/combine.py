@@ -85,11 +85,6 @@ class FoldCombineConfig(CombineConfig):
         return f"fold_{instance_id('combine', self.constants)}"
 
 
-def fold_instances(arch: ArchSpec, head_dim_v: int) -> tuple[str, ...]:
-    """The instances that fold."""
-    return tuple([f"fold_{name}" for name in combine.invariant_instances(arch, head_dim_v)])
-
-
 def for_plan(problem: Problem, arch: ArchSpec, merges: bool) -> WholeRowsConfig | None:
     """The configuration for a plan; None for other widths, and for so few rows that several waves share one.
 

@@ -10,7 +10,7 @@ import torch
 from mla_suite.archs import ArchSpec, decode_table
 from mla_suite.archs import combine as combine_kernels
 from mla_suite.archs.attention import NARROW, WIDTHS
-from mla_suite.archs.sm_90 import combine, decode_launches
+from mla_suite.archs.sm_90 import decode_launches
 from mla_suite.archs.sm_90.kv_loads import KV_LOADS, KvLoad
 from mla_suite.archs.sm_90.tile import (
     BLOCK_M,
@@ -216,7 +216,7 @@ class Sm90Config:
         """Names of the instances that may run in its place, and of the combines behind them."""
         combines = combine_kernels.invariant_instances(self.arch, self.head_dim_v)
         if self.may_fold:
-            combines += combine.fold_instances(self.arch, self.head_dim_v)
+            combines += tuple([f"fold_{name}" for name in combines])
         variants = [variant for config in self.clustered.values() for variant in (config, config.scaling)]
         return (*dict.fromkeys(variant.instance for variant in (*variants, *self.folding.values())), *combines)
 
