@@ -195,11 +195,8 @@ def _ask_for_parts(model_runner: Any) -> None:
     and on a CPU there is no kernel that writes keys in two parts.
     """
     import torch
+    from sglang.srt.models.deepseek_common.utils import FORWARD_ABSORB_CORE_ATTENTION_BACKENDS as backends
 
-    try:
-        from sglang.srt.models.deepseek_common.utils import FORWARD_ABSORB_CORE_ATTENTION_BACKENDS as backends
-    except ImportError:  # versions that keep it elsewhere
-        return
     scaled = getattr(model_runner.model_config.hf_config, "llama_4_scaling", None) is not None
     if not scaled and torch.version.cuda is not None and SGLANG_NAME not in backends:
         backends.append(SGLANG_NAME)

@@ -23,26 +23,20 @@ from mla_suite.integrations import (
     joined_queries,
     needs,
     refuse,
-    sglang_prompts,
     sglang_trees,
     takes_query_parts,
 )
 from mla_suite.integrations.interface import Interface
 
-with needs("SGLang with its Triton attention backend of 2026", __name__, "decode from a backend of your own"):
+with needs("SGLang 0.5.20 or newer", __name__, "decode from a backend of your own"):
     from sglang import __version__
+    from sglang.kernels.ops.attention.utils import concat_mla_absorb_q_general
+    from sglang.kernels.ops.quantization.fp8_kernel import scaled_fp8_quant
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MLATokenToKVPool
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-try:
-    from sglang.kernels.ops.quantization.fp8_kernel import scaled_fp8_quant
-except ImportError:  # versions that keep it elsewhere: queries stay in 16 bits
-    scaled_fp8_quant = None
 
-try:
-    from sglang.kernels.ops.attention.utils import concat_mla_absorb_q_general
-except ImportError:  # versions that keep it elsewhere: torch joins the parts of queries
-    concat_mla_absorb_q_general = None
+    from mla_suite.integrations import sglang_prompts
 
 NAME = "MLASuiteAttnBackend"
 TESTED = ("0.5.20", "0.5.23")
@@ -287,7 +281,7 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         fewest = fp8_query_rows(self._one, self.page_size, joined=False)
         # As many drafts as the server verifies count in every pass, so that a token's queries are of one kind.
         rows = heads * (self.num_draft_tokens or 1)
-        self._fp8_queries = scaled_fp8_quant is not None and fewest is not None and rows >= fewest
+        self._fp8_queries = fewest is not None and rows >= fewest
         self._lens = lens.int()
         width = self.req_to_token.shape[1]
         host_lens = getattr(forward_batch, "seq_lens_cpu", None)

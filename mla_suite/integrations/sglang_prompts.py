@@ -14,15 +14,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from sglang.kernels.ops.attention.flash_attention import flash_attn_varlen_func
+from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
+from sglang.srt.models.deepseek_common.attention_forward_methods.forward_mha import resolve_attn_backend
 
 from mla_suite.integrations import FP8, With, absorbed_prompt, pairs_saved
-
-try:
-    from sglang.kernels.ops.attention.flash_attention import flash_attn_varlen_func
-    from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
-    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_mha import resolve_attn_backend
-except ImportError:  # versions that keep these elsewhere: prompts stay with SGLang's Triton backend
-    flash_attn_varlen_func = handlers = resolve_attn_backend = None
 
 MOST_PAIRS, MANY_HEADS = 256, 64
 """With so many heads a cached key costs no more pairs of a query and a key than this: SGLang multiplies a prefix out at
@@ -41,7 +37,7 @@ more for 2,000 and for 1,024. Fewer heads save less, and launches take the host 
 
 def over(dtype: torch.dtype | None, like: torch.Tensor, width: int, heads: int) -> Prompts | None:
     """Returns what takes prompts over a cache of such rows on the device of `like`; None where that is SGLang's."""
-    known = flash_attn_varlen_func is not None and dtype in (*FP8, torch.bfloat16, torch.float16)
+    known = dtype in (*FP8, torch.bfloat16, torch.float16)
     pairs = absorbed_prompt(like, width, fp8=dtype in FP8) if known else 0
     pairs = min(pairs, MOST_PAIRS) if heads >= MANY_HEADS else pairs
     return Prompts(pairs) if pairs else None
@@ -49,8 +45,7 @@ def over(dtype: torch.dtype | None, like: torch.Tensor, width: int, heads: int) 
 
 def register(name: str) -> None:
     """Let SGLang's models ask `forward_method` how a batch attends whose backend has this name."""
-    if handlers is not None:
-        handlers.AttentionBackendRegistry.register(name, forward_method)
+    handlers.AttentionBackendRegistry.register(name, forward_method)
 
 
 def forward_method(attn: Any, forward_batch: Any) -> Any:

@@ -84,6 +84,11 @@ def sglang(monkeypatch):
     mode = SimpleNamespace(is_target_verify=None, is_extend=None, is_decode_or_idle=None)
     contents = {
         "sglang": dict(__version__="0.5.23"),
+        "sglang.kernels.ops.attention.flash_attention": dict(flash_attn_varlen_func=None),
+        "sglang.kernels.ops.attention.utils": dict(concat_mla_absorb_q_general=None),
+        "sglang.kernels.ops.quantization.fp8_kernel": dict(scaled_fp8_quant=None),
+        "sglang.srt.models.deepseek_common": dict(attention_backend_handler=None),
+        "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mha": dict(resolve_attn_backend=None),
         "sglang.srt.layers.attention.triton_backend": dict(TritonAttnBackend=TritonAttnBackend),
         "sglang.srt.mem_cache.memory_pool": dict(KVWriteLoc=KVWriteLoc, MLATokenToKVPool=Pool),
         "sglang.srt.model_executor.forward_batch_info": dict(ForwardBatch=ForwardBatch, ForwardMode=mode),
