@@ -75,7 +75,7 @@ def record_of(kv_formats: Sequence[str], width: int, records: Mapping[tuple[str,
     return names.pop() if len(names) == 1 else None
 
 
-def _sparse_unsupported(problem: SparseDecodeProblem, records: Mapping[tuple[str, int], str]) -> Unsupported | None:
+def _unsupported(problem: SparseDecodeProblem, records: Mapping[tuple[str, int], str]) -> Unsupported | None:
     """Why no kernel can take a problem; None when one may."""
     if problem.dtype != torch.bfloat16:
         return Unsupported(f"q is {problem.dtype}; it takes bfloat16")
@@ -98,7 +98,7 @@ def _sparse_unsupported(problem: SparseDecodeProblem, records: Mapping[tuple[str
     return None
 
 
-def sparse_supports(
+def supports(
     problem: SparseDecodeProblem,
     arch: ArchSpec,
     config_for: Callable[[SparseDecodeProblem, ArchSpec], Any],
@@ -111,7 +111,7 @@ def sparse_supports(
     if problem.dtype in Q_FP8:
         record = record_of([pool.kv_format for pool in problem.pools], problem.head_dim, records)
         problem = problem._replace(dtype=torch.bfloat16) if record in DESCALED else problem
-    why = _sparse_unsupported(problem, records)
+    why = _unsupported(problem, records)
     if why is not None:
         return why
     config = config_for(problem, arch)
@@ -120,7 +120,7 @@ def sparse_supports(
     return missing(arch, *config.built_from(problem.heads), *merges) or answer
 
 
-def sparse_shape(args: SparseDecodeArgs, out: torch.Tensor) -> Shape:
+def shape_of(args: SparseDecodeArgs, out: torch.Tensor) -> Shape:
     """The sizes of a call of sparse_decode. Rows that the kernels cannot reach are those of copies, not `aligned`."""
     queries, results = _token_rows(args.q), _token_rows(out)
     q_rope = None if args.q_rope is None else _token_rows(args.q_rope)
@@ -130,7 +130,7 @@ def sparse_shape(args: SparseDecodeArgs, out: torch.Tensor) -> Shape:
     return Shape(queries, q_rope, results, tokens, heads, 1, heads, False, 0, keys, plan_words)
 
 
-def sparse_queries(args: SparseDecodeArgs, shape: Shape, reached: bool) -> tuple[Shape, list[Copy], list[str]]:
+def queries(args: SparseDecodeArgs, shape: Shape, reached: bool) -> tuple[Shape, list[Copy], list[str]]:
     """The shape with the queries that the kernels take, their copy where that is another than those of the arguments,
     and what `explain` says of it. `reached` says that the kernels' loads reach every row."""
     fp8 = shape.q.dtype in Q_FP8
@@ -143,7 +143,7 @@ def sparse_queries(args: SparseDecodeArgs, shape: Shape, reached: bool) -> tuple
     return shape._replace(q=copied, q_rope=None), [copy], notes
 
 
-def sparse_splits(args: SparseDecodeArgs, shape: Shape, own: Callable[[], int]) -> Splits:
+def splits(args: SparseDecodeArgs, shape: Shape, own: Callable[[], int]) -> Splits:
     """Splits of each query token: those of the arguments, else the kernel's `own`."""
     if shape.plan_words:
         return Splits(1, 1, args.split_size)
@@ -151,7 +151,7 @@ def sparse_splits(args: SparseDecodeArgs, shape: Shape, own: Callable[[], int]) 
     return Splits(number, number, args.split_size)
 
 
-def sparse_numbers(args: SparseDecodeArgs, shape: Shape, splits: Splits) -> dict[str, int | float]:
+def numbers(args: SparseDecodeArgs, shape: Shape, splits: Splits) -> dict[str, int | float]:
     """The parameters that the sparse_decode kernels of every arch take."""
     lengths = args.topk_lengths or [None] * len(args.kv_caches)
     numbers: dict[str, int | float] = dict(_NO_POOLS)
@@ -196,7 +196,7 @@ def _pool_numbers(
     )
 
 
-def sparse_pointers(args: SparseDecodeArgs, partials: bool) -> dict[str, Slot]:
+def pointers(args: SparseDecodeArgs, partials: bool) -> dict[str, Slot]:
     """All arguments but q, the results, and partials where there are some."""
     pointers: dict[str, Slot] = {
         "attn_sink": None if args.attn_sink is None else SPARSE_INPUTS["attn_sink"],
@@ -214,7 +214,7 @@ def sparse_pointers(args: SparseDecodeArgs, partials: bool) -> dict[str, Slot]:
     return pointers
 
 
-def sparse_copies(args: SparseDecodeArgs) -> list[Copy]:
+def copies(args: SparseDecodeArgs) -> list[Copy]:
     """Selections that the kernels take as contiguous copies."""
     indices, lengths = SPARSE_INPUTS["indices"].position, SPARSE_INPUTS["topk_lengths"].position
     copies = [Copy(Input(indices, i)) for i, index in enumerate(args.indices) if token_stride(index, 1) is None]

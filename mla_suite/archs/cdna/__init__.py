@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from mla_suite.archs import sparse_attention
 from mla_suite.archs.base import ArchKernels
 from mla_suite.archs.cdna import decode
 from mla_suite.archs.cdna.decode import MAX_ROWS, CdnaConfig
 from mla_suite.archs.cdna.sparse_decode import CdnaSparseConfig
 from mla_suite.archs.cdna.splits import plan_costs
-from mla_suite.archs.sparse_attention import sparse_supports
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.ops.combine import Problem as CombineProblem
 from mla_suite.ops.decode import Problem as DecodeProblem
@@ -51,7 +51,7 @@ class CdnaKernels(ArchKernels):
 
     def sparse_decode(self, problem: SparseDecodeProblem) -> Supported | Unsupported:
         kernels = self.sparse_config
-        return sparse_supports(problem, self.arch, kernels.for_problem, kernels.records)
+        return sparse_attention.supports(problem, self.arch, kernels.for_problem, kernels.records)
 
     def combine(self, problem: CombineProblem) -> Supported | Unsupported:
         if problem.plus_inf_lse:

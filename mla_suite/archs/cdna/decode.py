@@ -8,23 +8,8 @@ from typing import ClassVar
 
 import torch
 
-from mla_suite.archs import ArchSpec, combine, decode_table
-from mla_suite.archs.attention import (
-    MAX_ROW_TILES,
-    NARROW,
-    WIDTHS,
-    Shape,
-    Splits,
-    call_of,
-    combined,
-    decode_mask_copies,
-    decode_numbers,
-    decode_out_is_apart,
-    decode_pointers,
-    decode_query_copy,
-    decode_shape,
-    parts_notes,
-)
+from mla_suite.archs import ArchSpec, attention, combine, decode_table
+from mla_suite.archs.attention import NARROW, WIDTHS, Shape, Splits
 from mla_suite.archs.cdna.extends import FEWEST_TOKENS, WORTH, clocks
 from mla_suite.archs.cdna.splits import Kind, LoopCosts, default_splits
 from mla_suite.archs.combine import OUTPUTS
@@ -164,16 +149,17 @@ class CdnaConfig:
         out, lse = outputs
         if args.seq_lens.shape[0] == 0 or out.numel() == 0:
             return CallSpec()
-        shape = decode_shape(args, out)
+        shape = attention.decode_shape(args, out)
         splits = _splits(self, args, shape)
         slots, work_tiles = splits.slots(shape), splits.tiles(shape)
         if shape.plan_words:
             work_tiles = min(work_tiles, self.arch.compute_units)
-        queries, results, copies, temporaries = shape.q, shape.out, decode_mask_copies(args), list[Temporary]()
+        queries, results = shape.q, shape.out
+        copies, temporaries = attention.decode_mask_copies(args), list[Temporary]()
         if args.softmax_scale < 0 or not queries.in_whole_vectors or shape.q_rope is not None:
-            queries, copy = decode_query_copy(args, shape)
+            queries, copy = attention.decode_query_copy(args, shape)
             copies.append(copy)
-        if decode_out_is_apart(shape):
+        if attention.decode_out_is_apart(shape):
             results = results.copied()
             temporaries.append(Temporary(OUTPUTS["out"]))
         # The kernels store lse as [tokens, heads] with -inf, and it is converted for who wants it otherwise.
@@ -186,18 +172,19 @@ class CdnaConfig:
             kv_token_stride=args.kv_cache.stride(1),
             block_table_stride=0 if args.block_table is None else args.block_table.stride(0),
             grid_stride=work_tiles,
-            **decode_numbers(args, shape, results, splits),
+            **attention.decode_numbers(args, shape, results, splits),
         )
-        grid, pointers = (work_tiles, self.tiles(shape.rows), 1), decode_pointers(args, slots > 0)
+        grid, pointers = (work_tiles, self.tiles(shape.rows), 1), attention.decode_pointers(args, slots > 0)
         launch = LaunchSpec(self.instance, grid, self.threads, 0, False, "decode", numbers, pointers)
         merge = None
         if slots:
             each = 0 if shape.plan_words or shape.ragged else splits.partials
             merged = shape.combine_problem(args.head_dim_v, slots, num_splits=each)
             chosen = combine.config_for(merged, self.arch, splits.size > 0)
-            merge = combined(chosen, args, shape, results, (LseLayout.contiguous(shape.heads), False), splits.partials)
-        notes = [splits.note(shape, "sequence"), *parts_notes(shape, read=False)]
-        return call_of(launch, merge, shape, slots, args.head_dim_v, copies, temporaries, notes)
+            wanted = LseLayout.contiguous(shape.heads), False
+            merge = attention.combined(chosen, args, shape, results, wanted, splits.partials)
+        notes = [splits.note(shape, "sequence"), *attention.parts_notes(shape, read=False)]
+        return attention.call_of(launch, merge, shape, slots, args.head_dim_v, copies, temporaries, notes)
 
 
 def tile_rows(rows: int, most: int = MAX_ROWS, narrow: bool = False) -> int:
@@ -266,8 +253,8 @@ def _unsupported(problem: Problem, arch: ArchSpec) -> str | None:
     if problem.alignment < 16:
         return f"kv_cache is aligned to {problem.alignment} bytes; its address and block stride must be multiples of 16"
     rows = problem.heads * problem.q_len
-    if rows < 1 or -(-rows // MAX_ROWS) > MAX_ROW_TILES:
-        return f"{rows} query rows per sequence; it takes 1 to {MAX_ROWS * MAX_ROW_TILES}"
+    if rows < 1 or -(-rows // MAX_ROWS) > attention.MAX_ROW_TILES:
+        return f"{rows} query rows per sequence; it takes 1 to {MAX_ROWS * attention.MAX_ROW_TILES}"
     return None
 
 

@@ -8,19 +8,9 @@ from typing import ClassVar
 
 import torch
 
-from mla_suite.archs import ArchSpec, combine
+from mla_suite.archs import ArchSpec, combine, sparse_attention
 from mla_suite.archs.attention import SPARSE_INPUTS, call_of, combined
 from mla_suite.archs.combine import OUTPUTS
-from mla_suite.archs.sparse_attention import (
-    fp4_pools,
-    record_of,
-    sparse_copies,
-    sparse_numbers,
-    sparse_pointers,
-    sparse_queries,
-    sparse_shape,
-    sparse_splits,
-)
 from mla_suite.launch.spec import CallSpec, LaunchSpec, Temporary
 from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs
@@ -62,7 +52,8 @@ class CdnaSparseConfig:
     @classmethod
     def for_problem(cls, problem: Problem, arch: ArchSpec) -> CdnaSparseConfig:
         """The instance for a problem; it depends on heads and kv_formats alone, as batch-invariant calls need it."""
-        record = record_of([pool.kv_format for pool in problem.pools], problem.head_dim, cls.records) or "none"
+        kv_formats = [pool.kv_format for pool in problem.pools]
+        record = sparse_attention.record_of(kv_formats, problem.head_dim, cls.records) or "none"
         return cls(arch, record, cls.tile_rows(record, problem.heads))
 
     @classmethod
@@ -109,11 +100,11 @@ class CdnaSparseConfig:
         out, lse = outputs
         if out.numel() == 0:
             return CallSpec()
-        shape = sparse_shape(args, out)
+        shape = sparse_attention.shape_of(args, out)
         temporaries = list[Temporary]()
         reached = shape.q.in_whole_vectors and shape.q_rope is None
-        shape, query_copies, query_notes = sparse_queries(args, shape, reached)
-        copies = sparse_copies(args) + query_copies
+        shape, query_copies, query_notes = sparse_attention.queries(args, shape, reached)
+        copies = sparse_attention.copies(args) + query_copies
         if not shape.out.in_whole_vectors:
             shape = shape._replace(out=shape.out.copied())
             temporaries.append(Temporary(OUTPUTS["out"]))
@@ -121,17 +112,17 @@ class CdnaSparseConfig:
         if args.plus_inf_lse or not lse.is_contiguous():
             temporaries.append(Temporary(OUTPUTS["lse"], args.plus_inf_lse))
         groups = shape.batch * self.tiles(shape.heads)
-        splits = sparse_splits(args, shape, lambda: self.default_splits(groups, shape.keys))
+        splits = sparse_attention.splits(args, shape, lambda: self.default_splits(groups, shape.keys))
         slots, work_tiles = splits.slots(shape), splits.tiles(shape)
         if shape.plan_words:
             work_tiles = min(work_tiles, self.arch.compute_units)
-        numbers = sparse_numbers(args, shape, splits) | dict(
+        numbers = sparse_attention.numbers(args, shape, splits) | dict(
             q_token_stride=shape.q.strides[0],
             q_head_stride=shape.q.strides[1],
             grid_stride=work_tiles,
-            fp4=fp4_pools(tuple(args.kv_formats)),
+            fp4=sparse_attention.fp4_pools(tuple(args.kv_formats)),
         )
-        pointers = {"q": SPARSE_INPUTS["q"], **sparse_pointers(args, slots > 0)}
+        pointers = {"q": SPARSE_INPUTS["q"], **sparse_attention.pointers(args, slots > 0)}
         grid = (work_tiles, self.tiles(shape.heads), 1)
         launch = LaunchSpec(self.instance, grid, self.threads, 0, False, "sparse_decode", numbers, pointers)
         merge = None

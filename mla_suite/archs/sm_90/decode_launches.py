@@ -7,19 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mla_suite.archs import attention
 from mla_suite.archs import combine as combine_kernels
-from mla_suite.archs.attention import (
-    DECODE_INPUTS,
-    call_of,
-    combined,
-    decode_mask_copies,
-    decode_numbers,
-    decode_out_is_apart,
-    decode_pointers,
-    decode_query_copy,
-    decode_shape,
-    parts_notes,
-)
+from mla_suite.archs.attention import DECODE_INPUTS
 from mla_suite.archs.combine import OUTPUTS
 from mla_suite.archs.sm_90 import combine, decode_splits, tensor_maps
 from mla_suite.archs.sm_90.costs import NODE_SPLITS
@@ -43,18 +33,18 @@ def spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArgs
     if decode_splits.needs_no_plan(config, args, out):
         args = replace(args, plan=None)
         notes.append("the plan is not read: equal splits take less time for these sequences")
-    shape = decode_shape(args, out)
+    shape = attention.decode_shape(args, out)
     config, splits, streaming = decode_splits.split(config, args, shape)
     config = decode_splits.scaled_for(config, shape, splits)
     slots, tiles = splits.slots(shape), config.tiles(shape.rows)
     groups = groups_of(config.arch, splits.tiles(shape), tiles)
-    queries, results, copies, temporaries = shape.q, shape.out, decode_mask_copies(args), list[Temporary]()
+    queries, results, copies, temporaries = shape.q, shape.out, attention.decode_mask_copies(args), list[Temporary]()
     q_maps = tensor_maps.q_part_maps(DECODE_INPUTS, shape, config.takes_parts and args.softmax_scale >= 0)
     reached = queries.in_whole_vectors and tensor_maps.pitch(queries.shape, queries.strides) is not None
     if not q_maps and (args.softmax_scale < 0 or not reached or shape.q_rope is not None):
-        queries, copy = decode_query_copy(args, shape)
+        queries, copy = attention.decode_query_copy(args, shape)
         copies.append(copy)
-    if decode_out_is_apart(shape) or not tensor_maps.within_span(shape.q_len, shape.heads, shape.out.strides):
+    if attention.decode_out_is_apart(shape) or not tensor_maps.within_span(shape.q_len, shape.heads, shape.out.strides):
         results = results.copied()
         temporaries.append(Temporary(OUTPUTS["out"]))
     if config.load.rotates and args.rope_cos_sin.data_ptr() % tensor_map.ALIGNMENT:  # type: ignore[union-attr]  # rotated by it
@@ -91,7 +81,7 @@ def spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArgs
         streaming=int(streaming is not None),
         fold_size=0,
         fold_slot=0,
-        **decode_numbers(args, shape, results, splits),
+        **attention.decode_numbers(args, shape, results, splits),
     )
     if shape.plan_words:
         numbers["split_size"] = splits.size  # says whether CTAs drift apart (decode/producer_tma.hpp)
@@ -99,7 +89,7 @@ def spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArgs
     if config.folds:  # behind the partials each CTA has rows to fold in
         partials += -(-groups * tiles * BLOCK_M // shape.rows)
         numbers |= dict(fold_size=decode_splits.round_up_to_block_n(args.split_size), fold_slot=slots)
-    pointers = decode_pointers(args, partials > 0)
+    pointers = attention.decode_pointers(args, partials > 0)
     in_table, in_list = pointers.pop("block_table"), pointers.pop("kv_indices")
     pointers["page_ids"] = in_list if in_table is None else in_table
     launch = LaunchSpec(
@@ -118,12 +108,13 @@ def spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArgs
             folds=config.may_fold and (states or not config.folds),
         )
         # A plan says itself how many partials a sequence has; which of them decode merges depends on `groups`.
-        merge = combined(chosen, args, shape, results, wanted_lse, groups if merges else splits.partials, merges)
+        partial_results = groups if merges else splits.partials
+        merge = attention.combined(chosen, args, shape, results, wanted_lse, partial_results, merges)
         if streaming is not None:
             merge = combine.bounded(merge)
         if states:
             merge = combine.of_states(merge, shape.rows)
-    notes += parts_notes(shape, bool(q_maps))
+    notes += attention.parts_notes(shape, bool(q_maps))
     beside = " while decode runs" if streaming is not None else ""
     mode = config.cluster_mode
     pairs = "" if mode == "none" else f"; clusters of two CTAs: the call has cluster_mode {mode}"
@@ -131,4 +122,4 @@ def spec(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArgs
     if config.folds:
         tile = f"a work tile is up to {NODE_SPLITS} splits of at most {args.split_size} keys"
         notes.append(f"{tile}, whose results its CTA adds")
-    return call_of(launch, merge, shape, partials, args.head_dim_v, copies, temporaries, notes, 1 + states)
+    return attention.call_of(launch, merge, shape, partials, args.head_dim_v, copies, temporaries, notes, 1 + states)

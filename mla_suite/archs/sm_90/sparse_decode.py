@@ -23,18 +23,7 @@ from mla_suite.archs.sm_90.tile import (
     groups_of,
     sparse_swap_ab_bytes,
 )
-from mla_suite.archs.sparse_attention import (
-    DESCALED,
-    VALUES,
-    fp4_pools,
-    record_of,
-    sparse_copies,
-    sparse_numbers,
-    sparse_pointers,
-    sparse_queries,
-    sparse_shape,
-    sparse_supports,
-)
+from mla_suite.archs.sparse_attention import DESCALED, VALUES
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.kv_formats import get_kv_format
 from mla_suite.launch.spec import CallSpec, LaunchSpec, Output, Temporary
@@ -240,13 +229,13 @@ class Sm90SparseConfig:
         out, lse = outputs[:2]
         if out.numel() == 0:
             return CallSpec()
-        shape = sparse_shape(args, out)
+        shape = sparse_attention.shape_of(args, out)
         temporaries = list[Temporary]()
         q_maps = tensor_maps.q_part_maps(SPARSE_INPUTS, shape, self.record in SLOTS and args.softmax_scale >= 0)
         reached = shape.q.in_whole_vectors and tensor_maps.pitch(shape.q.shape, shape.q.strides) is not None
         taken = bool(q_maps) or (reached and shape.q_rope is None)
-        shape, query_copies, query_notes = sparse_queries(args, shape, taken)
-        copies = sparse_copies(args) + query_copies
+        shape, query_copies, query_notes = sparse_attention.queries(args, shape, taken)
+        copies = sparse_attention.copies(args) + query_copies
         if not shape.out.in_whole_vectors or not tensor_maps.within_span(1, shape.heads, shape.out.strides):
             shape = shape._replace(out=shape.out.copied())
             temporaries.append(Temporary(OUTPUTS["out"]))
@@ -254,11 +243,11 @@ class Sm90SparseConfig:
         config, splits = sparse_splits.split_call(config, args, shape)
         slots, tiles, wanted = splits.slots(shape), config.tiles(shape.heads), (LseLayout.of(lse), args.plus_inf_lse)
         groups = groups_of(config.arch, splits.tiles(shape), tiles)
-        numbers = sparse_numbers(args, shape, splits) | {"grid_stride": groups} | combine_kernels.lse_numbers(*wanted)
+        numbers = sparse_attention.numbers(args, shape, splits) | combine_kernels.lse_numbers(*wanted)
         kv_formats = tuple(args.kv_formats)
-        numbers |= {"interleaved": _interleaved_pools(kv_formats), "fp4": fp4_pools(kv_formats)}
-        numbers["in_parts"] = int(bool(q_maps))
-        pointers = sparse_pointers(args, slots > 0)
+        numbers |= {"interleaved": _interleaved_pools(kv_formats), "fp4": sparse_attention.fp4_pools(kv_formats)}
+        numbers |= {"grid_stride": groups, "in_parts": int(bool(q_maps))}
+        pointers = sparse_attention.pointers(args, slots > 0)
         pointers["max_logits"] = Output(2) if len(outputs) > 2 else None
         maps = q_maps or {"q_map": tensor_maps.q_map(SPARSE_INPUTS["q"], shape.q, 1), "q_rope_map": None}
         launch = LaunchSpec(
@@ -282,12 +271,12 @@ class Sm90SparseConfig:
 
 def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
     """The instance for a problem."""
-    return sparse_supports(problem, arch, config_for, RECORDS)
+    return sparse_attention.supports(problem, arch, config_for, RECORDS)
 
 
 def config_for(problem: Problem, arch: ArchSpec) -> Sm90SparseConfig:
     """The instance with 64 query rows for a problem, which takes splits of any length."""
-    found = record_of([pool.kv_format for pool in problem.pools], problem.head_dim, RECORDS)
+    found = sparse_attention.record_of([pool.kv_format for pool in problem.pools], problem.head_dim, RECORDS)
     record = "v32" if found == "v32pow2" else found or "none"
     if problem.heads <= FEW_ROWS and record in FEW_HEADS:
         return Sm90SparseConfig(arch, record, q_rows=FEW_ROWS, few_heads=True)

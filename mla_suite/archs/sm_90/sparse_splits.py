@@ -11,10 +11,11 @@ from functools import lru_cache
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
+from mla_suite.archs import sparse_attention
 from mla_suite.archs.attention import Shape, Splits
 from mla_suite.archs.sm_90.costs import early_share, max_splits, splits_worth_trying
 from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N, groups_of
-from mla_suite.archs.sparse_attention import VALUES, sparse_splits
+from mla_suite.archs.sparse_attention import VALUES
 from mla_suite.ops.sparse_decode import SparseDecodeArgs
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def split_call(config: Sm90SparseConfig, args: SparseDecodeArgs, shape: Shape) -
     """How a call's keys are split, and the instance that fits. In batch-invariant mode and with a plan no clusters
     reduce O: splits are combined alike whatever the batch, and the parts of a plan are not in pairs."""
     sizes = shape.batch, shape.heads, shape.keys
-    splits = sparse_splits(args, shape, lambda: best_splits(config, *sizes))
+    splits = sparse_attention.splits(args, shape, lambda: best_splits(config, *sizes))
     chosen = for_splits(config, args, shape, splits)
     if chosen is config and not splits.size and not shape.plan_words:
         chosen = fastest(config, *sizes, splits.number)
