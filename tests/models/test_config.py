@@ -24,11 +24,8 @@ def test_presets_have_the_published_scales():
     assert dataclasses.replace(MLAConfig.deepseek_r1(), yarn=None).softmax_scale == pytest.approx(192**-0.5)
 
 
-def test_configs_are_frozen_and_hashable():
-    config = MLAConfig.tiny()
-    assert hash(config) == hash(MLAConfig.tiny())
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.num_heads = 4
+def test_configs_are_hashable():
+    assert hash(MLAConfig.tiny()) == hash(MLAConfig.tiny())
 
 
 def test_any_number_of_ranks_that_divides_the_heads():

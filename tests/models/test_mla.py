@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from changed_projections import adapted, hooked, hooked_before, with_another_bias, with_another_forward
 
 import mla_suite
 from mla_suite.models import MLA, MLAConfig, PagedLatentCache, Step, cos_sin_table, slots
@@ -247,35 +248,9 @@ def test_contradicting_prefill_arguments_are_refused_before_anything_is_written(
     assert kv_cache.isnan().all()
 
 
-class Adapted(torch.nn.Linear):
-    """A projection whose weight is not all that it multiplies by."""
-
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
-def adapted(layer):
-    layer.kv_b_proj = Adapted(layer.kv_b_proj.in_features, layer.kv_b_proj.out_features, bias=False)
-
-
-def biased(layer):
-    layer.kv_b_proj.bias = torch.nn.Parameter(torch.ones(layer.kv_b_proj.out_features))
-
-
-def hooked(layer):
-    layer.kv_b_proj.register_forward_hook(lambda module, args, out: 2 * out)
-
-
-def hooked_before(layer):
-    layer.kv_b_proj.register_forward_pre_hook(lambda module, args: (2 * args[0],))
-
-
-def with_its_own_forward(layer):
-    layer.kv_b_proj.forward = lambda x: 2 * torch.nn.functional.linear(x, layer.kv_b_proj.weight)
-
-
 OWN = "has a hook or a forward of its own"
-MORE = {adapted: "is Adapted", biased: "has a bias", hooked: OWN, hooked_before: OWN, with_its_own_forward: OWN}
+MORE = {adapted: "is Adapter", with_another_bias: "has a bias"}
+MORE |= dict.fromkeys((hooked, hooked_before, with_another_forward), OWN)
 
 
 @pytest.mark.parametrize("change", MORE, ids=lambda change: change.__name__)
@@ -283,7 +258,7 @@ MORE = {adapted: "is Adapted", biased: "has a bias", hooked: OWN, hooked_before:
 def test_a_kv_b_proj_that_is_more_than_its_weight_is_refused_before_anything_is_written(change):
     """Prefill calls the module, decode reads its weight. Without a cache the module is all there is."""
     layer = make_layer(TINY)
-    change(layer)
+    change(layer, "kv_b_proj")
     table, cache, x = cos_sin_table(TINY, 8), trapped(TINY), torch.randn(1, 4, TINY.hidden_size)
     step = cache.append([cache.allocate()], [4])
     refusal = f"MLA: kv_b_proj {MORE[change]}; absorption needs a plain Linear without bias: merge the adapter into it"

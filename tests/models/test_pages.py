@@ -32,63 +32,40 @@ def test_a_step_says_where_tokens_go():
     cache = small_cache()
     a, b = cache.allocate(), cache.allocate()
     cache.append([a], [3])
-    step = cache.append([a, b], [2, 5])
+    step = cache.append([a, b], [2, 5], width=3)
     assert step.seq_lens.tolist() == [5, 5]
     assert step.positions.tolist() == [3, 4, 0, 1, 2, 3, 4]
     assert (step.block_table.dtype, step.seq_lens.dtype) == (torch.int32, torch.int32)
     pages_a, pages_b = cache.pages(a), cache.pages(b)
-    assert step.block_table.tolist() == [list(pages_a), list(pages_b)]
+    assert step.block_table.tolist() == [[*pages_a, 0], [*pages_b, 0]]
     expected = [pages_a[0] * 4 + 3, pages_a[1] * 4] + [pages_b[0] * 4 + i for i in range(4)] + [pages_b[1] * 4]
     assert step.slot_mapping.tolist() == expected
 
 
 def test_a_fork_shares_pages_until_one_side_writes():
-    cache = small_cache()
+    """Writing both sides needs one page, not two: the last holder of a page keeps it."""
+    cache = small_cache(num_pages=3)
     a = cache.allocate()
     write(cache, cache.append([a], [6]), [0, 1, 2, 3, 4, 5])
     b = cache.fork(a)
-    assert cache.free_pages == 6
     assert cache.pages(b) == cache.pages(a)
-    write(cache, cache.append([b], [1]), [60])
-    assert cache.free_pages == 5
+    write(cache, cache.append([a, b], [1, 1]), [70, 60])
     assert cache.pages(b)[0] == cache.pages(a)[0]
     assert cache.pages(b)[1] != cache.pages(a)[1]
-    write(cache, cache.append([a], [1]), [70])
-    assert cache.free_pages == 5, "the last holder of a page keeps it"
-    assert read(cache, a) == [0, 1, 2, 3, 4, 5, 70]
-    assert read(cache, b) == [0, 1, 2, 3, 4, 5, 60]
-
-
-def test_writing_both_sides_of_a_fork_needs_one_page_not_two():
-    cache = small_cache(num_pages=2)
-    a = cache.allocate()
-    write(cache, cache.append([a], [2]), [0, 1])
-    b = cache.fork(a)
-    write(cache, cache.append([a, b], [1, 1]), [10, 20])
-    assert (read(cache, a), read(cache, b)) == ([0, 1, 10], [0, 1, 20])
-
-
-def test_freeing_returns_pages_when_the_last_holder_goes():
-    cache = small_cache()
-    a = cache.allocate(tokens=9)
-    assert cache.free_pages == 5
-    cache.append([a], [2])
-    assert cache.free_pages == 5, "reserved pages are used first"
-    b = cache.fork(a)
-    cache.free(a)
-    assert cache.free_pages == 7
-    cache.free(b)
-    assert cache.free_pages == 8
+    assert (read(cache, a), read(cache, b)) == ([0, 1, 2, 3, 4, 5, 70], [0, 1, 2, 3, 4, 5, 60])
 
 
 def test_reserved_pages_outlast_what_was_written_into_them():
-    """A captured graph's block table names them."""
+    """A captured graph's block table names them. In a contiguous cache they are one page for each sequence."""
     cache, sequences = PagedLatentCache.contiguous(2, batch=3, max_len=4)
+    assert cache.layers[0].shape == (3, 4, 576)
     cache.append(sequences, [4, 2, 3])
     for sequence in sequences:
         cache.truncate(sequence, 0)
     step = cache.append(sequences, [1, 1, 1])
     assert (step.block_table.tolist(), cache.free_pages) == ([[0], [1], [2]], 0)
+    with pytest.raises(RuntimeError, match="append: needs 1 pages of 4 tokens, 0 of 3"):
+        cache.append(sequences[1:2], [4])
     with pytest.raises(ValueError, match="reserve: -1 tokens; reserve 0 or more"):
         cache.reserve(sequences[0], -1)
 
@@ -132,16 +109,9 @@ def test_mistakes_are_named():
             call(a)
     with pytest.raises(ValueError, match=r"kv_format 'dsv4' holds rows of 512 values"):
         PagedLatentCache(1, 1, 1, kv_format="dsv4")
+    with pytest.raises(ValueError, match="0 pages of 4 tokens; both must be 1 or more"):
+        PagePool(0, 4)
     assert cache.free_pages == 8
-
-
-def test_contiguous_is_one_page_per_sequence():
-    cache, sequences = PagedLatentCache.contiguous(1, batch=3, max_len=10)
-    step = cache.append(sequences, [4, 10, 1])
-    assert cache.layers[0].shape == (3, 10, 576)
-    assert step.block_table.tolist() == [[0], [1], [2]]
-    with pytest.raises(RuntimeError, match="append: needs 1 pages of 10 tokens, 0 of 3"):
-        cache.append([sequences[1]], [1])
 
 
 @pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad])
@@ -173,13 +143,6 @@ def test_layers_are_separate_tensors_of_the_kv_formats_size():
     assert cache.bytes_per_token == 3 * 656
     assert len({layer.untyped_storage().data_ptr() for layer in cache.layers}) == 3
     assert PagedLatentCache(61, 1, 1).bytes_per_token == 61 * 1152
-
-
-def test_width_pads_with_zeros():
-    cache = small_cache()
-    a = cache.allocate()
-    step = cache.append([a], [1], width=3)
-    assert step.block_table.tolist() == [[cache.pages(a)[0], 0, 0]]
 
 
 ACTIONS = st.lists(
@@ -237,11 +200,6 @@ def test_any_history_reads_back_what_was_written(actions, page_size):
         assert cache.free_pages == 9 - len(held)
         for page in held:
             assert cache.users(page) == sum(page in cache.pages(sequence) for sequence in written)
-
-
-def test_pools_refuse_no_pages():
-    with pytest.raises(ValueError, match="0 pages of 4 tokens; both must be 1 or more"):
-        PagePool(0, 4)
 
 
 @pytest.mark.parametrize(
