@@ -1,9 +1,8 @@
-"""Programs of benchmarks/ and tools/ on a CPU: what they print and save, and what they refuse before they measure."""
+"""Programs of benchmarks/ on a CPU: what they print and save."""
 
 import csv
 import json
 import re
-from pathlib import Path
 
 import bench_check
 import bench_flashmla
@@ -25,29 +24,6 @@ def start(monkeypatch):
         return program.main()
 
     return start
-
-
-@pytest.mark.parametrize(
-    ("program", "measures", "options", "says"),
-    [
-        (bench_check, "seconds", "--every 0", "argument --every: '0'; it takes a whole number of 1 or more"),
-        (bench_check, "seconds", "--emulate sm_90", "sm_90 is not emulated; the emulator executes gfx942 and gfx950"),
-        (bench_check, "seconds", "--save .", ". cannot be written; name a file in a folder of yours"),
-        (bench_flashmla, "run", "--report absent.json", "absent.json is no run that --save wrote: FileNotFoundError"),
-        (bench_flashmla, "run", "--report other.json", "other.json is no run that --save wrote: KeyError: 'rows'"),
-        (bench_flashmla, "run", "--plot dense.svg", "--plot draws a saved run: name it with --report"),
-        (bench_flashmla, "run", "--save .", ". cannot be written; name a file in a folder of yours"),
-    ],
-)
-def test_what_cannot_be_done_is_refused_before_it_measures(
-    program, measures, options, says, start, monkeypatch, tmp_path, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    Path("other.json").write_text("{}")
-    monkeypatch.setattr(program, measures, lambda *given: pytest.fail("it began"))
-    with pytest.raises(SystemExit, match="2"):
-        start(program, *options.split())
-    assert says in capsys.readouterr().err
 
 
 def test_check_mode_is_timed_for_each_n(start, monkeypatch, capsys, tmp_path):

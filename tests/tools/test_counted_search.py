@@ -86,20 +86,6 @@ def test_a_search_that_is_interrupted_keeps_what_it_found(
     assert not (tmp_path / "combine" / "gfx950.csv").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (f"{ARCH},sm_90", "sm_90 is not emulated; the emulator executes gfx942 and gfx950"),
-        (f"{ARCH} --set nope", "nope"),
-        (f"{ARCH} --shapes nope", "nope"),
-    ],
-)
-def test_what_cannot_be_searched(arguments: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        counted_search.main(arguments.split())
-    assert sentence in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", ["gfx942", "gfx950"])
 def test_every_published_shape_has_a_row(name: str) -> None:
     """And its kernel ships, so that the row decides."""
@@ -129,22 +115,3 @@ def test_beside_the_stock_reduction(tmp_path: Path, capsys: pytest.CaptureFixtur
     _, least, ours = (float(row["latency"]) for row in rows)
     assert 0 < least <= ours < 1.1 * least
     assert "which is faster needs a GPU" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--shapes", "b3-"], "no shape contains b3-"),
-        (["--arch", "gfx942,sm_90"], "sm_90 is not emulated; the emulator executes gfx942 and gfx950"),
-        (["--arch", "gfx999"], "unknown arch 'gfx999'"),
-        (["--runners", "ours,nope"], "no runner nope; there are stock, "),
-        (["--sizes", "1x2"], "argument --sizes: invalid"),
-        (["--csv", "."], ". cannot be written; name a file in a folder of yours"),
-    ],
-)
-def test_the_reduction_refuses_in_a_sentence(options: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        bench_reduce.main(options)
-    printed = capsys.readouterr()
-    assert says in printed.err
-    assert not printed.out, "nothing was counted"

@@ -326,22 +326,3 @@ def test_the_program_reads_a_listing(tmp_path, capsys):
     text.write_text(between(MFMA4, "v_mov_b32_e32 v50, v0", 8))
     assert check_hazards.main(["--arch", "gfx942", "--disassembly", str(text), str(text)]) == 0
     assert capsys.readouterr().out == "2 texts checked, 0 findings\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ("--disassembly x.s", "--disassembly needs --arch, gfx942 or gfx950: the texts do not say for which they are"),
-        (
-            "--disassembly x.s --kernel plan",
-            "names the texts themselves: leave --kernel and --objects out",
-        ),
-        ("--arch gfx942 --disassembly nowhere.s", "a text cannot be read: .*'nowhere.s'"),
-        ("--objects nowhere", "no manifest|nowhere"),
-        ("--kernel no_such_kernel", "no AMD kernel of that arch and name was built"),
-    ],
-)
-def test_what_the_program_cannot_check(arguments, sentence, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        check_hazards.main(arguments.split())
-    assert re.search(sentence, capsys.readouterr().err)

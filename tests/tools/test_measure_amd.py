@@ -36,27 +36,3 @@ def test_another_file_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.Ca
     file.write_text(json.dumps({"arch": "gfx942"}))
     assert main(["tune", "--calibrate", str(file)]) == 2
     assert "is no file of tools/measure_amd.py: KeyError: 'numbers'" in capsys.readouterr().err
-
-
-def test_without_a_gpu_it_says_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        measure_amd.main([str(tmp_path / "numbers.json")])
-    assert "--dry gfx942 goes through the steps without one" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("file", "arch", "says"),
-    [
-        (".", "gfx942", "cannot be written; name a file in a folder of yours"),
-        ("numbers.json", "sm_90", "sm_90 is not emulated; the emulator executes gfx942 and gfx950"),
-        ("numbers.json", "gfx999", "unknown arch 'gfx999'"),
-    ],
-)
-def test_what_cannot_be_measured_or_kept_is_refused_before_it_starts(
-    file: str, arch: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(measure_amd, "measure", lambda on: pytest.fail("it began"))
-    with pytest.raises(SystemExit, match="2"):
-        measure_amd.main([str(tmp_path / file), "--dry", arch])
-    assert says in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())

@@ -64,9 +64,3 @@ def test_the_page_has_the_summary():
     found = support.section(compare_amd_peers.PAGE.read_text(), "comparison")
     made = "\n".join(compare_amd_peers.summary(compare_amd_peers.stored()))
     assert found == f"{made}\n", "run `python tools/compare_amd_peers.py --write`"
-
-
-def test_a_source_that_is_none_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        compare_amd_peers.main(["--source", "aiter"])
-    assert "the sources are aiter-2039, aiter-3003" in capsys.readouterr().err
