@@ -13,8 +13,8 @@ def ints(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-def dense(**options):
-    cache, table, lens = paged([70, 33], 16)
+def dense(kv_heads=1):
+    cache, table, lens = paged([70, 33], 16, kv_heads=kv_heads)
     given = dict(q=torch.randn(2, 1, 16, 576).bfloat16(), k_cache=cache, block_table=table, cache_seqlens=lens)
     return given | dict(head_dim_v=512, tile_scheduler_metadata=flash_mla.get_mla_metadata()[0], softmax_scale=0.05)
 
@@ -29,12 +29,6 @@ def dense_older():
     given = dense()
     made = flash_mla.get_mla_metadata(given["cache_seqlens"], 16, 1)
     return given | dict(zip(("tile_scheduler_metadata", "num_splits"), made, strict=True))
-
-
-def dense_several_heads():
-    given = dense()
-    cache, table, lens = paged([70, 33], 16, kv_heads=2)
-    return given | dict(k_cache=cache, block_table=table, cache_seqlens=lens)
 
 
 def dense_again():
@@ -114,13 +108,14 @@ def decode_reduce():
 
 
 def rocm(ragged=False):
-    given = dict(q=torch.randn(2, 16, 512).bfloat16(), swa_only=False, scale=0.05, attn_sink=torch.randn(64))
+    """A step of three tokens, of which the last has no keys; the sinks are more than the rank's heads, as vLLM's."""
+    given = dict(q=torch.randn(3, 16, 512).bfloat16(), swa_only=False, scale=0.05, attn_sink=torch.randn(64))
     records = [caches.pack("dsv4", torch.randn(6, page, 512)) for page in (4, 16)]
-    given |= dict(kv_cache=records[0], swa_k_cache=records[1], output=torch.empty(2, 16, 512).bfloat16())
+    given |= dict(kv_cache=records[0], swa_k_cache=records[1], output=torch.full((3, 16, 512), torch.nan).bfloat16())
     given |= dict(head_dim=512, nope_head_dim=448, rope_head_dim=64)
     for pool in ("swa", "topk"):
-        pairs = dict(ragged_indices=chosen(9), ragged_indptr=ints(0, 4, 9), indices=None, lens=None)
-        rows = dict(ragged_indices=None, ragged_indptr=None, indices=chosen(2, 7), lens=ints(7, 3))
+        pairs = dict(ragged_indices=chosen(9), ragged_indptr=ints(0, 4, 9, 9), indices=None, lens=None)
+        rows = dict(ragged_indices=None, ragged_indptr=None, indices=chosen(3, 7), lens=ints(7, 3, 0))
         given |= {f"{pool}_{name}": value for name, value in (pairs if ragged else rows).items()}
     return given
 
@@ -129,7 +124,7 @@ CALLS = {
     "dense": (flash_mla.flash_mla_with_kvcache, dense),
     "dense fp8": (flash_mla.flash_mla_with_kvcache, dense_fp8),
     "dense older": (flash_mla.flash_mla_with_kvcache, dense_older),
-    "dense several heads": (flash_mla.flash_mla_with_kvcache, dense_several_heads),
+    "dense several heads": (flash_mla.flash_mla_with_kvcache, lambda: dense(kv_heads=2)),
     "dense again": (flash_mla.flash_mla_with_kvcache, dense_again),
     "sparse": (flash_mla.flash_mla_with_kvcache, sparse),
     "metadata": (flash_mla.get_mla_metadata, metadata),

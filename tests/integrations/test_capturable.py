@@ -11,62 +11,13 @@ import torch
 from aiter_steps import MADE
 from interface_calls import CALLS, aiter_metadata, dense, metadata
 from interface_calls import step as aiter_step
-from torch.overrides import TorchFunctionMode
+from observers import crossings, on_device
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_suite
 from mla_suite.integrations import aiter, flash_mla, metadata_convert
 
 BATCH, HEADS, NUM_SM_PARTS = 3, 16, 8
-
-
-def on_device(*shape, dtype=torch.int32):
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-class Copies(TorchDispatchMode):
-    """Collects operations that take a tensor of the host and one of the device, or make one from the other."""
-
-    def __init__(self, found):
-        super().__init__()
-        self.found = found
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        leaves = pytree.tree_leaves((args, kwargs, out))
-        seen = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()}
-        if seen == {"cpu", "meta"}:
-            self.found.append(str(func))
-        return out
-
-
-class Literals(TorchFunctionMode):
-    """Collects what torch copies from the host's memory although no tensor shows it: Python's numbers.
-
-    Those are tensors made from lists, and a number assigned to one element or through an index tensor: on a GPU torch
-    copies it and waits. Assigned to a slice, or by fill_, it is an argument of a kernel.
-    """
-
-    def __init__(self, found):
-        super().__init__()
-        self.found = found
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func in (torch.tensor, torch.as_tensor) and out.device.type == "meta":
-            self.found.append(func.__name__)
-        number = func is torch.Tensor.__setitem__ and isinstance(args[2], int | float)
-        if number and (isinstance(args[1], torch.Tensor) or args[0][args[1]].dim() == 0):
-            self.found.append("assignment of a number")
-        return out
-
-
-def crossings(call):
-    found = []
-    with Copies(found), Literals(found):
-        call()
-    return found
 
 
 def without_data(given):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from flash_mla_calls import check
-from test_flash_mla_sparse import records, selection, sparse_expected
+from test_flash_mla_sparse import selection, sparse_expected, two_pools
 
 from mla_suite.core import eager
 from mla_suite.integrations.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
@@ -26,28 +26,8 @@ class TheirSchedMeta:
 
 def a_call(holder):
     """Arguments of a decode over two pools, and what it must give."""
-    (window, values), (extra, extra_values) = records("dsv4", 3, 64), records("dsv4", 40, 2)
-    indices, extra_indices = selection(3, 1, 32, 192), selection(3, 1, 16, 80)
-    lengths = torch.tensor([32, 1, 7], dtype=torch.int32), torch.tensor([0, 5, 16], dtype=torch.int32)
-    q, sink = torch.randn(3, 1, 8, 512).bfloat16(), torch.randn(8)
-    arguments = dict(
-        q=q,
-        k_cache=window.unsqueeze(2),
-        block_table=None,
-        cache_seqlens=None,
-        head_dim_v=512,
-        tile_scheduler_metadata=holder,
-        softmax_scale=SCALE,
-        is_fp8_kvcache=True,
-        indices=indices,
-        attn_sink=sink,
-        extra_k_cache=extra.unsqueeze(2),
-        extra_indices_in_kvcache=extra_indices,
-        topk_length=lengths[0],
-        extra_topk_length=lengths[1],
-    )
-    pools = (values, indices, lengths[0]), (extra_values, extra_indices, lengths[1])
-    return arguments, sparse_expected(q, pools, SCALE, sink)
+    arguments, pools = two_pools(holder)
+    return arguments, sparse_expected(arguments["q"], pools, arguments["softmax_scale"], arguments["attn_sink"])
 
 
 @pytest.mark.parametrize("heads_apart", [8, 12], ids=["whole", "a slice of heads"])

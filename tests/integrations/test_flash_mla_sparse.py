@@ -54,36 +54,45 @@ def test_sparse_v32(page, q_len, heads, as_dtype):
     check(out, lse, sparse_expected(q, [(values, indices, None)], 576**-0.5))
 
 
-@pytest.mark.parametrize("with_extra", [False, True])
-@pytest.mark.parametrize("with_lengths", [False, True])
-def test_sparse_v4_pools_and_sink(with_extra, with_lengths):
-    packed, values = records("dsv4", 3, 256)
-    extra, extra_values = records("dsv4", 40, 2)
-    assert packed.stride(0) > packed.shape[1] * 584  # block stride padded to 576s
-    indices, extra_indices = selection(2, 2, 32, 3 * 256), selection(2, 2, 16, 80)
-    lengths = torch.tensor([32, 0], dtype=torch.int32) if with_lengths else None
-    extra_lengths = torch.tensor([0, 5], dtype=torch.int32) if with_lengths and with_extra else None
-    sink = torch.randn(64)
-    sink[:3] = torch.tensor([torch.inf, -torch.inf, 50.0])
-    q = torch.randn(2, 2, 64, 512).bfloat16()
-    out, lse = flash_mla_with_kvcache(
-        q=q,
-        k_cache=packed.unsqueeze(2),
+def two_pools(holder, batch=3, q_len=1, heads=8, page=64):
+    """Arguments of a decode over V4's two pools with lengths and a sink, and these pools for `sparse_expected`."""
+    (window, values), (extra, extra_values) = records("dsv4", 3, page), records("dsv4", 40, 2)
+    indices, extra_indices = selection(batch, q_len, 32, 3 * page), selection(batch, q_len, 16, 80)
+    lengths, extra_lengths = torch.tensor([32, 1, 7]).int()[:batch], torch.tensor([0, 5, 16]).int()[:batch]
+    arguments = dict(
+        q=torch.randn(batch, q_len, heads, 512).bfloat16(),
+        k_cache=window.unsqueeze(2),
         block_table=None,
         cache_seqlens=None,
         head_dim_v=512,
-        tile_scheduler_metadata=get_mla_metadata()[0],
-        softmax_scale=0.05,
+        tile_scheduler_metadata=holder,
+        softmax_scale=512**-0.5,
         is_fp8_kvcache=True,
         indices=indices,
-        attn_sink=sink,
-        extra_k_cache=extra.unsqueeze(2) if with_extra else None,
-        extra_indices_in_kvcache=extra_indices if with_extra else None,
+        attn_sink=torch.randn(heads),
+        extra_k_cache=extra.unsqueeze(2),
+        extra_indices_in_kvcache=extra_indices,
         topk_length=lengths,
         extra_topk_length=extra_lengths,
     )
-    pools = [(values, indices, lengths)] + ([(extra_values, extra_indices, extra_lengths)] if with_extra else [])
-    check(out, lse, sparse_expected(q, pools, 0.05, sink))
+    return arguments, [(values, indices, lengths), (extra_values, extra_indices, extra_lengths)]
+
+
+@pytest.mark.parametrize("with_extra", [False, True])
+@pytest.mark.parametrize("with_lengths", [False, True])
+def test_sparse_v4_pools_and_sink(with_extra, with_lengths):
+    given, pools = two_pools(get_mla_metadata()[0], batch=2, q_len=2, heads=64, page=256)
+    assert given["k_cache"].stride(0) > 256 * 584  # block stride padded to 576s
+    given["attn_sink"][:3] = torch.tensor([torch.inf, -torch.inf, 50.0])
+    given["topk_length"][1] = 0
+    if not with_lengths:
+        given |= dict(topk_length=None, extra_topk_length=None)
+        pools = [(values, indices, None) for values, indices, _ in pools]
+    if not with_extra:
+        given |= dict(extra_k_cache=None, extra_indices_in_kvcache=None, extra_topk_length=None)
+        pools = pools[:1]
+    expected = sparse_expected(given["q"], pools, given["softmax_scale"], given["attn_sink"])
+    check(*flash_mla_with_kvcache(**given), expected)
 
 
 def test_older_sparse_form():

@@ -81,43 +81,27 @@ V41 = [("v41", "V41", True), ("v41_interleaved", "V41", False)]
 V41 += [("v41_fp4", "V41_FP4", True), ("v41_fp4_interleaved", "V41_FP4", False)]
 
 
+@pytest.mark.parametrize("pools", [1, 2])
 @pytest.mark.parametrize(("kv_format", "named", "use_legacy"), [*V41, ("v32_nope", "V32_NO_ROPE", True)])
-def test_records_of_one_width_are_told_apart(kv_format, named, use_legacy):
-    """By their page order, which use_legacy says, or by their name; the third call is one that is known."""
-    k_cache, q = records(kv_format, 4, 64)[0].unsqueeze(2), torch.randn(2, 1, 16, 512).bfloat16()
-    indices, holder = torch.randint(-1, 256, (2, 1, 40), dtype=torch.int32), get_mla_metadata()[0]
-    right, _ = mla_suite.sparse_decode(
-        q, [k_cache.squeeze(2)], [indices], kv_formats=[kv_format], softmax_scale=512**-0.5
-    )
-    other_order = {"V32_NO_ROPE": right}.get(named)
-    for legacy in (use_legacy, not use_legacy, use_legacy):
-        out, _ = flash_mla_with_kvcache(
-            q, k_cache, None, None, 512, holder, indices=indices, kv_format=named, use_legacy=legacy
-        )
-        assert torch.equal(out, right) == (legacy == use_legacy or other_order is not None)
-    if named != "V32_NO_ROPE":
-        unnamed, _ = flash_mla_with_kvcache(
-            q, k_cache, None, None, 512, get_mla_metadata()[0], indices=indices, use_legacy=use_legacy
-        )
-        assert torch.equal(unnamed, right)
-
-
-@pytest.mark.parametrize(("kv_format", "named", "use_legacy"), [*V41, ("v32_nope", "V32_NO_ROPE", True)])
-def test_records_of_an_extra_pool_are_told_apart(kv_format, named, use_legacy):
-    """By what tells those of k_cache apart, whose format FlashMLA says that they have."""
-    pools = [records(kv_format, pages, 64)[0] for pages in (4, 2)]
+def test_records_of_one_width_are_told_apart(kv_format, named, use_legacy, pools):
+    """By their page order, which use_legacy says, or by their name; the third call is one that is known. Those of an
+    extra pool are of the format of k_cache, as FlashMLA says."""
+    held = [records(kv_format, pages, 64)[0] for pages in (4, 2)[:pools]]
     q, indices = torch.randn(2, 1, 16, 512).bfloat16(), torch.randint(-1, 128, (2, 1, 40), dtype=torch.int32)
-    right = mla_suite.sparse_decode(q, pools, [indices] * 2, kv_formats=[kv_format] * 2, softmax_scale=512**-0.5)
-    out, lse = flash_mla_with_kvcache(
-        *(q, pools[0].unsqueeze(2), None, None, 512, get_mla_metadata()[0]),
-        indices=indices,
-        extra_k_cache=pools[1].unsqueeze(2),
-        extra_indices_in_kvcache=indices,
-        kv_format=named,
-        use_legacy=use_legacy,
-    )
-    assert torch.equal(out, right[0])
-    assert torch.equal(lse, right[1].transpose(1, 2))
+    formats = [kv_format] * pools
+    right = mla_suite.sparse_decode(q, held, [indices] * pools, kv_formats=formats, softmax_scale=512**-0.5)
+    extra = dict(extra_k_cache=held[1].unsqueeze(2), extra_indices_in_kvcache=indices) if pools == 2 else {}
+
+    def attended(holder, **options):
+        given = q, held[0].unsqueeze(2), None, None, 512, holder
+        out, lse = flash_mla_with_kvcache(*given, indices=indices, **extra, **options)
+        return torch.equal(out, right[0]) and torch.equal(lse, right[1].transpose(1, 2))
+
+    holder, has_one_order = get_mla_metadata()[0], named == "V32_NO_ROPE"
+    for legacy in (use_legacy, not use_legacy, use_legacy):
+        assert attended(holder, kv_format=named, use_legacy=legacy) == (legacy == use_legacy or has_one_order)
+    if not has_one_order:
+        assert attended(get_mla_metadata()[0], use_legacy=use_legacy)
 
 
 def check_invariance(record, attended, splits=True):

@@ -1,5 +1,7 @@
 """The questions that an integration asks of another project, answered by interfaces of our own."""
 
+import importlib
+import sys
 import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -81,3 +83,11 @@ def test_a_newer_release_gives_one_warning(version):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         installed(version).warn_if_newer(1)
+
+
+@pytest.mark.parametrize(("name", "needs"), [("vllm", "vLLM"), ("sglang", "SGLang")])
+def test_without_the_server_the_import_says_so(monkeypatch, name, needs):
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, f"mla_suite.integrations.{name}", raising=False)
+    with pytest.raises(ImportError, match=f"mla_suite.integrations.{name} needs {needs}"):
+        importlib.import_module(f"mla_suite.integrations.{name}")

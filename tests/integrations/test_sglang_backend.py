@@ -1,7 +1,6 @@
-"""The SGLang backend classes on stand-ins for their base classes; tests/servers has SGLang's own.
+"""The SGLang backend class on a stand-in for its base class, so that a plain run notices a wrong number.
 
-A plain run notices a wrong number by them. In sparse decode the stand-in calls the kernel as SGLang does, and nothing
-else, so that every operation seen is ours.
+All else is shown on SGLang's own classes, in tests/servers.
 """
 
 import importlib
@@ -12,14 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_capturable import crossings, on_device
 
 import mla_suite
-from mla_suite.integrations import sglang_trees
 from mla_suite.ops.plan.metadata import Plan, Word
 
 HEADS, LATENT, WIDTH = 8, 512, 576
-PAGE, TOPK, RECORD = 64, 32, 656
+PAGE = 64
 
 
 def modules(monkeypatch, contents):
@@ -62,12 +59,6 @@ def sglang(monkeypatch):
         def shared_read_ends(self, fm):
             raise AssertionError("nothing is captured here")
 
-        def init_forward_metadata(self, forward_batch):
-            forward_batch.made.append("eager")
-
-        def init_forward_metadata_out_graph(self, forward_batch, in_capture=False):
-            forward_batch.made.append(f"captured {in_capture}")
-
     @dataclass
     class ForwardBatch:
         """A step: what our backend reads of it."""
@@ -95,34 +86,6 @@ def sglang(monkeypatch):
     }
     modules(monkeypatch, contents)
     return fresh(monkeypatch, "mla_suite.integrations.sglang")
-
-
-@pytest.fixture
-def sparse(sglang, monkeypatch):
-    class DeepseekSparseAttnBackend:
-        """Sends decodes, and prompts as well, to its method for FlashMLA's sparse kernel."""
-
-        device, dsa_index_kpool, kv_lora_rank, qk_rope_head_dim = "cpu", 1, LATENT, WIDTH - LATENT
-        dsa_decode_impl = "flashmla_sparse"
-
-        def __init__(self, model_runner):
-            self.token_to_kv_pool = model_runner
-            self.dsa_kv_cache_store_fp8 = model_runner.dtype == torch.float8_e4m3fn
-
-        def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True):
-            cache, slots, lengths = k, *forward_batch
-            call = dict(q_all=q, kv_cache=cache, v_head_dim=LATENT, page_table_1=slots, sm_scale=0.07)
-            return self._forward_flashmla_sparse(**call, topk_length=lengths, attn_sink=None)
-
-        def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):
-            """Not called."""
-
-        def _forward_flashmla_sparse(self, q_all, kv_cache, v_head_dim, page_table_1, sm_scale):
-            """Overridden."""
-
-    base = dict(DeepseekSparseAttnBackend=DeepseekSparseAttnBackend)
-    modules(monkeypatch, {"sglang.srt.layers.attention.dsa_backend": base})
-    return fresh(monkeypatch, "mla_suite.integrations.sglang_sparse")
 
 
 class KVWriteLoc:
@@ -229,55 +192,3 @@ def test_sglang_steps_of_several_query_tokens(sglang, extends):
     out = backend.forward_extend(q.flatten(1), k, k[..., :LATENT], layer, batch)
     for token, (b, position) in enumerate(places):
         assert_attended(out[token], q[token], pool.rows[req_to_token[b, : position + 1].long(), 0].float())
-
-
-@pytest.mark.parametrize(("decodes", "made"), [(True, []), (False, ["eager", "captured True", "captured False"])])
-def test_sglang_makes_no_metadata_for_decode(sglang, decodes, made):
-    """A list of the slots of all keys and their division into splits, which its own decode reads and ours does not."""
-    backend = sglang.MLASuiteAttnBackend.__new__(sglang.MLASuiteAttnBackend)
-    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_decode_or_idle=lambda: decodes), made=[])
-    backend.init_forward_metadata(batch)
-    backend.init_forward_metadata_out_graph(batch, in_capture=True)
-    backend.init_forward_metadata_out_graph(batch)
-    assert batch.made == made
-
-
-@pytest.mark.parametrize(
-    ("dtype", "width"), [(torch.bfloat16, WIDTH), (torch.float16, WIDTH), (torch.float8_e4m3fn, RECORD)]
-)
-def test_nothing_of_sparse_decode_crosses_between_host_and_device(sparse, dtype, width):
-    backend = sparse.MLASuiteSparseAttnBackend(SimpleNamespace(dtype=dtype, page_size=PAGE))
-    q = on_device(3, HEADS, WIDTH, dtype=torch.bfloat16 if dtype.itemsize == 1 else dtype)
-    cache = on_device(4 * PAGE, 1, width, dtype=dtype)
-    assert crossings(lambda: backend.forward_decode(q, cache, None, None, (on_device(3, TOPK), on_device(3)))) == []
-
-
-@pytest.mark.parametrize("drafts", [3, 64])
-def test_a_mask_of_drafts_is_a_word_for_each(drafts):
-    """The buffer of a captured step has room behind the masks."""
-    seen = torch.rand(2, drafts, drafts) < 0.5
-    words = sglang_trees.words(torch.cat((seen.flatten(), torch.ones(50).bool())), 2, drafts)
-    assert words.tolist() == [
-        [int.from_bytes(bits(row), "little", signed=drafts == 64) for row in each] for each in seen.tolist()
-    ]
-
-
-def bits(row):
-    """Eight values in a byte, the first in its lowest bit."""
-    return bytes(sum(value << i for i, value in enumerate(row[at : at + 8])) for at in range(0, len(row), 8))
-
-
-def test_sglang_refusals(sglang):
-    with pytest.raises(ValueError, match="no latent attention"):
-        sglang.MLASuiteAttnBackend(SimpleNamespace(use_mla_backend=False))
-    backend = sglang.MLASuiteAttnBackend.__new__(sglang.MLASuiteAttnBackend)
-    with pytest.raises(ValueError, match="scores are not capped"):
-        backend.forward_decode(torch.zeros(1), None, None, SimpleNamespace(logit_cap=30.0), None)
-
-
-@pytest.mark.parametrize(("name", "needs"), [("vllm", "vLLM"), ("sglang", "SGLang")])
-def test_without_the_server_the_import_says_so(monkeypatch, name, needs):
-    monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, f"mla_suite.integrations.{name}", raising=False)
-    with pytest.raises(ImportError, match=f"mla_suite.integrations.{name} needs {needs}"):
-        importlib.import_module(f"mla_suite.integrations.{name}")

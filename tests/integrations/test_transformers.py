@@ -351,11 +351,13 @@ def test_models_we_do_not_know_are_refused_in_a_sentence():
     kv_b_proj.bias = torch.nn.Parameter(torch.zeros(kv_b_proj.out_features))
     with pytest.raises(TypeError, match="kv_b_proj of DeepseekV3Attention is Linear.*; absorption needs a plain"):
         patch(model)
-    model = make("deepseek_v3")
-    patch(model)
+    model, filled = make("deepseek_v3"), transformers.DynamicCache()
     ids, _ = left_padded()
-    with pytest.raises(TypeError, match="DynamicCache with keys and values of its own; pass LatentCache"):
-        model(input_ids=ids, past_key_values=transformers.DynamicCache(offloading=True))
+    model(input_ids=ids, past_key_values=filled)
+    patch(model)
+    for cache in (filled, transformers.DynamicCache(offloading=True)):
+        with pytest.raises(TypeError, match="DynamicCache with keys and values of its own; pass LatentCache"):
+            model(input_ids=ids, past_key_values=cache)
     with pytest.raises(ValueError, match="output_attentions=True; attention weights are never stored"):
         model(input_ids=ids, output_attentions=True)
     with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 1, 9, 9\)"):

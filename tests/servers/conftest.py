@@ -1,4 +1,4 @@
-"""Settings that vLLM reads when it is imported."""
+"""Settings that vLLM reads when it is imported; tests of a server are collected where it is installed (`tox -e`)."""
 
 import importlib.util
 import os
@@ -12,6 +12,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+collect_ignore_glob = [f"test_{name}_*" for name in ("sglang", "vllm") if importlib.util.find_spec(name) is None]
 if importlib.util.find_spec("sglang") is not None:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # its Triton kernels run on a CPU
 

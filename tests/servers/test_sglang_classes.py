@@ -4,27 +4,22 @@ Results are compared with attention in fp64 over the rows that SGLang's pool hol
 SGLang's own extend is replaced by one that says so, since its Triton kernels need a GPU.
 """
 
-import importlib
 import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
-import torch
-
-import mla_suite
-
-if importlib.util.find_spec("sglang") is None:
-    pytest.skip("this needs SGLang: tox -e sglang", allow_module_level=True)
-
 import sglang_classes as theirs
+import torch
 from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
+import mla_suite
 from mla_suite.integrations import interface
 from mla_suite.integrations import sglang as integration
 from mla_suite.ops.plan import scheduler
+from mla_suite.ops.plan.metadata import Plan, Word
 
 HEADS, LATENT, WIDTH = theirs.HEADS, theirs.LATENT, theirs.WIDTH
 LENGTHS, POOL_ROWS = [300, 9, 64], [4, 0, 2]
@@ -32,11 +27,16 @@ LENGTHS, POOL_ROWS = [300, 9, 64], [4, 0, 2]
 
 @pytest.fixture
 def decodes(monkeypatch):
-    """max_seqlen_q of every call of our decode."""
+    """max_seqlen_q of every call of our decode, which has splits as its plan has them."""
     seen, decode = [], mla_suite.decode
-    monkeypatch.setattr(
-        mla_suite, "decode", lambda *args, **options: seen.append(options["max_seqlen_q"]) or decode(*args, **options)
-    )
+
+    def counted(*args, **options):
+        seen.append(options["max_seqlen_q"])
+        plan = options["plan"]
+        assert plan is None or Plan.read(plan).header[Word.SPLIT_SIZE] == options["split_size"]
+        return decode(*args, **options)
+
+    monkeypatch.setattr(mla_suite, "decode", counted)
     return seen
 
 
@@ -105,8 +105,11 @@ def exact(q, keys, scale, tree=None):
     return torch.softmax(scores.masked_fill(hidden[:, None], -torch.inf), -1) @ keys[:, :LATENT]
 
 
-def step(backend, runner, mode, lengths, q_lens, k_scale, *, in_two=False, drafts=None, fp8_queries=False):
-    """One pass over both layers; `lengths` include the new tokens. Compares every query token with fp64."""
+def step(backend, runner, mode, lengths, q_lens, k_scale, *, in_two=False, drafts=None, fp8_queries=False, held=None):
+    """One pass over both layers; `lengths` include the new tokens. Compares every query token with fp64.
+
+    Returns its batch, whose object the next step may use again: `held`.
+    """
     ends = [
         runner.req_to_token_pool.req_to_token[row, n - q : n]
         for row, n, q in zip(POOL_ROWS, lengths, q_lens, strict=True)
@@ -115,6 +118,9 @@ def step(backend, runner, mode, lengths, q_lens, k_scale, *, in_two=False, draft
     verify = mode.is_target_verify()
     counted = [n - q if verify else n for n, q in zip(lengths, q_lens, strict=True)]
     batch = theirs.batch(mode, counted, POOL_ROWS, slots, q_lens if mode == ForwardMode.EXTEND else None)
+    if held is not None:
+        vars(held).update(vars(batch))
+        batch = held
     trees = [None] * len(lengths)
     if drafts is not None:
         batch.spec_info = drafts
@@ -147,6 +153,7 @@ def step(backend, runner, mode, lengths, q_lens, k_scale, *, in_two=False, draft
             found = out[first : first + q_len].view(q_len, HEADS, LATENT)
             torch.testing.assert_close(found.double(), want, rtol=2**-8, atol=2e-5)
             first += q_len
+    return batch
 
 
 def extend(backend, mode=ForwardMode.EXTEND, new=(4, 4, 4), *, layer=None, drafts=None, **options):
@@ -165,10 +172,23 @@ def extend(backend, mode=ForwardMode.EXTEND, new=(4, 4, 4), *, layer=None, draft
     (16, torch.float8_e4m3fn, 0.25),
 ])  # fmt: skip
 def test_decode(monkeypatch, decodes, page, dtype, k_scale, in_two):
-    served = made(monkeypatch, page, dtype, lengths=[n + 2 for n in LENGTHS], k_scale=k_scale)
+    """The second step has the first one's batch, as a captured one has."""
+    served, held = made(monkeypatch, page, dtype, lengths=[n + 2 for n in LENGTHS], k_scale=k_scale), None
     for more in (0, 1):
-        step(*served, ForwardMode.DECODE, [n + more for n in LENGTHS], [1, 1, 1], k_scale, in_two=in_two)
+        lengths = [n + more for n in LENGTHS]
+        held = step(*served, ForwardMode.DECODE, lengths, [1, 1, 1], k_scale, in_two=in_two, held=held)
     assert decodes == [1] * 4
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
+def test_no_metadata_is_made_for_decode(monkeypatch, mode):
+    """A list of the slots of all keys and their division into splits, which SGLang's decode reads and ours does not."""
+    backend, _ = made(monkeypatch)
+    asked, names = [], ("init_forward_metadata", "init_forward_metadata_out_graph")
+    for name in names:
+        monkeypatch.setattr(integration.TritonAttnBackend, name, lambda self, batch, name=name: asked.append(name))
+        getattr(backend, name)(theirs.batch(mode, LENGTHS, POOL_ROWS, torch.arange(3)))
+    assert asked == list(names if mode == ForwardMode.EXTEND else ())
 
 
 @pytest.mark.parametrize(("mode", "q_lens"), [(ForwardMode.DECODE, [1, 1, 1]), (ForwardMode.TARGET_VERIFY, [4, 4, 4])])
@@ -198,6 +218,7 @@ def test_verification_of_four_drafts(monkeypatch, decodes, extends, dtype, k_sca
     assert decodes == [4, 4]
     assert extends == []
     assert backend.needs_cpu_seq_lens == deterministic
+    assert (Plan.read(backend._plan).header[Word.SPLIT_SIZE] > 0) == deterministic
 
 
 def random_tree(drafts):
@@ -345,6 +366,8 @@ def test_servers_that_are_refused(monkeypatch):
     translator = SimpleNamespace(reads_are_translated=True)
     with pytest.raises(ValueError, match="virtual page ids"):
         made(monkeypatch, runner=dict(translator=translator))
+    with pytest.raises(ValueError, match="no latent attention"):
+        integration.MLASuiteAttnBackend(SimpleNamespace(use_mla_backend=False))
 
 
 def test_an_sglang_that_names_an_argument_otherwise_is_refused(monkeypatch):

@@ -4,21 +4,16 @@ FlashAttention 3 needs a GPU; torch code with its arguments stands for it.
 """
 
 import dataclasses
-import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-import torch
-
-if importlib.util.find_spec("sglang") is None:
-    pytest.skip("this needs SGLang: tox -e sglang", allow_module_level=True)
-
 import installed_plugins
+import pytest
 import sglang_classes as theirs
 import sglang_expanded
 import sglang_server
 import tiny_deepseek
+import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner import prefill_cuda_graph_runner

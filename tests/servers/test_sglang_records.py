@@ -1,15 +1,9 @@
 """V4.1's records beside SGLang's torch oracle of them, byte for byte: `tox -e sglang`."""
 
-import importlib.util
-
-import pytest
-import torch
-
-if importlib.util.find_spec("sglang") is None:
-    pytest.skip("this needs SGLang's wheel: tox -e sglang", allow_module_level=True)
-
 import flash_mla_absent  # noqa: F401  # before SGLang
+import pytest
 import sglang_cpu  # noqa: F401  # before SGLang
+import torch
 from sglang.kernels.ops.attention.dsv4.kv_layout import KVLayout
 from sglang.test.kernels.deepseek_v4 import dsv41_kv_quant_reference as oracle
 

@@ -4,18 +4,13 @@ The model is a tiny DeepSeek-V3 in fp32. Greedy tokens must equal those of trans
 reached our decode, since a server that falls back silently would pass as well.
 """
 
-import importlib.util
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-import pytest
-
-if importlib.util.find_spec("sglang") is None:
-    pytest.skip("this needs SGLang: tox -e sglang", allow_module_level=True)
-
 import http_server
 import installed_plugins
+import pytest
 import sglang_server
 import tiny_deepseek
 

@@ -1,19 +1,14 @@
 """What our plugin does with SGLang's settings and lists of backends: `tox -e sglang`."""
 
 import argparse
-import importlib.util
 import json
 from types import SimpleNamespace
 
 import pytest
-import torch
-
-if importlib.util.find_spec("sglang") is None:
-    pytest.skip("this needs SGLang: tox -e sglang", allow_module_level=True)
-
 import sglang_classes as theirs
 import sglang_sparse_classes as sparse
 import tiny_deepseek
+import torch
 from sglang.srt import server_args
 from sglang.srt.arg_groups import overrides
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS

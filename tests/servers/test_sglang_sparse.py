@@ -6,20 +6,13 @@ indexer is not run here: its kernels are for GPUs.
 
 import contextlib
 import functools
-import importlib.util
 import math
 
 import pytest
-import torch
-
-import mla_suite
-from mla_suite import testing
-
-if importlib.util.find_spec("sglang") is None:
-    pytest.skip("this needs SGLang: tox -e sglang", allow_module_level=True)
-
 import sglang_classes
 import sglang_sparse_classes as theirs
+import torch
+from observers import crossings
 from sglang.srt.layers.attention import attention_registry, dsa_backend
 from sglang.srt.layers.dcp.comm import cp_lse_ag_out_rs_mla
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -27,6 +20,8 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla import is_mla_dcp_lse_base_on_e
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
+import mla_suite
+from mla_suite import testing
 from mla_suite.integrations import plugins
 from mla_suite.integrations import sglang_sparse as integration
 from mla_suite.kv_formats import cache as caches
@@ -302,6 +297,17 @@ def test_slots_past_a_tokens_length_and_rows_without_one(monkeypatch):
                 for token, count in enumerate(counts):
                     want = exact(q[token], keys, slots[token, :count], 0.07, given)
                     torch.testing.assert_close(out[token], want, rtol=2**-7, atol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
+def test_nothing_of_a_decode_crosses_between_host_and_device(monkeypatch, dtype):
+    with serving(monkeypatch, dtype) as (backend, runner):
+        backend._decodes = True
+        cache = runner.token_to_kv_pool.get_key_buffer(0)
+        given = [torch.empty(3, HEADS, WIDTH).bfloat16(), cache, torch.zeros(3, TOPK).int(), torch.zeros(3).int()]
+        q, cache, slots, lengths = (tensor.to("meta") for tensor in given)
+        call = dict(q_all=q, kv_cache=cache, v_head_dim=LATENT, page_table_1=slots, sm_scale=0.07, topk_length=lengths)
+        assert crossings(lambda: backend._forward_flashmla_sparse(**call)) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])

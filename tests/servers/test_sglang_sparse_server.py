@@ -4,13 +4,6 @@ Its own indexer selects the keys, with the stand-ins of sglang_sparse_cpu.py. Gr
 transformers, whose indexer is another and in fp32.
 """
 
-import importlib.util
-
-import pytest
-
-if importlib.util.find_spec("sglang") is None:
-    pytest.skip("this needs SGLang: tox -e sglang", allow_module_level=True)
-
 import installed_plugins
 import sglang_server
 import sglang_sparse_cpu

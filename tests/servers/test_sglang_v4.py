@@ -5,15 +5,10 @@ and 128, decodes with ratios 1 and 2), and captures of graphs. Bounds are SGLang
 they are quantised.
 """
 
-import importlib.util
 from functools import partial
 from typing import get_type_hints
 
 import pytest
-
-if importlib.util.find_spec("sglang") is None:
-    pytest.skip("this needs SGLang's wheel: tox -e sglang", allow_module_level=True)
-
 import sglang_v4_cpu as v4
 from sglang.kernels.ops.attention import flash_mla_interface
 from sglang.srt import server_args

@@ -4,7 +4,6 @@ vLLM prefills and decodes prompts that arrive one after another. `benchmarks/vll
 every attention call of eager steps with the definition over the engine's own caches.
 """
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-if importlib.util.find_spec("vllm") is None or not torch.cuda.is_available():
+if not torch.cuda.is_available():
     pytest.skip("this needs vLLM 0.33 for CUDA, and an H100 or H200", allow_module_level=True)
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks/bench_vllm.py"

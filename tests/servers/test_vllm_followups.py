@@ -1,15 +1,9 @@
 """Follow-ups of benchmarks/bench_vllm.py in a real vLLM engine on a CPU, not timed: `tox -e vllm,vllm33`."""
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("this needs vLLM for CPUs: tox -e vllm", allow_module_level=True)
 
 PROGRAM = Path(__file__).parent / "vllm_followups_cpu.py"
 

@@ -8,9 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-pytest.importorskip("vllm", reason="this needs vLLM for CPUs: tox -e vllm")
-
 import vllm_cpu
 from vllm.config import VllmConfig, set_current_vllm_config
 

@@ -1,14 +1,9 @@
 """What our vLLM classes do on a GPU alone, on a CPU: vLLM's kernels run in Triton's interpreter or have a stand-in."""
 
-import importlib.util
 from types import SimpleNamespace
 
 import pytest
 import torch
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("this needs vLLM for CPUs: tox -e vllm", allow_module_level=True)
-
 import triton_on_cpu  # noqa: F401  # before vLLM
 
 from mla_suite.integrations import vllm as dense

@@ -5,10 +5,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-import pytest
-
-pytest.importorskip("vllm", reason="this needs vLLM for CPUs: tox -e vllm")
-
 import http_server
 import installed_plugins
 import tiny_deepseek

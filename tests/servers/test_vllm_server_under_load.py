@@ -6,10 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("vllm", reason="this needs vLLM for CPUs: tox -e vllm")
-
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 400
 

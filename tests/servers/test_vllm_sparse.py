@@ -8,11 +8,8 @@ import warnings
 from types import SimpleNamespace
 
 import pytest
-import torch
-
-pytest.importorskip("vllm", reason="this needs vLLM for CPUs: tox -e vllm")
-
 import tiny_deepseek
+import torch
 import vllm_cpu
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs

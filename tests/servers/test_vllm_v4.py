@@ -5,17 +5,12 @@ laid out as vLLM lays them out.
 """
 
 import importlib
-import importlib.util
 import types
 from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
 import torch
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("this needs vLLM for CPUs: tox -e vllm", allow_module_level=True)
-
 import vllm_v4_cpu as v4
 from vllm.model_executor.models import ModelRegistry
 from vllm.v1.attention.backends.registry import AttentionBackendEnum

@@ -8,14 +8,13 @@ whose selection is drawn at random, and the projection behind attention.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-if importlib.util.find_spec("vllm") is None or not torch.cuda.is_available():
+if not torch.cuda.is_available():
     pytest.skip("this needs vLLM 0.33 for CUDA, and an H100 or H200", allow_module_level=True)
 
 from vllm.config import AttentionConfig, CacheConfig, CompilationConfig, VllmConfig, set_current_vllm_config

@@ -4,13 +4,9 @@ Every call of a layer is compared with vLLM's own operator over the engine's own
 that vLLM's operator gives.
 """
 
-import importlib.util
-
 import pytest
 import torch
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("this needs vLLM for CPUs: tox -e vllm", allow_module_level=True)
 if not torch.cpu._is_avx512_bf16_supported():
     # vLLM asks the same question, and loads another library then.
     pytest.skip(
