@@ -1,4 +1,4 @@
-"""Every plan format is executed as its owner describes it, over a toy attention, and must give the same result."""
+"""Every plan format is read as its owner describes it: each key counts once, and each partial result is merged."""
 
 import itertools
 
@@ -11,7 +11,6 @@ from mla_suite.integrations import metadata_convert
 from mla_suite.ops.plan import reference
 from mla_suite.ops.plan.metadata import OPEN, Plan
 
-DIM = 8
 LENGTHS = {
     "ragged": [700, 0, 64, 1, 3000],
     "one": [5000],
@@ -21,111 +20,80 @@ LENGTHS = {
 }
 
 
-class Toy:
-    """One query of one head per sequence: keys are values, and a split is (softmax-weighted mean, lse)."""
-
-    def __init__(self, lengths):
-        generator = torch.Generator().manual_seed(sum(lengths))
-        self.lengths = lengths
-        self.seq_lens = torch.tensor(lengths, dtype=torch.int32)
-        self.queries = torch.randn(len(lengths), DIM, generator=generator, dtype=torch.float64)
-        self.keys = [torch.randn(n, DIM, generator=generator, dtype=torch.float64) for n in lengths]
-
-    def attend(self, b, first, end):
-        rows = self.keys[b][first:end]
-        if len(rows) == 0:
-            return torch.zeros(DIM, dtype=torch.float64), torch.tensor(-torch.inf, dtype=torch.float64)
-        scores = rows @ self.queries[b]
-        return torch.softmax(scores, 0) @ rows, torch.logsumexp(scores, 0)
-
-    def expected(self):
-        return torch.stack([self.attend(b, 0, n)[0] for b, n in enumerate(self.lengths)])
-
-    def plan(self, num_sm_parts, **choices):
-        return mla_suite.plan(
-            self.seq_lens, num_heads=16, num_sm_parts=num_sm_parts, max_seqlen_kv=max(self.lengths) or 1, **choices
-        )
+def as_tensor(lengths):
+    return torch.tensor(lengths, dtype=torch.int32)
 
 
-def merged(partials):
-    outs, lses = (torch.stack(parts) for parts in zip(*partials, strict=True))
-    if bool((lses == -torch.inf).all()):
-        return torch.zeros(DIM, dtype=torch.float64)
-    return torch.softmax(lses, 0) @ outs
+def plan_of(lengths, num_sm_parts, **choices):
+    """A plan for 16 query rows of each sequence; a balanced one needs not know the longest."""
+    options = dict(num_heads=16, num_sm_parts=num_sm_parts, max_seqlen_kv=max(lengths) or 1 if choices else 0)
+    return mla_suite.plan(as_tensor(lengths), **options, **choices)
 
 
-def run_ours(plan, toy):
+def rows_between(splits):
+    return [list(range(first, end)) for first, end in itertools.pairwise(splits)]
+
+
+def ours(plan):
+    """Works (sequence, first key, end, row of a partial result or -1), and the rows that each sequence merges."""
     read = Plan.read(plan)
-    rows, out = {}, torch.full((len(toy.lengths), DIM), torch.nan, dtype=torch.float64)
     assert read.work_indptr[0] == 0
     assert read.work_indptr[-1] == len(read.work_tiles)
-    for begin, end in itertools.pairwise(read.work_indptr):
-        for b, first, stop, row in read.work_tiles[begin:end]:
-            part = toy.attend(b, first, min(stop, toy.lengths[b]))
-            if row < 0:
-                out[b] = part[0]
-            else:
-                rows[row] = part
-    for b in range(len(toy.lengths)):
-        first, end = read.split_indptr[b : b + 2]
-        if end > first:
-            out[b] = merged([rows[row] for row in range(first, end)])
-    assert [tile[2] for tile in read.work_tiles].count(OPEN) == len(toy.lengths)
-    return out
+    assert [tile[2] for tile in read.work_tiles].count(OPEN) == len(read.split_indptr) - 1
+    return read.work_tiles, rows_between(read.split_indptr)
 
 
-def run_flash_mla(metadata, num_splits, toy):
+def flash_mlas(metadata, num_splits, lengths):
     """Every part walks its requests: from its first block, through whole requests, to its last block."""
-    batch, rows, splits = len(toy.lengths), {}, num_splits.tolist()
-    out = torch.full((batch, DIM), torch.nan, dtype=torch.float64)
+    works, splits = [], num_splits.tolist()
     for begin, end, begin_block, end_block, begin_split, first_split, last_split, _ in metadata.tolist():
-        if begin >= batch:
+        if begin >= len(lengths):
             continue
         for b in range(begin, end + 1):
-            first = begin_block * 64 if b == begin else 0
-            stop = end_block * 64 if b == end else toy.lengths[b]
-            part = toy.attend(b, first, min(stop, toy.lengths[b]))
             alone = splits[b + 1] - splits[b] == 1
             if b == begin:
                 assert bool(first_split) != alone
             if b == end:
                 assert bool(last_split) != alone
-            row = splits[b] + (begin_split if b == begin else 0)
-            assert row not in rows
-            assert splits[b] <= row < splits[b + 1]
-            rows[row] = part
-    for b in range(batch):
-        out[b] = merged([rows[row] for row in range(splits[b], splits[b + 1])])
-    return out
+            first, stop = begin_block * 64 if b == begin else 0, end_block * 64 if b == end else lengths[b]
+            works.append((b, first, stop, splits[b] + (begin_split if b == begin else 0)))
+    return works, rows_between(splits)
 
 
-def run_aiter(made, kv_indptr, page, toy):
+def aiters(made, kv_indptr, page, lengths):
     """Every cluster does its works; the reduction merges the partials of each tile that has some."""
-    out, rows = torch.full((len(toy.lengths), DIM), torch.nan, dtype=torch.float64), {}
-    starts, works = made.work_indptr.tolist(), made.work_info_set.tolist()
-    for begin, end in itertools.pairwise(starts):
-        for b, row, q_start, q_end, kv_start, kv_end, kv_offset, _ in works[begin:end]:
+    works, merged = [], [[] for _ in lengths]
+    for begin, end in itertools.pairwise(made.work_indptr.tolist()):
+        for b, row, q_start, q_end, kv_start, kv_end, kv_offset, _ in made.work_info_set[begin:end].tolist():
             assert (q_start, q_end) == (b, b + 1)
             first, stop = ((index - int(kv_indptr[b])) * page for index in (kv_start, kv_end))
-            assert kv_offset == max(toy.lengths[b] - stop, 0)
-            part = toy.attend(b, first, min(stop, toy.lengths[b]))
-            if row < 0:
-                out[q_start] = part[0]
-            else:
-                rows[row] = part
-    bounds = made.reduce_indptr.tolist()
-    for tile, (begin, end) in enumerate(itertools.pairwise(bounds)):
+            assert kv_offset == max(lengths[b] - stop, 0)
+            works.append((b, first, stop, row))
+    for tile, (begin, end) in enumerate(itertools.pairwise(made.reduce_indptr.tolist())):
         if end > begin:
-            q_start, _ = made.reduce_final_map[tile].tolist()
-            out[q_start] = merged([rows[row] for row in made.reduce_partial_map[begin:end].tolist()])
-    return out
+            merged[int(made.reduce_final_map[tile, 0])] = made.reduce_partial_map[begin:end].tolist()
+    return works, merged
 
 
-def paged(toy, page):
-    pages = (toy.seq_lens + page - 1) // page
-    kv_indptr = torch.cat((pages.new_zeros(1), pages.cumsum(0))).int()
-    last = toy.seq_lens - (pages - 1) * page  # tokens in the last page; read of no sequence without pages
-    return torch.arange(len(toy.lengths) + 1, dtype=torch.int32), kv_indptr, last
+def check(read, lengths):
+    """Each key of each sequence is in one work, and its partial results are merged; a work alone may need no merge."""
+    works, merged = read
+    for b, length in enumerate(lengths):
+        own = [work[1:] for work in works if work[0] == b]
+        keys = sorted(key for first, stop, _ in own for key in range(first, min(stop, length)))
+        assert keys == list(range(length))
+        rows = [row for *_, row in own if row >= 0]
+        assert rows == merged[b]
+        assert len(rows) == len(own) > 0 or len(own) == 1
+
+
+def to_aiter(plan, lengths, num_sm_parts, page):
+    """AITER's lists, and the kv_indptr that they were made for."""
+    pages = (as_tensor(lengths) + page - 1) // page
+    kv_indptr = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int()
+    last = as_tensor(lengths) - (pages - 1) * page  # tokens in the last page; read of no sequence without pages
+    sizes = dict(num_sm_parts=num_sm_parts, page_size=page, max_seqlen_q=1, kv_last_page_lens=last)
+    return metadata_convert.to_aiter(plan, torch.arange(len(lengths) + 1).int(), kv_indptr, **sizes), kv_indptr
 
 
 CHOICES = [{}, {"num_splits": 3}, {"split_size": 192}]
@@ -135,88 +103,65 @@ CHOICES = [{}, {"num_splits": 3}, {"split_size": 192}]
 @pytest.mark.parametrize("num_sm_parts", [1, 5, 20])
 @pytest.mark.parametrize("name", LENGTHS)
 def test_flash_mla_and_back(name, num_sm_parts, choices):
-    toy = Toy(LENGTHS[name])
-    plan, expected = toy.plan(num_sm_parts, **choices), toy.expected()
-    torch.testing.assert_close(run_ours(plan, toy), expected)
-    theirs = metadata_convert.to_flash_mla(plan, toy.seq_lens, num_sm_parts=num_sm_parts)
+    lengths = LENGTHS[name]
+    plan = plan_of(lengths, num_sm_parts, **choices)
+    check(ours(plan), lengths)
+    theirs = metadata_convert.to_flash_mla(plan, as_tensor(lengths), num_sm_parts=num_sm_parts)
     assert theirs.tile_scheduler_metadata.shape == (num_sm_parts, 8)
-    torch.testing.assert_close(run_flash_mla(*theirs, toy), expected)
-    back = metadata_convert.from_flash_mla(theirs.tile_scheduler_metadata, len(toy.lengths))
-    torch.testing.assert_close(run_ours(back, toy), expected)
+    check(flash_mlas(*theirs, lengths), lengths)
+    back = metadata_convert.from_flash_mla(theirs.tile_scheduler_metadata, len(lengths))
+    check(ours(back), lengths)
+    assert choices or torch.equal(back, plan), "a balanced plan survives word for word"
 
 
 def test_columns_of_the_older_format():
-    toy, num_sm_parts = Toy(LENGTHS["ragged"]), 5
-    plan = toy.plan(num_sm_parts)
-    now, splits = metadata_convert.to_flash_mla(plan, toy.seq_lens, num_sm_parts=num_sm_parts)
-    then, same = metadata_convert.to_flash_mla(
-        plan, toy.seq_lens, num_sm_parts=num_sm_parts, columns=metadata_convert.OlderFlashMlaColumn
-    )
+    lengths, older = LENGTHS["ragged"], dict(columns=metadata_convert.OlderFlashMlaColumn)
+    plan = plan_of(lengths, 5)
+    now, splits = metadata_convert.to_flash_mla(plan, as_tensor(lengths), num_sm_parts=5)
+    then, same = metadata_convert.to_flash_mla(plan, as_tensor(lengths), num_sm_parts=5, **older)
     assert torch.equal(then[:, :5], now[:, [0, 2, 1, 3, 4]])
     assert torch.equal(splits, same)
-    back = metadata_convert.from_flash_mla(then, len(toy.lengths), columns=metadata_convert.OlderFlashMlaColumn)
-    torch.testing.assert_close(run_ours(back, toy), toy.expected())
-    assert torch.equal(back, metadata_convert.from_flash_mla(now, len(toy.lengths)))
+    assert torch.equal(metadata_convert.from_flash_mla(then, len(lengths), **older), plan)
 
 
 @pytest.mark.parametrize("choices", CHOICES, ids=["balanced", "num_splits", "split_size"])
-@pytest.mark.parametrize("page", [1, 16, 61, 256])
+@pytest.mark.parametrize("page", [1, 16, 61, 64, 256])
 @pytest.mark.parametrize("name", LENGTHS)
 def test_aiter_and_back(name, page, choices):
-    toy, num_sm_parts = Toy(LENGTHS[name]), 5
-    plan, expected = toy.plan(num_sm_parts, **choices), toy.expected()
-    qo_indptr, kv_indptr, last = paged(toy, page)
-    theirs = metadata_convert.to_aiter(
-        plan, qo_indptr, kv_indptr, num_sm_parts=num_sm_parts, page_size=page, max_seqlen_q=1, kv_last_page_lens=last
-    )
-    torch.testing.assert_close(run_aiter(theirs, kv_indptr, page, toy), expected)
+    lengths = LENGTHS[name]
+    plan = plan_of(lengths, 5, **choices)
+    theirs, kv_indptr = to_aiter(plan, lengths, 5, page)
+    check(aiters(theirs, kv_indptr, page, lengths), lengths)
     back = metadata_convert.from_aiter(theirs.work_indptr, theirs.work_info_set, kv_indptr, page_size=page)
-    torch.testing.assert_close(run_ours(back, toy), expected)
-
-
-@pytest.mark.parametrize("name", LENGTHS)
-def test_a_balanced_plan_survives_both_ways_word_for_word(name):
-    toy, num_sm_parts = Toy(LENGTHS[name]), 7
-    plan = mla_suite.plan(toy.seq_lens, num_heads=16, num_sm_parts=num_sm_parts, max_seqlen_kv=0)
-    qo_indptr, kv_indptr, last = paged(toy, 64)
-    flash = metadata_convert.to_flash_mla(plan, toy.seq_lens, num_sm_parts=num_sm_parts)
-    aiter = metadata_convert.to_aiter(
-        plan, qo_indptr, kv_indptr, num_sm_parts=num_sm_parts, page_size=64, max_seqlen_q=1, kv_last_page_lens=last
-    )
-    assert torch.equal(metadata_convert.from_flash_mla(flash.tile_scheduler_metadata, len(toy.lengths)), plan)
-    assert torch.equal(
-        metadata_convert.from_aiter(aiter.work_indptr, aiter.work_info_set, kv_indptr, page_size=64), plan
-    )
+    check(ours(back), lengths)
+    assert choices or page != 64 or torch.equal(back, plan), "a balanced plan survives word for word"
 
 
 def test_sequences_dealt_out_of_order(monkeypatch):
     """FlashMLA's format cannot say so: its lists are those of another plan, with the sequences in order."""
     for module in (reference, metadata_convert):
         monkeypatch.setattr(module, "current_arch", lambda tensor: archs.get("sm_90"))
-    toy, num_sm_parts = Toy([50 * i % 700 for i in range(1, 40)]), 20
-    plan = toy.plan(num_sm_parts)
+    lengths, num_sm_parts = [50 * i % 700 for i in range(1, 40)], 20
+    plan = plan_of(lengths, num_sm_parts)
     sequences = [tile[0] for tile in Plan.read(plan).work_tiles]
     assert sequences != sorted(sequences)
-    torch.testing.assert_close(run_ours(plan, toy), toy.expected())
-    in_order = metadata_convert.in_order(plan, toy.seq_lens, num_q_rows=16, num_sm_parts=num_sm_parts)
+    check(ours(plan), lengths)
+    in_order = metadata_convert.in_order(plan, as_tensor(lengths), num_q_rows=16, num_sm_parts=num_sm_parts)
     sequences = [tile[0] for tile in Plan.read(in_order).work_tiles]
     assert sequences == sorted(sequences)
-    theirs = metadata_convert.to_flash_mla(in_order, toy.seq_lens, num_sm_parts=num_sm_parts)
-    torch.testing.assert_close(run_flash_mla(*theirs, toy), toy.expected())
+    theirs = metadata_convert.to_flash_mla(in_order, as_tensor(lengths), num_sm_parts=num_sm_parts)
+    check(flash_mlas(*theirs, lengths), lengths)
     # AITER's lists name a sequence with every work, so they keep any order.
-    qo_indptr, kv_indptr, last = paged(toy, 64)
-    theirs = metadata_convert.to_aiter(
-        plan, qo_indptr, kv_indptr, num_sm_parts=num_sm_parts, page_size=64, max_seqlen_q=1, kv_last_page_lens=last
-    )
-    torch.testing.assert_close(run_aiter(theirs, kv_indptr, 64, toy), toy.expected())
+    theirs, kv_indptr = to_aiter(plan, lengths, num_sm_parts, 64)
+    check(aiters(theirs, kv_indptr, 64, lengths), lengths)
     back = metadata_convert.from_aiter(theirs.work_indptr, theirs.work_info_set, kv_indptr, page_size=64)
-    torch.testing.assert_close(run_ours(back, toy), toy.expected())
+    check(ours(back), lengths)
 
 
 def test_a_plan_that_is_never_dealt_is_the_same_plan():
-    toy = Toy(LENGTHS["ragged"])
-    plan = toy.plan(20)
-    assert metadata_convert.in_order(plan, toy.seq_lens, num_q_rows=16, num_sm_parts=20) is plan
+    plan = plan_of(LENGTHS["ragged"], 20)
+    lens = as_tensor(LENGTHS["ragged"])
+    assert metadata_convert.in_order(plan, lens, num_q_rows=16, num_sm_parts=20) is plan
 
 
 def flash_mla_planner(lengths, parts):
@@ -245,62 +190,54 @@ def flash_mla_planner(lengths, parts):
 
 @pytest.mark.parametrize("name", LENGTHS)
 def test_a_plan_made_by_flash_mla(name):
-    toy = Toy(LENGTHS[name])
-    metadata, num_splits = flash_mla_planner(toy.lengths, parts=12)
-    plan = metadata_convert.from_flash_mla(metadata, len(toy.lengths))
-    torch.testing.assert_close(run_ours(plan, toy), toy.expected())
-    ours = torch.tensor(Plan.read(plan).split_indptr).diff()
+    metadata, num_splits = flash_mla_planner(LENGTHS[name], parts=12)
+    plan = metadata_convert.from_flash_mla(metadata, len(LENGTHS[name]))
+    check(ours(plan), LENGTHS[name])
     theirs = num_splits.diff()
-    assert torch.equal(ours, torch.where(theirs > 1, theirs, 0))
+    assert torch.equal(torch.tensor(Plan.read(plan).split_indptr).diff(), torch.where(theirs > 1, theirs, 0))
 
 
 def test_several_query_tiles_per_sequence():
     """A cluster that returns to the first key for a second tile moves no split backwards."""
-    toy = Toy([512])
     works = [(0, 0, 0, 1, 0, 256), (0, 1, 0, 1, 256, 512), (0, 2, 0, 1, 0, 256), (0, 3, 0, 1, 256, 512)]
     info = torch.tensor([(*work, 512 - work[-1], 0) for work in works], dtype=torch.int32)
-    work_indptr = torch.tensor([0, 1, 2, 3, 4], dtype=torch.int32)
-    plan = metadata_convert.from_aiter(work_indptr, info, torch.tensor([0, 512], dtype=torch.int32), page_size=1)
-    torch.testing.assert_close(run_ours(plan, toy), toy.expected())
+    plan = metadata_convert.from_aiter(torch.arange(5).int(), info, as_tensor([0, 512]), page_size=1)
+    check(ours(plan), [512])
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_lists_that_nobody_filled_make_a_right_plan(seed):
     """As an engine's warm-up passes them: anything may stand there, and every key is read once all the same."""
-    toy, draw = Toy([300, 0, 64]), torch.Generator().manual_seed(seed)
+    draw = torch.Generator().manual_seed(seed)
 
     def anything(*shape):
         return torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, generator=draw)
 
-    pages = torch.tensor([0, 300, 300, 364], dtype=torch.int32)
+    pages = as_tensor([0, 300, 300, 364])
     for plan in (
         metadata_convert.from_aiter(anything(9), anything(12, 8), pages, page_size=1),
         metadata_convert.from_aiter(torch.arange(9, dtype=torch.int32), anything(12, 8), pages, page_size=2**10),
         metadata_convert.from_flash_mla(anything(6, 8), 3),
     ):
-        torch.testing.assert_close(run_ours(plan, toy), toy.expected())
+        check(ours(plan), [300, 0, 64])
 
 
 def test_a_plan_of_another_size_is_refused():
-    toy = Toy([100, 200])
     with pytest.raises(ValueError, match="give the batch and num_sm_parts that mla_suite.plan was given"):
-        metadata_convert.to_flash_mla(toy.plan(4)[:20], toy.seq_lens, num_sm_parts=4)
+        metadata_convert.to_flash_mla(plan_of([100, 200], 4)[:20], as_tensor([100, 200]), num_sm_parts=4)
 
 
 @pytest.mark.parametrize(("batch", "parts"), [(2, 5), (2, 8), (1, 4)])
 def test_a_plan_of_other_sequences_or_parts_is_refused(batch, parts):
-    toy = Toy([100, 200])
-    with pytest.raises(
-        ValueError, match=f"plan is one of 2 sequences and 4 SM parts, and {batch} and {parts} were given"
-    ):
-        metadata_convert.to_flash_mla(toy.plan(4), toy.seq_lens[:batch], num_sm_parts=parts)
+    said = f"plan is one of 2 sequences and 4 SM parts, and {batch} and {parts} were given"
+    with pytest.raises(ValueError, match=said):
+        metadata_convert.to_flash_mla(plan_of([100, 200], 4), as_tensor([100, 200])[:batch], num_sm_parts=parts)
 
 
 def test_pages_of_several_tokens_need_the_tokens_of_the_last():
-    toy = Toy([100, 200])
-    qo_indptr, kv_indptr, _ = paged(toy, 16)
+    given = plan_of([100, 200], 4), as_tensor([0, 1, 2]), as_tensor([0, 7, 20])
     with pytest.raises(ValueError, match="page_size is 16; give kv_last_page_lens"):
-        metadata_convert.to_aiter(toy.plan(4), qo_indptr, kv_indptr, num_sm_parts=4, page_size=16, max_seqlen_q=1)
+        metadata_convert.to_aiter(*given, num_sm_parts=4, page_size=16, max_seqlen_q=1)
 
 
 def test_a_remembered_plan_lives_as_long_as_its_tensor_and_stays_in_place():
