@@ -8,11 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import vllm_cpu
 from vllm.config import VllmConfig, set_current_vllm_config
 
 import mla_suite
-from mla_suite import archs, integrations
+from mla_suite import archs, integrations, testing
 from mla_suite.distributed import KeyShard
 from mla_suite.integrations import vllm as integration
 from mla_suite.integrations import vllm_step
@@ -63,14 +62,14 @@ def paged(lengths, page, dtype=torch.bfloat16):
 
 
 def assert_attended(found, q, q_lens, cache, table, lengths, tolerance):
-    first = 0
-    for b, (count, length) in enumerate(zip(q_lens, lengths, strict=True)):
-        tokens = slice(first, first := first + count)
-        keys = cache[table[b].long()].flatten(0, 1)[:length]
-        out, lse = vllm_cpu.exact(q[tokens], keys, SCALE)
-        torch.testing.assert_close(found[0][tokens].double(), out, **tolerance)
-        torch.testing.assert_close(found[1][tokens].double(), lse, rtol=1e-5, atol=1e-5)
-    assert found[0].shape == (first, HEADS, LATENT)
+    """Each query token's result and lse are those of its sequence's keys in the cache."""
+    starts = torch.nn.functional.pad(torch.tensor(q_lens).cumsum(0), (1, 0)).int()
+    given = q.float(), cache.float(), torch.tensor(lengths).int(), table
+    want = testing.exact_decode(*given, cu_seqlens_q=starts, softmax_scale=SCALE, kv_format="fp32")
+    tokens = sum(q_lens)
+    assert found[0].shape == (tokens, HEADS, LATENT)
+    torch.testing.assert_close(found[0].double(), want.out[:tokens], **tolerance)
+    torch.testing.assert_close(found[1].double(), want.lse[:tokens], rtol=1e-5, atol=1e-5)
 
 
 ROUNDED = dict(rtol=2**-8, atol=2e-5)
@@ -98,15 +97,17 @@ def test_the_two_parts_of_queries(monkeypatch, by_head, q_lens, taken):
     assert not taken or given[0]["q_rope"].untyped_storage().data_ptr() == rope.untyped_storage().data_ptr()
 
 
+@pytest.mark.parametrize("scale", [0.25, 1.0])
+@pytest.mark.parametrize(("dtype", "q_scale"), [(torch.float8_e4m3fn, 0.5), (torch.bfloat16, 1.0)], ids=str)
 @pytest.mark.parametrize("q_len", [1, 4])
-def test_queries_that_vllm_quantised(q_len):
+def test_an_fp8_cache_and_queries_that_vllm_quantised(q_len, dtype, q_scale, scale):
     lengths = [300, 9, 64]
     cache, table = paged(lengths, 16, torch.float8_e4m3fn)
     metadata = step_of(lengths, table, [q_len] * 3)
-    q = torch.randn(3 * q_len, HEADS, WIDTH).to(torch.float8_e4m3fn)
-    found = impl_of("fp8").forward_mqa(q, cache.view(torch.uint8), metadata, layer_of(0.25, 0.5))
+    q = torch.randn(3 * q_len, HEADS, WIDTH).to(dtype)
+    found = impl_of("fp8").forward_mqa(q, cache.view(torch.uint8), metadata, layer_of(scale, q_scale))
     assert found[0].dtype == torch.bfloat16
-    assert_attended(found, q.float() * 0.5, [q_len] * 3, cache.float() * 0.25, table, lengths, ROUNDED)
+    assert_attended(found, q.float() * q_scale, [q_len] * 3, cache.float() * scale, table, lengths, ROUNDED)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +192,8 @@ def test_how_long_a_prompt_may_be(monkeypatch, change, threshold):
 
 @pytest.mark.parametrize("q_len", [1, 3])
 def test_invariant_partials_follow_the_lengths(monkeypatch, q_len):
-    """A table as wide as the longest context costs no memory in an eager step, and no bits anywhere."""
+    """A table as wide as the longest context costs no memory in an eager step, and no bits anywhere: a sequence has the
+    same alone."""
     monkeypatch.setattr(integration, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True))
     lengths, context = [2100, 9, 1025], 2**17
     cache, table = paged(lengths, 64)
@@ -205,8 +207,11 @@ def test_invariant_partials_follow_the_lengths(monkeypatch, q_len):
     split_size = mla_suite.batch_invariant_split_size(HEADS, q_len)
     assert found[False][2] == 3 * -(-2100 // split_size), "the splits that 2100 keys need"
     assert found[True][2] == 3 * context // split_size, "a captured step serves every later length"
-    assert torch.equal(found[False][0], found[True][0])
-    assert torch.equal(found[False][1], found[True][1])
+    last = slice(2 * q_len, 3 * q_len)
+    alone = impl_of().forward_mqa(q[last], cache, step_of(lengths[2:], table[2:], [q_len], threshold=q_len), layer_of())
+    for eager, captured, own in zip(found[False], found[True], alone, strict=False):
+        assert torch.equal(eager, captured)
+        assert torch.equal(eager[last], own)
 
 
 @pytest.mark.parametrize("padding", [0, 1, 4])

@@ -8,6 +8,7 @@ import warnings
 from types import SimpleNamespace
 
 import pytest
+import sparse_problems
 import tiny_deepseek
 import torch
 import vllm_cpu
@@ -91,16 +92,11 @@ def chosen(q_lens, seq_lens):
 
 
 def exact(q, keys, block_table, owner, indices):
-    """The definition in fp64: softmax over the chosen positions of the token's own sequence, and its lse."""
-    outs, lses = [], []
-    for token, row in enumerate(indices):
-        positions = row[row >= 0].long()
-        pages = block_table[owner[token], positions // PAGE].long()
-        own = keys[pages, positions % PAGE].double()
-        scores = q[token].double() @ own.T * SCALE
-        outs.append(scores.softmax(-1) @ own[:, :512])
-        lses.append(scores.logsumexp(-1))
-    return torch.stack(outs), torch.stack(lses)
+    """The definition in fp64: attention to the chosen positions of each token's own sequence, and its lse."""
+    positions = indices.clamp(min=0).long()
+    slots = block_table[owner[:, None], positions // PAGE] * PAGE + positions % PAGE
+    given = q, [keys.float()], [torch.where(indices >= 0, slots, -1)], [None], [None], None
+    return sparse_problems.exact(*given, kv_formats=["fp32"], softmax_scale=SCALE, rounded=False)[:2]
 
 
 def write(impl, rows, cache, cache_dtype, k_scale):
@@ -245,22 +241,37 @@ def test_a_batch_invariant_token_has_the_same_bits_alone(vllm_config, monkeypatc
     assert torch.equal(alone, together[2:])
 
 
-def test_what_vllms_selector_is_told():
-    plugins.vllm()
-    plugins.vllm()  # a process may load its plugins twice
-    backend = AttentionBackendEnum["MLA_SUITE_SPARSE"].get_class()
-    assert backend is integration.MLASuiteSparseBackend
-    good = vllm_cpu.ASKED | dict(kv_cache_dtype="fp8_ds_mla", block_size=64, use_sparse=True)
-    assert backend.validate_configuration(**good) == []
-    for change, reason in (
-        (dict(use_pcp=True), "PCP not supported"),
-        (dict(has_sink=True), "attention sinks not supported"),
-        (dict(use_sparse=False), "non-sparse not supported"),
-        (dict(kv_cache_dtype="fp8_e5m2"), "kv_cache_dtype not supported"),
-        (dict(head_size=320), "head_size not supported"),
-    ):
-        assert reason in backend.validate_configuration(**{**good, **change})
-    assert backend.validate_configuration(**{**good, "head_size": 512}) == []
+def test_registration():
+    for _ in range(2):  # a process may load its plugins twice
+        plugins.vllm()
+    assert AttentionBackendEnum["MLA_SUITE_SPARSE"].get_class() is integration.MLASuiteSparseBackend
+
+
+DENSE = dense.MLASuiteBackend, dict(kv_cache_dtype="fp8", block_size=16, use_sparse=False)
+SPARSE = integration.MLASuiteSparseBackend, dict(kv_cache_dtype="fp8_ds_mla", block_size=64, use_sparse=True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "change", "reason"),
+    [
+        (DENSE, dict(use_pcp=True), "PCP not supported"),
+        (DENSE, dict(has_sink=True), "attention sinks not supported"),
+        (DENSE, dict(has_sliding_window=True), "sliding window not supported"),
+        (DENSE, dict(use_sparse=True), "sparse not supported"),
+        (DENSE, dict(use_non_causal=True), "non-causal attention not supported"),
+        (SPARSE, dict(use_pcp=True), "PCP not supported"),
+        (SPARSE, dict(has_sink=True), "attention sinks not supported"),
+        (SPARSE, dict(use_sparse=False), "non-sparse not supported"),
+        (SPARSE, dict(kv_cache_dtype="fp8_e5m2"), "kv_cache_dtype not supported"),
+        (SPARSE, dict(head_size=320), "head_size not supported"),
+    ],
+)
+def test_what_vllms_selector_is_told(asked, change, reason):
+    """The reasons that vLLM's own check finds against a backend, with everything on that it supports, and without."""
+    backend, options = asked
+    for taken in ({}, dict(head_size=512) if asked is SPARSE else {}):
+        assert backend.validate_configuration(**vllm_cpu.ASKED | options | taken) == []
+    assert reason in backend.validate_configuration(**vllm_cpu.ASKED | options | change)
 
 
 def layers_cache(rope, cache_dtype="fp8_ds_mla"):

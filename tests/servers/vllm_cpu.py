@@ -16,8 +16,6 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from mla_suite.models.config import LATENT
-
 OURS = "mla_suite.integrations.vllm.MLASuiteBackend"
 COMPILATION = {"custom_ops": ["all", "-rotary_embedding"]}
 """vLLM's rotary kernel for CPUs is wrong on the strided views that MLA gives it."""
@@ -101,12 +99,3 @@ def generate(llm: LLM, batch: list[list[int]], new_tokens: int = NEW_TOKENS) -> 
         for request, ids in zip(done, tokens, strict=True)
     ]
     return tokens, torch.tensor(logprobs)
-
-
-def exact(q, keys, scale):
-    """Causal attention of q [q_len, heads, 576] over keys [kv_len, 576] in fp64, and its lse."""
-    q_len, kv_len = q.shape[0], keys.shape[0]
-    scores = torch.einsum("qhd,kd->qhk", q.double(), keys.double()) * scale
-    hidden = torch.arange(kv_len) > torch.arange(q_len)[:, None] + kv_len - q_len
-    scores.masked_fill_(hidden[:, None], -torch.inf)
-    return torch.softmax(scores, -1) @ keys[:, :LATENT].double(), scores.logsumexp(-1)
