@@ -139,27 +139,17 @@ def attended(new, cached, layer, q, k, v):
 
 @pytest.mark.parametrize("cached", [[0, 0, 0], [70, 0, 9]])
 def test_expanded_prompts_at_once(expanding, extends, decodes, cached):
-    (backend, _), new = expanding(), [30, 4, 17]
-    for _ in range(2):  # of which the second is another batch
-        new = new[::-1]
+    """The second time in a batch that the server uses again: a pass begins with a layer that is further down."""
+    backend, _ = expanding()
+    held = SimpleNamespace()
+    for layer_id, new in ((1, [30, 4, 17]), (0, [9, 40, 2])):
         batch, layer, q, k, v = expanded(new, cached)
-        out = backend.forward_extend(q, k, v, layer, batch, False)
+        layer.layer_id = layer_id
+        vars(held).update(vars(batch))
+        out = backend.forward_extend(q, k, v, layer, held, False)
         want = attended(new, cached, layer, q, k, v)
         torch.testing.assert_close(out.double(), want, rtol=2**-8, atol=2e-4)
     assert (extends, decodes) == ([], [])
-
-
-def test_a_batch_that_the_server_uses_again(expanding):
-    """Its lengths are measured anew in a pass, which begins with a layer that is not further up."""
-    backend, _ = expanding()
-    batch, layer, q, k, v = expanded([30, 4, 17], [0, 0, 0])
-    layer.layer_id = 1
-    backend.forward_extend(q, k, v, layer, batch, False)
-    again, layer, q, k, v = expanded([9, 40, 2], [0, 0, 0])
-    vars(batch).update(vars(again))
-    out = backend.forward_extend(q, k, v, layer, batch, False)
-    want = attended([9, 40, 2], [0, 0, 0], layer, q, k, v)
-    torch.testing.assert_close(out.double(), want, rtol=2**-8, atol=2e-4)
 
 
 def test_a_prefix_in_chunks(expanding, extends):

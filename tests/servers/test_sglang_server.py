@@ -50,6 +50,16 @@ def calls(folder):
     return rows
 
 
+def answered(checkpoint, folder, **options):
+    """What a server with these options says of each prompt of LENGTHS; the tokens are those of transformers."""
+    path, model = checkpoint
+    batch = tiny_deepseek.prompts(LENGTHS)
+    with sglang_server.server(path, folder, **options) as address:
+        tokens, facts = sglang_server.generate(address, batch)
+    assert tokens == [tiny_deepseek.greedy(model, prompt) for prompt in batch]
+    return facts
+
+
 def query_tokens(folder):
     return [call["query_tokens"] for call in calls(folder)]
 
@@ -82,12 +92,7 @@ def test_mixed_prompts_chunks_and_cached_prefixes(checkpoint, tmp_path):
 @pytest.mark.parametrize("options", [{}, OTHER_PREFILL])
 def test_eagle_verifies_four_tokens_in_one_decode(checkpoint, tmp_path, options):
     """DeepSeek-V3's own draft layer drafts, by SGLang's Triton backend; some drafts are taken and some are not."""
-    folder, model = checkpoint
-    batch = tiny_deepseek.prompts(LENGTHS)
-    with sglang_server.server(folder, tmp_path, **EAGLE, **options) as address:
-        tokens, facts = sglang_server.generate(address, batch)
-    assert tokens == [tiny_deepseek.greedy(model, prompt) for prompt in batch]
-    rounds = [fact["spec_verify_ct"] for fact in facts]
+    rounds = [fact["spec_verify_ct"] for fact in answered(checkpoint, tmp_path, **EAGLE, **options)]
     assert min(rounds) < NEW_TOKENS - 1
     assert max(rounds) > NEW_TOKENS // 4
     steps = query_tokens(tmp_path)
@@ -99,11 +104,7 @@ def test_eagle_verifies_four_tokens_in_one_decode(checkpoint, tmp_path, options)
 def test_two_ranks(checkpoint, tmp_path, monkeypatch):
     """Each of two processes has half of the heads."""
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"0|{os.cpu_count() - 1}")
-    folder, model = checkpoint
-    batch = tiny_deepseek.prompts(LENGTHS)
-    with sglang_server.server(folder, tmp_path, tp_size=2) as address:
-        tokens, _ = sglang_server.generate(address, batch)
-    assert tokens == [tiny_deepseek.greedy(model, prompt) for prompt in batch]
+    answered(checkpoint, tmp_path, tp_size=2)
     first, second = installed_plugins.calls(tmp_path)
     assert len(first) >= LAYERS * (NEW_TOKENS - 1)
     assert first == second
@@ -145,12 +146,8 @@ def test_ngrams_are_verified_as_a_tree(tmp_path):
 
 def test_eagle_verifies_a_tree(checkpoint, tmp_path):
     """SGLang lets a backend of our name have no trees with pages; its check is told another name."""
-    folder, model = checkpoint
-    batch = tiny_deepseek.prompts(LENGTHS)
     options = EAGLE | dict(speculative_eagle_topk=4, speculative_num_draft_tokens=8)
-    with sglang_server.server(folder, tmp_path, **options) as address:
-        tokens, facts = sglang_server.generate(address, batch)
-    assert tokens == [tiny_deepseek.greedy(model, prompt) for prompt in batch]
+    facts = answered(checkpoint, tmp_path, **options)
     assert min(fact["spec_verify_ct"] for fact in facts) < NEW_TOKENS - 1
     verified = trees(tmp_path)
     assert len(verified) >= LAYERS * max(fact["spec_verify_ct"] for fact in facts)
