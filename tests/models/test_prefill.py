@@ -3,11 +3,7 @@
 import pytest
 import torch
 
-from mla_suite.models.prefill import (
-    QUERY_TILE,
-    causal_attention,
-    causal_attention_with_lse,
-)
+from mla_suite.models.prefill import QUERY_TILE, causal_attention, causal_attention_with_lse
 
 SCALE = 0.1
 
@@ -25,21 +21,20 @@ def random_qkv(*shape):
     return torch.randn(*shape, 3, 48), torch.randn(*shape, 3, 48), torch.randn(*shape, 3, 32)
 
 
+def close(found, expected):
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("tokens", [1, 7, QUERY_TILE, QUERY_TILE + 1, 600])
 def test_tiles_of_queries_join(tokens):
-    torch.manual_seed(tokens)
     q, k, v = random_qkv(1, tokens)
-    out, lse = causal_attention_with_lse(q, k, v, softmax_scale=SCALE)
-    expected_out, expected_lse = exact(q[0], k[0], v[0])
-    torch.testing.assert_close(out[0].double(), expected_out, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(lse[0].double(), expected_lse, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(
-        causal_attention(q, k, v, softmax_scale=SCALE)[0].double(), expected_out, rtol=1e-5, atol=1e-5
-    )
+    expected = exact(q[0], k[0], v[0])
+    for found, own in zip(causal_attention_with_lse(q, k, v, softmax_scale=SCALE), expected, strict=True):
+        close(found[0], own)
+    close(causal_attention(q, k, v, softmax_scale=SCALE)[0], expected[0])
 
 
 def test_left_padding_is_never_attended():
-    torch.manual_seed(0)
     q, k, v = random_qkv(3, 300)
     lens = [300, 1, 280]
     valid = torch.arange(300) >= 300 - torch.tensor(lens)[:, None]
@@ -49,9 +44,9 @@ def test_left_padding_is_never_attended():
     tiled, lse = causal_attention_with_lse(q, k, v, softmax_scale=SCALE, valid=valid)
     for b, n in enumerate(lens):
         expected, expected_lse = exact(q[b, -n:], k[b, -n:], v[b, -n:])
-        torch.testing.assert_close(plain[b, -n:].double(), expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(tiled[b, -n:].double(), expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(lse[b, -n:].double(), expected_lse, rtol=1e-5, atol=1e-5)
+        close(plain[b, -n:], expected)
+        close(tiled[b, -n:], expected)
+        close(lse[b, -n:], expected_lse)
     assert plain.isfinite().all()
     assert tiled.isfinite().all()
 
@@ -68,18 +63,15 @@ def test_a_window_counts_the_real_tokens_alone(hidden):
     )
     spans = [slice(max(i - 4, 0), i + 1) for i in range(len(q))]
     expected = torch.stack([exact(q[own], k[own], v[own])[0][-1] for own in spans])
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(packed.double(), torch.cat((expected, expected[:7])), rtol=1e-5, atol=1e-5)
+    close(out, expected)
+    close(packed, torch.cat((expected, expected[:7])))
 
 
 def test_packed_sequences_do_not_see_each_other():
-    torch.manual_seed(0)
     lens = [5, 1, 0, 290, 33]
     q, k, v = random_qkv(sum(lens))
-    out = causal_attention(q, k, v, softmax_scale=SCALE, q_lens=lens)
-    tiled, lse = causal_attention_with_lse(q, k, v, softmax_scale=SCALE, q_lens=lens)
     parts = [exact(*part) for part in zip(q.split(lens), k.split(lens), v.split(lens), strict=True) if len(part[0])]
-    expected, expected_lse = (torch.cat(column) for column in zip(*parts, strict=True))
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(tiled.double(), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
+    expected = [torch.cat(column) for column in zip(*parts, strict=True)]
+    for found, own in zip(causal_attention_with_lse(q, k, v, softmax_scale=SCALE, q_lens=lens), expected, strict=True):
+        close(found, own)
+    close(causal_attention(q, k, v, softmax_scale=SCALE, q_lens=lens), expected[0])
