@@ -94,9 +94,18 @@ def test_no_command_prints_the_list(capsys):
         ("emulate decode --heads 4 --kv -5", "emulate: --kv -5; it is a number of keys, 0 at least"),
         ("build --arch= --kernel combine --out /dev/null/none", "build: unknown arch '': this tree has "),
         ("build --arch gfx942 --kernel= --out /dev/null/none", "build: unknown kernels ['']: possible are "),
+        ("bench --device cpu --set fast", "bench: no set of shapes 'fast'; there are quick, flashmla"),
+        ("bench --device cpu --op plan", "bench: set 'quick' has no case of 'plan'"),
+        ("bench --device cpu --shapes b999", "bench: no shape contains b999; they are decode-b2-h16-q1-kv64"),
+        ("bench --device cpu --sustained -1", "bench: --sustained -1.0: it takes 0 to 60 seconds"),
+        ("bench --device cpu --csv /dev/null/rows.csv", "bench: /dev/null/rows.csv cannot be written"),
+        ("demo --tp 2", "run `torchrun --nproc-per-node 2 -m mla_suite demo --tp 2`"),
+        ("tune", "name an operator with --op"),
+        ("tune --op decode", "no GPU: configurations are compared by timing them"),
     ],
 )
-def test_a_wrong_argument_is_one_sentence(words, sentence, capsys):
+def test_a_wrong_argument_is_one_sentence(words, sentence, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(words.split()) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert sentence in line

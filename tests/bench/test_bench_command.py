@@ -54,23 +54,6 @@ def test_a_wrong_result_fails_the_run_and_a_refusal_does_not_beside_times(found,
     assert ("bench: nothing was timed" in printed.err) == (not timed and not code)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--set", "fast"], "no set of shapes 'fast'; there are quick, flashmla"),
-        (["--op", "plan"], "set 'quick' has no case of 'plan'"),
-        (["--shapes", "b999"], "no shape contains b999; they are decode-b2-h16-q1-kv64"),
-        (["--sustained", "-1"], "bench: --sustained -1.0: it takes 0 to 60 seconds"),
-        (["--csv", "/dev/null/rows.csv"], "/dev/null/rows.csv cannot be written"),
-    ],
-)
-def test_bad_requests_are_one_sentence(arguments, sentence, capsys):
-    assert main([*CPU, *arguments]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("bench: ")
-    assert sentence in error
-
-
 def test_list_names_every_set_and_its_source(capsys):
     assert main(["bench", "--list"]) == 0
     assert "aiter-3003: 64 shapes. AITER pull request 3003" in capsys.readouterr().out

@@ -1,13 +1,10 @@
 """benchmarks/vllm_followups.py finds steps in a profile, and asks engines of every number of heads for rows."""
 
 import argparse
-import os
 import sys
-from pathlib import Path
 
 import profiles
 import vllm_followups
-import vllm_turns
 from saved_figures import saved
 
 MARK = "void at::cuda::(anonymous namespace)::spin_kernel(long)"
@@ -28,34 +25,14 @@ def test_the_kernels_that_take_longest_are_named_with_their_share_of_a_layer():
     assert vllm_followups.largest(kernels, layers=2) == "gemm 4.0; norm 0.5"
 
 
-ENGINE = """
-import sys, vllm_turns
-
-heads = int(sys.argv[len(sys.argv) - 1 - sys.argv[::-1].index("--heads") + 1])
-backend = sys.argv[sys.argv.index("--alone") + 1]
-
-
-def measure(decodes, prefix):
-    row = {"prefix": prefix, "new": 8, "decodes": decodes, "threshold": "own", "keys": "absorbed", "kernels": backend}
-    return {"rows": [row | {"busy_us": 8.0 * heads, "per_layer_us": heads, "first_ms": 1.0, "decode_us": 2.0}]}
-
-
-check = lambda: {"compared": 1, "error": 1e-3}
-raise SystemExit(vllm_turns.serve({"seconds": 1, "page": 64}, {"check": check, "measure": measure}))
-"""
-
-
-def test_each_number_of_heads_has_an_engine_of_each_backend(tmp_path, monkeypatch, capsys):
-    program = tmp_path / "engine.py"
-    program.write_text(ENGINE)
+def test_each_number_of_heads_has_an_engine_of_each_backend(turn_engine, tmp_path, monkeypatch, capsys):
     path = tmp_path / "rows.csv"
     given = ["--backends", "A,B", "--heads", "128,16", "--prefixes", "64", "--csv", str(path)]
     parser = argparse.ArgumentParser()
     vllm_followups.add_arguments(parser)
-    monkeypatch.setattr(sys, "argv", [str(program), *given])
+    monkeypatch.setattr(sys, "argv", [turn_engine, *given])
     monkeypatch.setattr(vllm_followups, "ON_GPU", True)
     monkeypatch.setattr(vllm_followups, "versions", lambda: "none")
-    monkeypatch.setenv("PYTHONPATH", str(Path(vllm_turns.__file__).parent), prepend=os.pathsep)
     assert vllm_followups.main(parser.parse_args(given)) == 0
     rows = saved(path)
     engines = [("128", "A"), ("128", "B"), ("16", "A"), ("16", "B")]

@@ -80,45 +80,10 @@ def test_tokens_may_differ_at_a_near_tie_alone():
         vllm_model.equal_tokens({"tokens": [[1, 2, 3], [4, 5, 7]]}, first)
 
 
-ENGINE = """
-import sys, vllm_turns
-
-backend, rounds = sys.argv[sys.argv.index("--alone") + 1], 0
-
-
-def check():
-    print("a line that goes through")
-    return {"compared": 1, "error": 0.0, "tokens": [[1, 2 if backend == "A" else 3]], "gaps": [[1.0, 1.0]]}
-
-
-def start(batch, context):
-    global rounds
-    rounds = 0
-    return {"prompts": batch}
-
-
-def one_round():
-    global rounds
-    rounds += 1
-    return {"tokens_per_s": 10.0 * rounds}
-
-
-def profile(batch):
-    return {"step_us": batch * 1e4, "attention_us": 30.0 if backend == "A" else 15.0, "plan_us": 0.0}
-
-
-answers = {"check": check, "start": start, "round": one_round, "profile": profile}
-raise SystemExit(vllm_turns.serve({"seconds": 1, "page": 64}, answers))
-"""
-
-
 @pytest.fixture
-def engines(tmp_path, monkeypatch):
+def engines(turn_engine, monkeypatch):
     """Programs that stand for engines A and B, which do not give the same tokens."""
-    program = tmp_path / "engine.py"
-    program.write_text(ENGINE)
-    monkeypatch.setattr(sys, "argv", [str(program)])
-    monkeypatch.setenv("PYTHONPATH", str(Path(vllm_turns.__file__).parent), prepend=os.pathsep)
+    monkeypatch.setattr(sys, "argv", [turn_engine])
     return argparse.Namespace(backends="A,B", batches=(1, 8), contexts=(64,), rounds=3, skip_check=False)
 
 

@@ -52,9 +52,3 @@ def test_uneven_lengths_have_the_mean_they_are_named_by():
     case = next(case for case in sets.named("flashmla") if "-kv~4096-" in case.shape and case.facts["heads"] == 16)
     cache = case.sample.bytes - 128 * 16 * (576 * 2 + 512 * 2 + 4)
     assert math.isclose(cache / (128 * 1152), 4096, rel_tol=0.1)
-
-
-def test_a_shape_is_found_by_the_name_that_is_printed():
-    cases = {case.id: case for case in sets.named("quick")}
-    for name, case in cases.items():
-        assert case in sets.matching(cases, [name])

@@ -93,11 +93,6 @@ def test_ranks_that_disagree_say_so_in_one_sentence_each(tmp_path):
     assert sentences(disagree, tmp_path) == [f"demo: rank {rank}: {said}" for rank in (0, 1)]
 
 
-def test_without_torchrun_the_command_is_named(capsys):
-    assert main(["demo", "--tp", "2"]) == 2
-    assert "run `torchrun --nproc-per-node 2 -m mla_suite demo --tp 2`" in capsys.readouterr().err
-
-
 def test_the_first_line_says_what_the_ranks_run_on(capsys, monkeypatch):
     """One rank, which is its own store; the layer itself is not run."""
     described = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "0"}

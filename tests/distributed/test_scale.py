@@ -1,57 +1,10 @@
-"""benchmarks/scale_model.py, whose tables are in docs/scale.md, agrees with what was measured."""
+"""benchmarks/scale_model.py, the model of docs/scale.md; test_figures.py compares its errors with that page."""
 
 from dataclasses import replace
 
 import pytest
 import scale_model as model
-import scale_tables
-from scale_model import H200, NCCL, PEER_MEMORY, RUNS, Row, sent
-from scale_tables import us_of
-
-ERRORS = {name: found for name, _, found in scale_tables.errors()}
-BOUNDS = {  # the number of rows, and the largest error in percent
-    "collectives of two and four H200s, peer memory": (21, 17),
-    "collectives of two and four H200s, NCCL": (18, 23),
-    "layers on one H200": (8, 10),
-    "layers over two and four H200s": (26, 15),
-    "layers over two and four H200s, NCCL": (8, 15),
-    "one sequence on one H200": (12, 14),
-    "one sequence over two and four H200s": (7, 19),
-    "one sequence over two and four H200s, NCCL": (7, 9),
-    "collectives of two H100s, peer memory": (9, 25),
-    "layers on one H100": (6, 6),
-    "layers over two H100s": (18, 9),
-    "one sequence over two H100s": (5, 14),
-}
-
-
-@pytest.mark.parametrize("name", BOUNDS)
-def test_errors_are_within_what_the_page_says(name):
-    number, bound = BOUNDS[name]
-    assert len(ERRORS[name]) == number
-    assert max(map(abs, ERRORS[name])) <= (bound + 0.5) / 100
-
-
-def test_every_kind_of_row_has_a_bound():
-    assert list(ERRORS) == list(BOUNDS)
-
-
-@pytest.mark.parametrize("kind", ["sum", "merge"])
-def test_sums_and_merges_are_on_the_lines_of_nccl(kind):
-    """Gathers alone are missed by more than collectives of two H200s were when lines were fitted to these alone."""
-    for ranks, row, way, us in model.measured_collectives(kind, nccl=True):
-        assert H200.collective(kind, row.sizes[0], ranks, way) * 1e6 == pytest.approx(us, rel=0.17)
-
-
-def test_shares_of_one_gpus_time_are_near_what_was_measured():
-    found = [
-        us_of(row, H200, ranks) / us_of(row, H200, 1) - row.us["many_us"] / row.us["one_us"]
-        for ranks, run in RUNS.items()
-        for row in run
-        if row.kind == "layer"
-    ]
-    assert len(found) == 26
-    assert max(map(abs, found)) < 0.08
+from scale_model import H200, NCCL, PEER_MEMORY, Row, sent
 
 
 def test_terms_of_a_fit_are_costs():
