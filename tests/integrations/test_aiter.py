@@ -132,18 +132,19 @@ def selection(step, topk):
 
 
 @pytest.mark.parametrize(
-    ("lens", "q_lens"),
+    ("lens", "q_lens", "topk"),
     [
-        ([200, 0, 40, 65], [1] * 4),
-        ([200, 0, 40, 65], [3] * 4),
-        ([200], [3]),
-        ([200, 7, 40, 65], [1, 4, 0, 3]),  # AITER itself takes as many query tokens of each sequence
-        ([9, 200], [3, 2]),
+        ([200, 0, 40, 65], [1] * 4, 64),
+        ([200, 0, 40, 65], [3] * 4, 64),
+        ([200], [3], 64),
+        ([200, 7, 40, 65], [1, 4, 0, 3], 64),  # AITER itself takes as many query tokens of each sequence
+        ([9, 200], [3, 2], 64),
+        ([200, 9], [2, 2], 0),  # whose metadata is not that of a dense step
     ],
     ids=str,
 )
-def test_selected_keys_by_metadata_with_topk(lens, q_lens):
-    topk, step = 64, Step(lens, q_lens)
+def test_selected_keys_by_metadata_with_topk(lens, q_lens, topk):
+    step = Step(lens, q_lens)
     made = sparse_metadata(step, max(q_lens), topk)  # for more query tokens than there are, where they differ
     chosen, expected = selection(step, topk)
     arguments = (*step.args[:5], chosen, step.kv_last_page_lens, 1, 1, 1, 0.05)
@@ -165,14 +166,6 @@ def test_selected_keys_by_metadata_with_topk(lens, q_lens):
     step.fill(made)
     _, lse = aiter.mla_decode_fwd(*step.args, return_lse=True, **made)
     step.check(lse, step.expected())
-
-
-def test_a_selection_of_no_keys():
-    """Its metadata is not that of a dense step."""
-    step = Step([200, 9], [2, 2])
-    made, (chosen, expected) = sparse_metadata(step, 2, 0), selection(step, 0)
-    _, lse = aiter.mla_decode_fwd(*step.args[:5], chosen, step.kv_last_page_lens, 1, return_lse=True, **made)
-    step.check(lse, expected)
 
 
 def test_query_tokens_of_no_sequence_select_nothing():
