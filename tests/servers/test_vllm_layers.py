@@ -190,24 +190,24 @@ def test_how_long_a_prompt_may_be(monkeypatch, change, threshold):
     assert builder.reorder_batch_threshold == threshold
 
 
-@pytest.mark.parametrize("q_len", [1, 3])
-def test_invariant_partials_follow_the_lengths(monkeypatch, q_len):
+@pytest.mark.parametrize("q_lens", [[1, 1, 1], [3, 3, 3], [4, 1, 4]], ids=str)
+def test_invariant_partials_follow_the_lengths(monkeypatch, q_lens):
     """A table as wide as the longest context costs no memory in an eager step, and no bits anywhere: a sequence has the
     same alone."""
     monkeypatch.setattr(integration, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True))
     lengths, context = [2100, 9, 1025], 2**17
     cache, table = paged(lengths, 64)
     wide = torch.nn.functional.pad(table, (0, context // 64 - table.shape[1]))
-    q, found = torch.randn(3 * q_len, HEADS, WIDTH).bfloat16(), {}
+    q, q_len, found = torch.randn(sum(q_lens), HEADS, WIDTH).bfloat16(), max(q_lens), {}
     for captured in (False, True):
         monkeypatch.setattr(integration, "capturing", lambda tensor, captured=captured: captured)
-        metadata = step_of(lengths, wide, [q_len] * 3, threshold=q_len)
+        metadata = step_of(lengths, wide, q_lens, threshold=q_len)
         results = impl_of().forward_mqa(q, cache, metadata, layer_of())
         found[captured] = *results, Plan.read(metadata.decode.plan).header[Word.WORK_TILE_CAPACITY]
     split_size = mla_suite.batch_invariant_split_size(HEADS, q_len)
     assert found[False][2] == 3 * -(-2100 // split_size), "the splits that 2100 keys need"
     assert found[True][2] == 3 * context // split_size, "a captured step serves every later length"
-    last = slice(2 * q_len, 3 * q_len)
+    last = slice(sum(q_lens) - q_len, None)
     alone = impl_of().forward_mqa(q[last], cache, step_of(lengths[2:], table[2:], [q_len], threshold=q_len), layer_of())
     for eager, captured, own in zip(found[False], found[True], alone, strict=False):
         assert torch.equal(eager, captured)
