@@ -46,42 +46,28 @@ def one_case(draw: random.Random, parallel: Parallel) -> None:
     options = {"softmax_scale": 0.05, "kv_format": kv_format}
     everything = torch.arange(batch, dtype=torch.int32)[:, None]
     exact, exact_lse = mla_suite.decode(q, whole, seq_lens, everything, attn_sink=sink, max_seqlen_q=q_len, **options)
-    chosen = draw.choice(["all_to_all", "all_gather"])
-    spread = {"shard": shard, "group": parallel.cp_group, "exchange": chosen, "attn_sink": sink}
+    exchange = draw.choice(["all_to_all", "all_gather"])
+    spread = {"shard": shard, "group": parallel.cp_group, "exchange": exchange, "attn_sink": sink}
     longest = draw.choice([0, max(lens)])  # which a rank's own lengths are checked against, by a bound of its own
     out, lse = cp_decode(q, cache, seq_lens, order, max_seqlen_kv=longest, **spread, **options)
-    own = heads // parallel.cp_size if chosen == "all_to_all" else heads
-    first = parallel.cp_rank * own if chosen == "all_to_all" else 0
-    where = f"lens {lens} q_len {q_len} heads {heads} {shard} page {page_size} {dtype} {chosen}"
+    own = heads // parallel.cp_size if exchange == "all_to_all" else heads
+    first = parallel.cp_rank * own if exchange == "all_to_all" else 0
+    where = f"lens {lens} q_len {q_len} heads {heads} {shard} page {page_size} {dtype} {exchange}"
     compare(out, exact[:, :, first : first + own], BOUND[dtype], where)
     compare(lse, exact_lse[:, :, first : first + own], 1e-5, where)
 
     topk = 12
-    positions = torch.stack(
-        [
-            torch.stack([torch.randperm(max(n, 1), generator=generator)[:topk] for _ in range(q_len)])
-            if n >= topk
-            else torch.full((q_len, topk), -1)
-            for n in lens
-        ]
-    ).to(torch.int32)
+
+    def chosen(length: int) -> torch.Tensor:
+        return torch.randperm(length, generator=generator)[:topk] if length >= topk else torch.full((topk,), -1)
+
+    positions = torch.stack([torch.stack([chosen(length) for _ in range(q_len)]) for length in lens]).to(torch.int32)
     base = torch.arange(batch, dtype=torch.int32)[:, None, None] * 90
     slots = torch.where(positions >= 0, positions + base, -1)
     exact, exact_lse = mla_suite.sparse_decode(
         q, [whole], [slots], attn_sink=sink, kv_formats=[kv_format], softmax_scale=0.05
     )
-    out, lse = cp_sparse_decode(
-        q,
-        cache,
-        positions,
-        order,
-        shard=shard,
-        group=parallel.cp_group,
-        kv_format=kv_format,
-        softmax_scale=0.05,
-        exchange=chosen,
-        attn_sink=sink,
-    )
+    out, lse = cp_sparse_decode(q, cache, positions, order, **spread, **options)
     compare(out, exact[:, :, first : first + own], BOUND[dtype], where)
     compare(lse, exact_lse[:, :, first : first + own], 1e-5, where)
 

@@ -2,23 +2,17 @@
 
 import pytest
 import torch
+from test_mla import make_layer
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mla_suite.models import MLA, MLAConfig, PagedLatentCache, cos_sin_table
-
-
-def made(config, dtype=torch.float32):
-    layer = MLA(config, kv_format="fp32", dtype=dtype).requires_grad_(False)
-    for weight in layer.parameters():
-        weight.normal_(std=weight.shape[-1] ** -0.5)
-    return layer
+from mla_suite.models import MLAConfig, PagedLatentCache, cos_sin_table
 
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16])
 def test_autocast_changes_results_by_rounding_alone(kept, cast):
     config = MLAConfig.tiny()
-    layer = made(config, kept)
+    layer = make_layer(config, kept).requires_grad_(False)
     x, cos_sin = torch.randn(5, config.hidden_size, dtype=kept), cos_sin_table(config, 16)
 
     def attended(lower):
@@ -38,7 +32,7 @@ def test_autocast_changes_results_by_rounding_alone(kept, cast):
 def test_shapes_follow_from_fakes():
     with FakeTensorMode():
         config = MLAConfig.tiny()
-        layer, cos_sin = made(config), cos_sin_table(config, 16)
+        layer, cos_sin = make_layer(config), cos_sin_table(config, 16)
         cache = PagedLatentCache(1, num_pages=4, page_size=4, kv_format="fp32")
         sequences = [cache.allocate(), cache.allocate()]
         x = torch.empty(5, config.hidden_size)
