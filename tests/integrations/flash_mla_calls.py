@@ -60,12 +60,6 @@ class Dense:
         given = metadata or get_mla_metadata()
         return flash_mla_with_kvcache(q, self.cache, self.table, self.lens, 512, *given, **options)
 
-    def named(self, **changes):
-        """A call with every argument by its name, some of them changed."""
-        given = dict(q=self.queries(1, 4), k_cache=self.cache, block_table=self.table, cache_seqlens=self.lens)
-        given |= dict(head_dim_v=512, tile_scheduler_metadata=get_mla_metadata()[0])
-        return flash_mla_with_kvcache(**{**given, **changes})
-
     def expected(self, q, causal=False, scale=576**-0.5, lengths=None, sink=None):
         return dense_expected(q, self.cache, self.table, lengths or self.lengths, scale, causal, sink)
 

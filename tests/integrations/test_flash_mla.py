@@ -169,51 +169,6 @@ def test_no_sequences(kv_heads):
         assert lse.shape == (0, 16, 1)
 
 
-INDICES = torch.zeros(2, 1, 4, dtype=torch.int32)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(block_table=None), "dense attention needs both"),
-        (dict(indices=INDICES, causal=True), "pass causal=False"),
-        (dict(is_fp8_kvcache=True), "the two must agree"),
-        (dict(k_cache=torch.zeros(2, 64, 1, 576, dtype=torch.uint8)), "1-byte records of 656"),
-        (dict(k_cache=torch.zeros(2, 64, 576).bfloat16()), r"\[num_pages, page_size, 1, width\]"),
-        (dict(topk_length=torch.ones(2, dtype=torch.int32)), "sparse argument is given without indices"),
-        (dict(extra_k_cache=torch.zeros(2, 64, 1, 576)), "pass both or neither"),
-        (dict(indices=INDICES, extra_topk_length=torch.ones(2, dtype=torch.int32)), "without an extra pool"),
-        (dict(num_splits=torch.zeros(3, dtype=torch.int32)), "the holder has the splits"),
-        (dict(tile_scheduler_metadata=torch.zeros(4, 7, dtype=torch.int32)), r"int32 \[parts, 8\]"),
-        (dict(tile_scheduler_metadata=None), "tile_scheduler_metadata is a NoneType; it takes the first of the two"),
-        (dict(indices=INDICES, num_splits=torch.zeros(3, dtype=torch.int32)), "the holder has the splits"),
-        (
-            dict(indices=INDICES, tile_scheduler_metadata=7),
-            "tile_scheduler_metadata is a int; it takes the first of the",
-        ),
-        (
-            dict(indices=INDICES, tile_scheduler_metadata=None, num_splits=torch.zeros(3, dtype=torch.int32)),
-            "tile_scheduler_metadata is a NoneType; it takes the first of the two",
-        ),
-        (dict(indices=INDICES, tile_scheduler_metadata=torch.zeros(4, 8)), r"int32 \[parts, 8\]"),
-        (dict(indices=INDICES, precision="FP8"), "precision is 'FP8'; it takes 'full' or 'fp8'"),
-        (dict(q=torch.zeros(2, 4, 576)), r"\[batch, q_len, heads, head_dim\]"),
-        (dict(k_cache=torch.zeros(2, 64, 1, 576).to_sparse()), "k_cache is sparse_coo; it takes a dense tensor"),
-        (dict(kv_format=["V32"]), r"kv_format is \['V32'\] and k_cache holds bf16; it takes V32 for"),
-        (dict(use_legacy=None), "use_legacy is None; it takes True or False"),
-        (dict(causal=[]), r"causal is \[\]; it takes True or False"),
-        (dict(enable_batch_invariant="no"), "enable_batch_invariant is 'no'; it takes True or False"),
-        (dict(is_fp8_kvcache=2), "is_fp8_kvcache is 2; it takes True or False"),
-        (dict(head_dim_v=10**30), "head_dim_v is an int of 100 bits; it takes an int of 64 bits"),
-        (dict(descale_q=1.0), "descale_q is a float; it takes a tensor"),
-    ],
-)
-def test_refusals(changes, message):
-    with pytest.raises((ValueError, TypeError), match=message) as raised:
-        Dense([70, 3]).named(**changes)
-    assert str(raised.value).startswith("flash_mla_with_kvcache: ")
-
-
 def test_refused_metadata():
     with pytest.raises(ValueError, match="or nothing"):
         get_mla_metadata(torch.ones(2, dtype=torch.int32))

@@ -8,7 +8,6 @@ from flash_mla_calls import Dense, check
 
 import mla_suite
 from mla_suite.integrations import flash_mla_kv_heads
-from mla_suite.integrations.flash_mla import get_mla_metadata
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
@@ -43,31 +42,3 @@ def test_a_descale_of_queries_counts():
     problem = Dense([40, 7], kv_heads=2)
     q = problem.queries(1, 8)
     check(*problem.call(q, descale_q=torch.tensor([0.5])), problem.expected(q * 0.5))
-
-
-INDICES = torch.zeros(2, 1, 4, dtype=torch.int32)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(q=torch.zeros(2, 1, 5, 576).bfloat16()), "5 query heads with 2 KV heads; the first is a multiple"),
-        (dict(k_cache=torch.zeros(3, 2, 64, 576).bfloat16().transpose(1, 2)), "it takes a contiguous cache"),
-        (dict(k_cache=torch.zeros(3, 64, 2, 656, dtype=torch.uint8), is_fp8_kvcache=True), "go with 1 KV head"),
-        (dict(block_table=None, indices=INDICES), "go with 1 KV head"),
-        (dict(attn_sink=torch.zeros(4)), "go with 1 KV head"),
-        (dict(block_table=None), "dense attention needs both"),
-        (dict(block_table=torch.zeros(2, dtype=torch.int32)), r"it takes \[batch, columns\]"),
-        (dict(is_fp8_kvcache=True), "the two must agree"),
-        (dict(cache_seqlens=torch.tensor([900, 1], dtype=torch.int32)), r"cache_seqlens\[0\] is 900"),
-    ],
-)
-def test_refusals(changes, message):
-    with pytest.raises(ValueError, match=message):
-        Dense([70, 3], kv_heads=2).named(**changes)
-
-
-@pytest.mark.parametrize("options", [dict(is_fp8_kvcache=True), dict(topk=64), dict(num_heads_k=0)])
-def test_refused_metadata(options):
-    with pytest.raises(ValueError, match="it takes 1 KV head, or several in dense calls"):
-        get_mla_metadata(torch.ones(2, dtype=torch.int32), 16, **dict(dict(num_heads_k=2), **options))

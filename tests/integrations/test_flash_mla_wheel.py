@@ -147,12 +147,6 @@ def test_batch_invariant_prefill(statistics):
     check_invariance("bf16x576", attended)
 
 
-def test_a_batch_invariant_dense_call_is_refused():
-    problem = Dense([90, 5])
-    with pytest.raises(ValueError, match="in a dense call; pass indices, or call mla_suite.decode with split_size"):
-        problem.call(problem.queries(), enable_batch_invariant=True)
-
-
 def test_statistics_of_sparse_prefill():
     q, kv = torch.randn(5, 64, 576).bfloat16(), torch.randn(90, 1, 576).bfloat16()
     indices = torch.randint(-1, 90, (5, 1, 40), dtype=torch.int32)

@@ -90,20 +90,3 @@ def test_quantised_results_go_through_vllms_own_kernel(arguments, monkeypatch):
     ((rows, *rest),) = given
     assert torch.equal(rows, arguments["output"])
     assert [id(each) for each in rest] == [id(each) for each in (*turning.values(), 64, *quantised)]
-
-
-def test_what_it_cannot_do_is_refused(arguments):
-    call = vllm_rocm.rocm_sparse_attn_decode
-    quantised = torch.empty(0), torch.empty(0)
-    with pytest.raises(ValueError, match="both are given; pass output, or output_mxfp8"):
-        call(**arguments, output_mxfp8=quantised)
-    with pytest.raises(ValueError, match="neither output nor output_mxfp8 is given"):
-        call(**(arguments | dict(output=None)))
-    with pytest.raises(ValueError, match="output_mxfp8 is given without what turns the results"):
-        call(**(arguments | dict(output=None)), output_mxfp8=quantised)
-    with pytest.raises(ValueError, match="head_dim 576 of nope 512 and rope 64; records hold 448"):
-        call(**(arguments | dict(head_dim=576, nope_head_dim=512)))
-    with pytest.raises(ValueError, match="swa_only is False without kv_cache"):
-        call(**(arguments | dict(kv_cache=None)))
-    with pytest.raises(ValueError, match="topk selects nothing; pass topk_indices, or topk_ragged_indices"):
-        call(**(arguments | dict(topk_indices=None)))
