@@ -10,6 +10,7 @@ INDICES = torch.zeros(2, 1, 4, dtype=torch.int32)
 FIRST_OF_TWO = "tile_scheduler_metadata is a {}; it takes the first of the two"
 SEVERAL = "dense several heads"
 QUANTISED = torch.empty(0), torch.empty(0)
+NO_SPLITS = dict(partial_output=torch.zeros(2, 0, 16, 512), partial_lse=torch.zeros(2, 0, 16), num_splits=0)
 # The call, what is changed in it, and what is said.
 REFUSED = [
     ("aiter", dict(logit_cap=30.0), "scores are not capped"),
@@ -34,6 +35,19 @@ REFUSED = [
     ("aiter selected", dict(kv_buffer=torch.zeros(9, 1, 1, 576).to(torch.float8_e4m3fn)), "bf16, fp16 or fp32 pages"),
     ("aiter selected", dict(qo_indptr=ints(0, 1)), r"qo_indptr has shape \(2,\); it takes \[batch \+ 1\] = \(3,\)"),
     ("aiter selected", dict(qo_indptr=ints(0, 1, 2).long()), "qo_indptr is int64; it takes int32"),
+    ("aiter metadata", dict(topk=2048), "topk is 2048 and page_size 16"),
+    ("aiter metadata", dict(topk=65536, page_size=1), r"topk is 65536; it takes 0\.\.65535"),
+    ("aiter metadata", dict(is_cp_round_robin=True), "round-robin"),
+    ("aiter metadata", dict(topk=4, page_size=1, reduce_final_map=torch.zeros(3, 2).int()), "3 sequences and 8 SM"),
+    ("aiter metadata", dict(work_info_set=torch.zeros(9, 8).int()), "2 sequences and 8 SM parts need 10"),
+    ("aiter metadata", dict(kv_last_page_lens=16), "kv_last_page_lens is 16; it is the third argument, a tensor"),
+    ("decode reduce", dict(batch=3), "batch is 3"),
+    ("decode reduce", dict(batch=2, vec=8), "vec is 8"),
+    ("decode reduce", dict(T=3), "with T = 3"),
+    ("decode reduce", dict(num_splits=5), r"\(2, 5, 16, 512\)"),
+    ("decode reduce", dict(partial_lse=torch.zeros(2, 16, 4)), r"\(2, 16, 4\); they take .* and the same without"),
+    ("decode reduce", NO_SPLITS, "num_splits is 0; a query token has 1 or more"),
+    ("decode reduce", dict(partial_output=torch.zeros(4, 2, 16, 512).transpose(0, 1)), "has strides .* side by side"),
     ("dense", dict(block_table=None), "dense attention needs both"),
     ("dense", dict(indices=INDICES, causal=True), "pass causal=False"),
     ("dense", dict(is_fp8_kvcache=True), "the two must agree"),
