@@ -21,8 +21,12 @@ def low(x: np.ndarray) -> np.ndarray:
     return (x.astype(np.int64) & 0xFFFFFFFF).astype(np.uint32)
 
 
+def unsigned24(x: np.ndarray) -> np.ndarray:
+    return wide(x) & 0xFFFFFF
+
+
 def signed24(x: np.ndarray) -> np.ndarray:
-    return (wide(x) & 0xFFFFFF ^ 0x800000) - 0x800000
+    return (unsigned24(x) ^ 0x800000) - 0x800000
 
 
 def bits_of(x: np.ndarray) -> np.ndarray:
@@ -65,6 +69,18 @@ def perm(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
         byte = np.where(choice < 8, byte, np.where(choice < 12, sign * 255, np.where(choice == 12, 0, 255)))
         out |= low(byte) << U(8 * i)
     return out
+
+
+def field(value: np.ndarray, offset: np.ndarray, width: np.ndarray, signed: bool = False) -> np.ndarray:
+    """V_BFE: bits of a value from an offset on; the top bit of a signed field counts negative."""
+    inside = wide(value) >> wide(offset) % 32 & (1 << wide(width) % 32) - 1
+    top = np.where(wide(width) % 32 > 0, 1 << np.maximum(wide(width) % 32, 1) - 1, 0) if signed else 0
+    return low((inside ^ top) - top)
+
+
+def aligned(a: np.ndarray, b: np.ndarray, shift: np.ndarray) -> np.ndarray:
+    """V_ALIGN: the low word of {a, b}, b below, from a bit on."""
+    return ((a.astype(L) << L(32) | b.astype(L)) >> shift.astype(L) & L(0xFFFFFFFF)).astype(U)
 
 
 def middle(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
@@ -122,48 +138,26 @@ register(
     Vector("v_or3_b32", "u32 u32 u32 -> u32", lambda a, b, c: a | b | c),
     Vector("v_add3_u32", "u32 u32 u32 -> u32", lambda a, b, c: low(wide(a) + wide(b) + wide(c))),
     Vector("v_xad_u32", "u32 u32 u32 -> u32", lambda a, b, c: low(wide(a ^ b) + wide(c))),
-    Vector("v_bfe_u32", "u32 u32 u32 -> u32", lambda a, b, c: low(wide(a) >> wide(b) % 32 & (1 << wide(c) % 32) - 1)),
-    Vector(
-        "v_bfe_i32",
-        "i32 u32 u32 -> u32",
-        lambda a, b, c: low(
-            np.where(
-                wide(c) % 32 == 0,
-                0,
-                # the field's top bit counts negative
-                (wide(a) >> wide(b) % 32 & (1 << wide(c) % 32) - 1 ^ (1 << np.maximum(wide(c) % 32, 1) - 1))
-                - (1 << np.maximum(wide(c) % 32, 1) - 1),
-            )
-        ),
-    ),
+    Vector("v_bfe_u32", "u32 u32 u32 -> u32", field),
+    Vector("v_bfe_i32", "i32 u32 u32 -> u32", lambda a, b, c: field(a, b, c, signed=True)),
     Vector("v_bfi_b32", "u32 u32 u32 -> u32", lambda a, b, c: (a & b) | (~a & c)),
     Vector("v_bfm_b32", "u32 u32 -> u32", lambda a, b: low(((1 << wide(a) % 32) - 1) << wide(b) % 32)),
-    Vector(
-        "v_alignbit_b32",
-        "u32 u32 u32 -> u32",
-        lambda a, b, c: ((a.astype(L) << L(32) | b.astype(L)) >> (c.astype(L) % L(32)) & L(0xFFFFFFFF)).astype(U),
-    ),
-    Vector(
-        "v_alignbyte_b32",
-        "u32 u32 u32 -> u32",
-        lambda a, b, c: ((a.astype(L) << L(32) | b.astype(L)) >> (c.astype(L) % L(4) * L(8)) & L(0xFFFFFFFF)).astype(U),
-    ),
+    Vector("v_alignbit_b32", "u32 u32 u32 -> u32", lambda a, b, c: aligned(a, b, c % U(32))),
+    Vector("v_alignbyte_b32", "u32 u32 u32 -> u32", lambda a, b, c: aligned(a, b, c % U(4) * U(8))),
     Vector("v_perm_b32", "u32 u32 u32 -> u32", perm),
     Vector("v_perm_b32", "u32 u32 u32 -> u32", perm, adjust=selectors),
     Vector("v_bcnt_u32_b32", "u32 u32 -> u32", lambda a, b: low(bits_of(a).sum(-1) + wide(b))),
     Vector("v_mul_lo_u32", "u32 u32 -> u32", lambda a, b: (a.astype(L) * b.astype(L) & L(0xFFFFFFFF)).astype(U)),
     Vector("v_mul_hi_u32", "u32 u32 -> u32", lambda a, b: (a.astype(L) * b.astype(L) >> L(32)).astype(U)),
     Vector("v_mul_hi_i32", "i32 i32 -> u32", lambda a, b: low(wide(a) * wide(b) >> 32)),
-    Vector("v_mul_u32_u24", "u32 u32 -> u32", lambda a, b: low((wide(a) & 0xFFFFFF) * (wide(b) & 0xFFFFFF)), V2),
-    Vector(
-        "v_mul_hi_u32_u24", "u32 u32 -> u32", lambda a, b: low((wide(a) & 0xFFFFFF) * (wide(b) & 0xFFFFFF) >> 32), V2
-    ),
+    Vector("v_mul_u32_u24", "u32 u32 -> u32", lambda a, b: low(unsigned24(a) * unsigned24(b)), V2),
+    Vector("v_mul_hi_u32_u24", "u32 u32 -> u32", lambda a, b: low(unsigned24(a) * unsigned24(b) >> 32), V2),
     Vector("v_mul_i32_i24", "u32 u32 -> u32", lambda a, b: low(signed24(a) * signed24(b)), V2),
     Vector("v_mul_hi_i32_i24", "u32 u32 -> u32", lambda a, b: low(signed24(a) * signed24(b) >> 32), V2),
     Vector(
         "v_mad_u32_u24",
         "u32 u32 u32 -> u32",
-        lambda a, b, c: low((wide(a) & 0xFFFFFF) * (wide(b) & 0xFFFFFF) + wide(c)),
+        lambda a, b, c: low(unsigned24(a) * unsigned24(b) + wide(c)),
         without="e64",
     ),
     Vector("v_mad_i32_i24", "u32 u32 u32 -> u32", lambda a, b, c: low(signed24(a) * signed24(b) + wide(c))),

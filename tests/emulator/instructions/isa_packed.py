@@ -18,10 +18,11 @@ from isa_case import (
     random_mask,
     register,
     rows_from,
+    vector_name,
     words,
 )
 from isa_numbers import fma16, fma32
-from isa_operands import draw, flushed, raw_of, same, typed
+from isa_operands import REAL, SIGN_BIT, draw, flushed, raw_of, same, typed
 from isa_real import maximum, minimum, strict
 
 from mla_suite.emulator import State
@@ -37,98 +38,59 @@ def _list(name: str, flags: list[int]) -> str:
     return f" {name}:[{','.join(map(str, flags))}]"
 
 
-class Packed16:
-    """Two halves per register; op_sel and op_sel_hi pick the halves that the low and the high result read."""
+class Packed:
+    """Two results: of the halves of registers or, for f32, of pairs of registers. op_sel and op_sel_hi pick the parts
+    that the low and the high result read."""
 
     def __init__(self, op: str, kind: str, count: int, function: Callable[..., np.ndarray], archs=ARCHS) -> None:
         self.op, self.kind, self.count, self.function, self.archs = op, kind, count, function, archs
+        self.pairs = kind == "f32"
+
+    def _registers(self, parts: np.ndarray) -> np.ndarray:
+        """[2, 64] parts -> the registers that hold them."""
+        return parts if self.pairs else (parts[0] & U(0xFFFF) | parts[1] << U(16))[None]
+
+    def _parts(self, registers: np.ndarray) -> np.ndarray:
+        return registers if self.pairs else np.stack([registers[0] & U(0xFFFF), registers[0] >> U(16)])
 
     def cases(self, arch: str) -> Iterable[Case]:
         rng = generator(self.op, arch)
+        width = 2 if self.pairs else 1
         for variant in range(6):
-            raw = [draw(rng, self.kind, 64) & U(0xFFFF) | draw(rng, self.kind, 64) << U(16) for _ in range(self.count)]
+            raw = [self._registers(np.stack([draw(rng, self.kind, 64) for _ in range(2)])) for _ in range(self.count)]
             mask = random_mask(rng) if variant == 1 else ALL
-            mode = FLUSH if variant == 2 and self.kind == "f16" else DENORMALS
-            selects = variant >= 3
-            low = _flags(rng, self.count) if selects else [0] * self.count
-            high = _flags(rng, self.count) if selects else [1] * self.count
-            negative = [[0] * self.count, [0] * self.count]
-            text = f"{self.op} v20, " + ", ".join(f"v{k}" for k in range(self.count))
-            if selects:
-                text += _list("op_sel", low) + _list("op_sel_hi", high)
-            if selects and self.kind == "f16":
-                negative = [_flags(rng, self.count), _flags(rng, self.count)]
-                text += _list("neg_lo", negative[0]) + _list("neg_hi", negative[1])
-            old = words(rng, 64)
-            results = []
-            for half, picks in enumerate((low, high)):
-                sources = []
-                for k in range(self.count):
-                    bits = raw[k] >> U(16) if picks[k] else raw[k] & U(0xFFFF)
-                    bits = bits ^ U(0x8000) if negative[half][k] else bits
-                    value = typed(bits, self.kind)
-                    sources.append(flushed(value) if mode == FLUSH else value)
-                with np.errstate(all="ignore"):
-                    value = np.asarray(self.function(*sources))
-                results.append(raw_of(flushed(value) if mode == FLUSH else value, self.kind) & U(0xFFFF))
-            lanes = active(mask)
-
-            def check(state: State, results=results, old=old, lanes=lanes, text=text) -> None:
-                got = state.v[20]
-                np.testing.assert_array_equal(got[~lanes], old[~lanes])
-                for half, want in enumerate(results):
-                    fine = same(got >> U(16 * half) & U(0xFFFF), want, self.kind) | ~lanes
-                    bad = np.flatnonzero(~fine)
-                    assert not bad.size, (text, half, bad, *(list(map(hex, x[bad[:3]])) for x in (got, want)))
-
-            yield Case([text], check, {**rows_from(0, raw), 20: old}, exec_mask=mask, mode=mode)
-
-
-class Packed32:
-    """A pair of f32 registers per operand."""
-
-    def __init__(self, op: str, count: int, function: Callable[..., np.ndarray]) -> None:
-        self.op, self.count, self.function, self.archs = op, count, function, ARCHS
-
-    def cases(self, arch: str) -> Iterable[Case]:
-        rng = generator(self.op, arch)
-        for variant in range(6):
-            raw = [np.stack([draw(rng, "f32", 64), draw(rng, "f32", 64)]) for _ in range(self.count)]
-            mask = random_mask(rng) if variant == 1 else ALL
-            mode = FLUSH if variant == 2 else DENORMALS
-            low, high = [0] * self.count, [1] * self.count
-            negative = [[0] * self.count, [0] * self.count]
-            names = [f"v[{2 * k}:{2 * k + 1}]" for k in range(self.count)]
-            sgpr: dict[int | str, int] = {}
-            if variant == 5:  # a pair of scalars as the first source
+            change = flushed if variant == 2 and self.kind in REAL else lambda value: value
+            names, sgpr = [vector_name(width * k, width) for k in range(self.count)], {}
+            if variant == 5 and self.pairs:  # a pair of scalars as the first source
                 raw[0] = np.broadcast_to(raw[0][:, :1], raw[0].shape).copy()
                 names[0], sgpr = "s[4:5]", {"s4": int(raw[0][0, 0]), "s5": int(raw[0][1, 0])}
-            text = f"{self.op} v[20:21], {', '.join(names)}"
+            text = f"{self.op} {vector_name(20, width)}, {', '.join(names)}"
+            low, high, negative = [0] * self.count, [1] * self.count, [[0] * self.count] * 2
             if variant >= 3:
                 low, high = _flags(rng, self.count), _flags(rng, self.count)
-                negative = [_flags(rng, self.count), _flags(rng, self.count)]
                 text += _list("op_sel", low) + _list("op_sel_hi", high)
-                text += _list("neg_lo", negative[0]) + _list("neg_hi", negative[1])
-            old = words(rng, 2, 64)
-            want = []
-            for half, picks in enumerate((low, high)):
+                if self.kind in REAL:
+                    negative = [_flags(rng, self.count), _flags(rng, self.count)]
+                    text += _list("neg_lo", negative[0]) + _list("neg_hi", negative[1])
+            old, lanes, want = words(rng, width, 64), active(mask), []
+            for picks, signs in zip((low, high), negative, strict=True):
                 sources = []
-                for k in range(self.count):
-                    value = typed(raw[k][picks[k]] ^ U(0x80000000 * negative[half][k]), "f32")
-                    sources.append(flushed(value) if mode == FLUSH else value)
+                for registers, pick, sign in zip(raw, picks, signs, strict=True):
+                    bits = self._parts(registers)[pick] ^ U(sign << SIGN_BIT[self.kind] if sign else 0)
+                    sources.append(change(typed(bits, self.kind)))
                 with np.errstate(all="ignore"):
-                    value = self.function(*sources)
-                want.append(raw_of(flushed(value) if mode == FLUSH else value, "f32"))
-            lanes = active(mask)
+                    want.append(raw_of(change(np.asarray(self.function(*sources))), self.kind))
 
             def check(state: State, want=want, old=old, lanes=lanes, text=text) -> None:
-                for half in range(2):
-                    np.testing.assert_array_equal(state.v[20 + half][~lanes], old[half][~lanes])
-                    fine = same(state.v[20 + half], want[half], "f32") | ~lanes
-                    assert fine.all(), (text, half, np.flatnonzero(~fine))
+                registers = state.v[20 : 20 + width]
+                np.testing.assert_array_equal(registers[:, ~lanes], old[:, ~lanes])
+                for half, (got, wanted) in enumerate(zip(self._parts(registers), want, strict=True)):
+                    bad = np.flatnonzero(~same(got, wanted, self.kind) & lanes)
+                    assert not bad.size, (text, half, bad, *(list(map(hex, x[bad[:3]])) for x in (got, wanted)))
 
-            registers = {2 * k + w: raw[k][w] for k in range(self.count) for w in range(2)}
-            yield Case([text], check, {**registers, **rows_from(20, old)}, sgpr, mask, mode=mode)
+            vgpr = {**rows_from(0, np.concatenate(raw)), **rows_from(20, old)}
+            mode = FLUSH if change is flushed else DENORMALS
+            yield Case([text], check, vgpr, sgpr, mask, mode=mode)
 
 
 class MovePair:
@@ -206,28 +168,28 @@ def shift_right(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 register(
     MovePair(),
     *(Mixed(op) for op in ("v_fma_mix_f32", "v_fma_mixlo_f16", "v_fma_mixhi_f16")),
-    Packed32("v_pk_add_f32", 2, lambda a, b: a + b),
-    Packed32("v_pk_mul_f32", 2, lambda a, b: a * b),
-    Packed32("v_pk_fma_f32", 3, fma32),
-    Packed16("v_pk_add_f16", "f16", 2, lambda a, b: a + b),
-    Packed16("v_pk_mul_f16", "f16", 2, lambda a, b: a * b),
-    Packed16("v_pk_max_f16", "f16", 2, maximum),
-    Packed16("v_pk_min_f16", "f16", 2, minimum),
-    Packed16("v_pk_maximum3_f16", "f16", 3, lambda *x: strict(maximum)(*x).astype(np.float16), ("gfx950",)),
-    Packed16("v_pk_minimum3_f16", "f16", 3, lambda *x: strict(minimum)(*x).astype(np.float16), ("gfx950",)),
-    Packed16("v_pk_fma_f16", "f16", 3, fma16),
-    Packed16("v_pk_add_u16", "u16", 2, lambda a, b: a + b),
-    Packed16("v_pk_add_i16", "i16", 2, lambda a, b: a + b),
-    Packed16("v_pk_sub_u16", "u16", 2, lambda a, b: a - b),
-    Packed16("v_pk_sub_i16", "i16", 2, lambda a, b: a - b),
-    Packed16("v_pk_mul_lo_u16", "u16", 2, lambda a, b: a * b),
-    Packed16("v_pk_mad_u16", "u16", 3, lambda a, b, c: a * b + c),
-    Packed16("v_pk_mad_i16", "i16", 3, lambda a, b, c: a * b + c),
-    Packed16("v_pk_lshlrev_b16", "u16", 2, lambda a, b: b << (a & 15)),
-    Packed16("v_pk_lshrrev_b16", "u16", 2, shift_right),
-    Packed16("v_pk_ashrrev_i16", "i16", 2, shift_right),
-    Packed16("v_pk_max_i16", "i16", 2, np.maximum),
-    Packed16("v_pk_min_i16", "i16", 2, np.minimum),
-    Packed16("v_pk_max_u16", "u16", 2, np.maximum),
-    Packed16("v_pk_min_u16", "u16", 2, np.minimum),
+    Packed("v_pk_add_f32", "f32", 2, lambda a, b: a + b),
+    Packed("v_pk_mul_f32", "f32", 2, lambda a, b: a * b),
+    Packed("v_pk_fma_f32", "f32", 3, fma32),
+    Packed("v_pk_add_f16", "f16", 2, lambda a, b: a + b),
+    Packed("v_pk_mul_f16", "f16", 2, lambda a, b: a * b),
+    Packed("v_pk_max_f16", "f16", 2, maximum),
+    Packed("v_pk_min_f16", "f16", 2, minimum),
+    Packed("v_pk_maximum3_f16", "f16", 3, lambda *x: strict(maximum)(*x).astype(np.float16), ("gfx950",)),
+    Packed("v_pk_minimum3_f16", "f16", 3, lambda *x: strict(minimum)(*x).astype(np.float16), ("gfx950",)),
+    Packed("v_pk_fma_f16", "f16", 3, fma16),
+    Packed("v_pk_add_u16", "u16", 2, lambda a, b: a + b),
+    Packed("v_pk_add_i16", "i16", 2, lambda a, b: a + b),
+    Packed("v_pk_sub_u16", "u16", 2, lambda a, b: a - b),
+    Packed("v_pk_sub_i16", "i16", 2, lambda a, b: a - b),
+    Packed("v_pk_mul_lo_u16", "u16", 2, lambda a, b: a * b),
+    Packed("v_pk_mad_u16", "u16", 3, lambda a, b, c: a * b + c),
+    Packed("v_pk_mad_i16", "i16", 3, lambda a, b, c: a * b + c),
+    Packed("v_pk_lshlrev_b16", "u16", 2, lambda a, b: b << (a & 15)),
+    Packed("v_pk_lshrrev_b16", "u16", 2, shift_right),
+    Packed("v_pk_ashrrev_i16", "i16", 2, shift_right),
+    Packed("v_pk_max_i16", "i16", 2, np.maximum),
+    Packed("v_pk_min_i16", "i16", 2, np.minimum),
+    Packed("v_pk_max_u16", "u16", 2, np.maximum),
+    Packed("v_pk_min_u16", "u16", 2, np.minimum),
 )

@@ -190,18 +190,15 @@ class Vector:
         old = words(rng, rows, 64)
         return sources, old.astype(np.uint64) << np.uint64(32) | words(rng, rows, 64) if is_wide(self.result) else old
 
-    def _e32(self) -> str:
-        return "_e32" if self.encoding in ("vop1", "vop2") else ""
-
-    def _e64(self) -> str:
-        return "_e64" if self.encoding in ("vop1", "vop2") else ""
+    def _suffix(self, form: str) -> str:
+        return form if self.encoding in ("vop1", "vop2") else ""
 
     def _plain(self, rng: np.random.Generator, partial: bool) -> Case:
         rows = 1 if partial else self.rows
         raw, old = self._draw(rng, rows)
         mask = random_mask(rng) if partial else ALL
         lanes = np.broadcast_to(active(mask), (rows, 64))
-        texts = self._texts(self._e32(), rows, ["{}"] * 4, "")
+        texts = self._texts(self._suffix("_e32"), rows, ["{}"] * 4, "")
         return self._case(texts, raw, raw, old, lanes=lanes, exec_mask=mask)
 
     def _scalars(self, rng: np.random.Generator) -> Iterable[Case]:
@@ -216,7 +213,7 @@ class Vector:
                 choices.append((text, int(np.array(float(text), view).view(f"u{np.dtype(view).itemsize}"))))
         elif kind in ("u32", "i32"):
             choices.append(("1.0", 0x3F800000))
-        if self._e32() and not is_wide(kind) and kind not in NARROW:
+        if self._suffix("_e32") and not is_wide(kind) and kind not in NARROW:
             choices.append(("0x12345678", 0x12345678))
         for text, value in choices:
             raw, old = self._draw(rng, 1)
@@ -225,32 +222,32 @@ class Vector:
             if self.adjust and value is not None and not np.array_equal(self.adjust(list(seen))[0], seen[0]):
                 continue
             lanes = np.ones((1, 64), bool)
-            texts = self._texts(self._e32(), 1, ["{}"] * 4, "", first=text)
+            texts = self._texts(self._suffix("_e32"), 1, ["{}"] * 4, "", first=text)
             yield self._case(texts, raw, seen, old, lanes=lanes, sgpr={"s4": number} if value is None else {})
 
     def _signs(self, rng: np.random.Generator, raw: list[np.ndarray]) -> tuple[list[str], list[np.ndarray]]:
         wrap, seen = [], []
         for k, (source, kind) in enumerate(zip(raw, self.kinds, strict=True)):
-            if kind not in REAL or (self.accumulates and k == len(raw) - 1):
-                wrap.append("{}")
-                seen.append(source)
-                continue
-            sign = np.array(1 << SIGN_BIT[kind], source.dtype)
-            absolute, negative = bool(rng.integers(0, 2)), bool(rng.integers(0, 2))
-            if absolute:
-                source = source & ~sign
-            if negative:
-                source = source ^ sign
+            form = "{}"
+            if kind in REAL and not (self.accumulates and k == len(raw) - 1):
+                form, source = self._one_sign(rng, source, kind)
+            wrap.append(form)
             seen.append(source)
-            wrap.append(("-" if negative else "") + ("|{}|" if absolute else "{}"))
         return wrap, seen
+
+    def _one_sign(self, rng: np.random.Generator, source: np.ndarray, kind: str) -> tuple[str, np.ndarray]:
+        sign = np.array(1 << SIGN_BIT[kind], source.dtype)
+        absolute, negative = bool(rng.integers(0, 2)), bool(rng.integers(0, 2))
+        source = source & ~sign if absolute else source
+        source = source ^ sign if negative else source
+        return ("-" if negative else "") + ("|{}|" if absolute else "{}"), source
 
     def _modified(self, rng: np.random.Generator) -> Case:
         raw, old = self._draw(rng, 4)
         texts, parts = [], []
         for r in range(4):
             wrap, seen = self._signs(rng, [source[r : r + 1] for source in raw])
-            texts.append(self._texts(self._e64(), 4, wrap, "")[r])
+            texts.append(self._texts(self._suffix("_e64"), 4, wrap, "")[r])
             parts.append(seen)
         seen = [np.concatenate([part[k] for part in parts]) for k in range(len(raw))]
         return self._case(texts, raw, seen, old, lanes=np.ones((4, 64), bool))
@@ -267,7 +264,7 @@ class Vector:
         raw, old = self._draw(rng, 4)
         seen = self._flush_sources(raw)
         after = flushed if self.result in ("f32", "f16") else None
-        texts = self._texts(self._e32(), 4, ["{}"] * 4, "")
+        texts = self._texts(self._suffix("_e32"), 4, ["{}"] * 4, "")
         return self._case(texts, raw, seen, old, lanes=np.ones((4, 64), bool), mode=FLUSH, after=after)
 
     def _clamped(self, rng: np.random.Generator) -> Case:
@@ -290,7 +287,7 @@ class Vector:
         texts = []
         for r, (scale, _) in enumerate(scales):
             clamp = "" if self.arithmetic and r == 3 else " clamp"
-            texts.append(self._texts(self._e64(), 4, ["{}"] * 4, clamp + scale)[r])
+            texts.append(self._texts(self._suffix("_e64"), 4, ["{}"] * 4, clamp + scale)[r])
         seen = self._flush_sources(raw) if self.arithmetic else raw
         mode = (FLUSH if self.arithmetic else DENORMALS) | DX10_CLAMP
         return self._case(texts, raw, seen, old, lanes=np.ones((4, 64), bool), mode=mode, after=after, zeros=True)
@@ -329,7 +326,7 @@ class Vector:
             tail += f" src{k}_sel:{select}"
             form = "sext({})" if extend else "{}"
             if kind in REAL and not self.exact:
-                (form,), (picked,) = self._one_sign(rng, picked, kind)
+                form, picked = self._one_sign(rng, picked, kind)
             wrap.append(form)
             seen.append(picked)
         place = (SDWA[int(rng.integers(0, 7))], UNUSED[int(rng.integers(0, 3))])
@@ -338,12 +335,3 @@ class Vector:
         tail = f" dst_sel:{place[0]} dst_unused:{place[1]}{tail}"
         texts = self._texts("_sdwa", 1, wrap, tail)
         return self._case(texts, raw, seen, old, lanes=active(mask)[None], exec_mask=mask, place=place)
-
-    def _one_sign(
-        self, rng: np.random.Generator, source: np.ndarray, kind: str
-    ) -> tuple[tuple[str], tuple[np.ndarray]]:
-        sign = np.uint32(1 << SIGN_BIT[kind])
-        absolute, negative = bool(rng.integers(0, 2)), bool(rng.integers(0, 2))
-        source = source & ~sign if absolute else source
-        source = source ^ sign if negative else source
-        return (("-" if negative else "") + ("|{}|" if absolute else "{}"),), (source,)
