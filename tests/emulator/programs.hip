@@ -89,3 +89,15 @@ MLA_KERNEL(64, 1) void waits_for_last(SpinParams p, int32_t blocks) {
   }
   p.out[mla::block_id_x()] = 1;
 }
+
+struct PrivateParams {
+  uint32_t* out;  // [128]
+  int32_t from;
+};
+// More words of each thread than there are registers or bytes of LDS for: they lie in private memory.
+MLA_KERNEL(128, 1) void private_memory(PrivateParams p) {
+  uint32_t words[512];
+  int t = mla::thread_id();
+  for (int i = 0; i < 512; i++) words[(i + p.from) % 512] = 3 * t + i;
+  p.out[t] = words[t];
+}

@@ -1,4 +1,4 @@
-"""Rules of the sanitizer that a few lines break; the others are in test_emulator_sanitizer.py and instructions/."""
+"""Rules of the sanitizer that a few lines break; the others are in test_emulator_kernels.py and instructions/."""
 
 import re
 from dataclasses import replace
