@@ -1,7 +1,10 @@
 """Compiles programs.hip once per arch, and launches its kernels."""
 
+import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -23,6 +26,13 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(params=DEPTHS)
 def arch(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@pytest.fixture(scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Triton compiles into a folder of the file's own."""
+    with patch.dict(os.environ, {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}):
+        yield
 
 
 class Launcher:

@@ -50,31 +50,6 @@ def scaled(
     tl.store(c + rows[:, None] * BN + columns[None, :], total)
 
 
-@triton.jit
-def attention(q, kv, pages, out, lse, length, scale, H: tl.constexpr, BN: tl.constexpr):
-    """Decoding with a latent cache: q [H, 576], kv [rows, 576], pages [length] row numbers, out [H, 512], lse [H]."""
-    h, latent, rope, n = tl.arange(0, H), tl.arange(0, 512), tl.arange(0, 64), tl.arange(0, BN)
-    ql = tl.load(q + h[:, None] * 576 + latent[None, :])
-    qr = tl.load(q + h[:, None] * 576 + 512 + rope[None, :])
-    top = tl.full((H,), -1e30, tl.float32)
-    weight = tl.zeros((H,), tl.float32)
-    total = tl.zeros((H, 512), tl.float32)
-    for t in range(0, length, BN):
-        here = t + n < length
-        row = tl.load(pages + t + n, mask=here, other=0)
-        kl = tl.load(kv + row[:, None] * 576 + latent[None, :])
-        kr = tl.load(kv + row[:, None] * 576 + 512 + rope[None, :])
-        score = tl.dot(qr, tl.trans(kr), tl.dot(ql, tl.trans(kl))) * (scale * 1.4426950408889634)
-        score = tl.where(here[None, :], score, -1e30)
-        highest = tl.maximum(top, tl.max(score, 1))
-        p, keep = tl.exp2(score - highest[:, None]), tl.exp2(top - highest)
-        weight = weight * keep + tl.sum(p, 1)
-        total = tl.dot(p.to(kl.dtype), kl, total * keep[:, None])
-        top = highest
-    tl.store(out + h[:, None] * 512 + latent[None, :], total / weight[:, None])
-    tl.store(lse + h, (top + tl.log2(weight)) * 0.6931471805599453)
-
-
 @gluon.jit
 def gluon_matmul(
     a, b, c, VERSION: gl.constexpr, SIZE: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, DIRECT: gl.constexpr

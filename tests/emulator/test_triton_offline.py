@@ -18,7 +18,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from hostile_inputs import in_turn
 from sparse_problems import exact
-from triton_offline import Launch, launches, own_cache
+from triton_offline import Launch, launches
 
 from mla_suite import archs, testing
 from mla_suite.core import register
@@ -32,16 +32,11 @@ from mla_suite.ops.sparse_decode import triton_rows
 from mla_suite.ops.sparse_decode.samples import PoolShape
 from mla_suite.ops.sparse_decode.samples import sample as sparse_sample
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 CPU = torch.device("cpu")
 ARCHS = ("gfx942", "gfx950")  # in turn: each case takes Triton seconds to compile
 # The error that bf16 weights may add: each is rounded by half an ulp, 2^-9 of itself, and their sum is not.
 WEIGHTS = 2.0**-8
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache_of_this_file(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with own_cache(tmp_path_factory.mktemp("triton")):
-        yield
 
 
 def run(

@@ -6,12 +6,10 @@ for the arch as a launch on a GPU would be, specialisations included, and its ma
 
 from __future__ import annotations
 
-import os
 import re
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -32,13 +30,6 @@ class Launch(NamedTuple):
     name: str
     compiled: CompiledKernel
     report: Report
-
-
-@contextmanager
-def own_cache(folder: Path) -> Iterator[None]:
-    """Inside the block Triton compiles into this folder."""
-    with patch.dict(os.environ, {"TRITON_CACHE_DIR": str(folder)}):
-        yield
 
 
 @contextmanager
