@@ -28,6 +28,11 @@ from mla_suite.testing import exact_decode, poison
 FP16 = {"kv_format": "fp16", "dtype": torch.float16}
 FNUZ, FNUZ_QUERY = {"kv_format": "fp8_fnuz"}, {"kv_format": "fp8_fnuz", "dtype": torch.float8_e4m3fnuz}
 OCP, OCP_QUERY = {"kv_format": "fp8"}, {"kv_format": "fp8", "dtype": torch.float8_e4m3fn}
+NARROW = (
+    {"latent": 256, "rope": 64, "num_splits": 1},
+    {"latent": 256, "rope": 32, "planned": True, "varlen": True, "sink": True},
+    {"latent": 128, "rope": 32, "num_splits": 3},
+)
 FP8_MODES = [mode for mode in grid.MODES if mode.get("causal", True)]
 
 
@@ -56,6 +61,7 @@ TARGETS = {
             {"rope": 0, "num_splits": 1},
             {**FP16, "num_splits": 1},
             {**FP16, "rope": 0, "planned": True},
+            *NARROW,
             {**FNUZ, "num_splits": 1},
             {**FNUZ_QUERY, "planned": True, "sink": True},
         ),
@@ -72,6 +78,7 @@ TARGETS = {
             {"rope": 0, "num_splits": 1},
             {**FP16, "num_splits": 1},
             {**FP16, "rope": 0, "planned": True},
+            *NARROW,
         ),
         ({}, FP16, {"rotate": True}),
         {},
@@ -243,6 +250,25 @@ def test_blocks_and_rows_of_a_table_that_lie_apart(target, heads):
     blocks = poison(torch.empty(len(cache), 80, 576, dtype=torch.bfloat16))[:, :64].copy_(cache)
     rows = torch.full((3, 9), 2**31 - 1, dtype=torch.int32)[:, 4:6].copy_(table)
     assert_right(target, (q, blocks, lens, rows, *rest), kwargs)
+
+
+PAGES_APART = (
+    140_000  # of 64 x 576 values: 10.3 GB of address space, or 5.2 GB of fp8, of which a few pages are touched
+)
+
+
+@pytest.mark.parametrize("heads", [16, 48])
+def test_pages_that_lie_far_apart(target, heads):
+    """Further than 32 bits of bytes or elements reach."""
+    for stored in target.caches:
+        args, kwargs = decode_sample((150, 70), heads=heads, num_splits=1, **stored).make(CPU)
+        exact, near, table = exact_decode(*args, **kwargs), args[1], args[3].clone()
+        far = torch.empty(PAGES_APART, *near.shape[1:], dtype=near.dtype)
+        places = torch.linspace(0, PAGES_APART - 1, near.shape[0]).long().flip(0)
+        far[places] = near
+        used = (table >= 0) & (table < near.shape[0])
+        table[used] = places[table[used].long()].int()
+        assert_within_bound(*decode(target, [args[0], far, args[2], table, *args[4:]], kwargs), exact)
 
 
 @pytest.mark.parametrize("heads", [16, 64, 128])
