@@ -67,12 +67,6 @@ def test_a_packet_that_does_not_fit_the_kernel(session, monkeypatch, field, chan
         session.gpu.check()
 
 
-def test_lds_that_a_launch_asks_for_without_need(session, placed):
-    placed.run(dynamic_lds=1024)
-    with pytest.raises(LaunchError, match="bytes of LDS; the kernel takes"):
-        session.gpu.check()
-
-
 def test_more_lds_than_the_gpu_has(session, placed):
     too_much = session.arch.lds_bytes + 16
     with pytest.raises(LaunchError, match=f"{too_much} bytes of dynamic LDS, {ARCH} leaves"):
@@ -85,29 +79,19 @@ def test_an_object_of_the_other_arch(session):
         session.driver.load(replace(other, id=f"{OTHER[ARCH]}'s {other.id}"))  # a driver keeps kernels by their ids
 
 
-def test_a_corrupted_byte_of_code_in_gpu_memory(session, placed):
+def test_a_corrupted_byte_of_a_kernel_in_gpu_memory(session, placed):
+    """Of its code or of its descriptor."""
     base, image = loaded_at(session, placed.kernel.entry)
-    for offset in (8, len(image.code) // 2, len(image.code) - 1):
-        where = base + image.code_address + offset
-        (right,) = session.gpu.read(where, 1)
-        overwrite(session.gpu, where, bytes([right ^ 1]))
+    offsets = (8, len(image.code) // 2, len(image.code) - 1)
+    for where in (image.descriptor_address, *(image.code_address + offset for offset in offsets)):
+        (right,) = session.gpu.read(base + where, 1)
+        overwrite(session.gpu, base + where, bytes([right ^ 4]))
         placed.run()
-        overwrite(session.gpu, where, bytes([right]))
+        overwrite(session.gpu, base + where, bytes([right]))
         with pytest.raises(VirtualGpuError, match=r"the copy of append_kv\S+ in GPU memory is damaged: byte 0x"):
             session.gpu.check()
     placed.run()
     session.gpu.check()
-
-
-def test_a_corrupted_kernel_descriptor(session, placed):
-    base, image = loaded_at(session, placed.kernel.entry)
-    where = base + image.descriptor_address
-    (right,) = session.gpu.read(where, 1)
-    overwrite(session.gpu, where, bytes([right ^ 4]))
-    placed.run()
-    overwrite(session.gpu, where, bytes([right]))
-    with pytest.raises(VirtualGpuError, match="is damaged"):
-        session.gpu.check()
 
 
 def test_a_kernel_of_a_programs_own_is_refused_in_a_sentence(session, tmp_path):

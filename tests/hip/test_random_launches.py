@@ -7,12 +7,11 @@ import pytest
 from conftest import ARCH
 
 import mla_suite
-from mla_suite import archs
 from mla_suite.ops.decode.samples import decode_sample
 
 PROBLEMS = 100  # per arch
 PER_TEST = 10
-FP8 = {"fnuz": "fp8_fnuz", "ocp": "fp8"}[archs.get(ARCH).fp8] if ARCH else "fp8"
+FP8 = decode_grid.FP8_FORMATS.get(ARCH, "fp8")
 
 
 def problem(seed):

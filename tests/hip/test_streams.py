@@ -8,19 +8,24 @@ import torch
 from launches import Placed, recorded
 
 
-def test_launches_that_nobody_declared(session, placed):
-    """Without a declaration a dispatch may touch what hipMalloc gave, and no more."""
-    cache = next(item.tensor for item in placed.items if item.access != "r")
+def emptied(placed):
+    """The bytes of the launch's cache, zero there and on the GPU, and those that the launch has written before."""
+    cache = next(item.tensor for item in placed.items if item.access != "r").view(torch.uint8)
     expected = cache.clone()
     cache.zero_()
-    placed.mirror.copy_in(session.stream())
+    placed.mirror.copy_in(placed.session.stream())
+    return cache, expected
+
+
+def test_launches_that_nobody_declared(session, placed):
+    """Without a declaration a dispatch may touch what hipMalloc gave, and no more."""
+    cache, expected = emptied(placed)
     before = session.gpu.dispatches
     placed.start()
     placed.finish()
     assert session.gpu.dispatches == before + 1
     assert session.gpu.reports[-1].findings == ()
-    written = expected.view(torch.uint8) != 0
-    assert torch.equal(cache.view(torch.uint8)[written], expected.view(torch.uint8)[written])
+    assert torch.equal(cache[expected != 0], expected[expected != 0])
 
 
 def test_an_event_orders_two_streams(session, placed):
@@ -28,19 +33,15 @@ def test_an_event_orders_two_streams(session, placed):
     runtime = session.runtime
     first, second, event = session.stream(), runtime.stream(), ctypes.c_void_p()
     runtime.call("hipEventCreate", ctypes.byref(event))
-    cache = next(item.tensor for item in placed.items if item.access != "r")
-    expected = cache.clone()
-    cache.zero_()
-    placed.mirror.copy_in(first)
+    cache, expected = emptied(placed)
     placed.start()
     runtime.call("hipEventRecord", event, ctypes.c_void_p(first))
     runtime.call("hipStreamWaitEvent", ctypes.c_void_p(second), event, 0)
     placed.mirror.copy_out(second)
     runtime.synchronize(second)
     runtime.call("hipEventSynchronize", event)
-    assert bool((cache.view(torch.uint8) != 0).any())
-    written = expected.view(torch.uint8) != 0
-    assert torch.equal(cache.view(torch.uint8)[written], expected.view(torch.uint8)[written])
+    assert expected.any()
+    assert torch.equal(cache[expected != 0], expected[expected != 0])
 
 
 def test_two_threads_launch_on_streams_of_their_own(session):
