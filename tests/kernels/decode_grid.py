@@ -91,6 +91,11 @@ def counted(arch: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return report
 
 
+def cosine_distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    a, b = a.double(), b.double()
+    return float(1 - (a * b).sum() / (a.norm() * b.norm()))
+
+
 def assert_within_bound(out: torch.Tensor, lse: torch.Tensor, exact: Exact, rounding: float = 2.0**-8) -> None:
     """|out - exact| <= rounding * sum(p |v|) + 1 ulp of out; 2^-8 for P rounded to 16 bits. lse within 1e-4.
 
@@ -175,12 +180,16 @@ def hard_scores(kind: str, args: Sequence[Any]) -> None:
     elif kind == "dominating":
         stored[table[0, 4].item(), 10] = (q[0, 0, 0].float() * 4).to(stored.dtype)
     else:
-        keys, direction = torch.arange(300), torch.randn(576)
-        logits = torch.linspace(-200, 200, 300)
-        logits = {"large": logits[torch.randperm(300)], "rising": logits, "falling": logits.flip(0)}[kind]
-        q[:] = direction.to(q.dtype)
-        rows = logits[:, None] * 24 / direction.square().sum() * direction + torch.randn(300, 576) / 4
-        stored[table[0].long()[keys // 64], keys % 64] = rows.to(stored.dtype)
-        reached = rows.to(stored.dtype).double() @ direction.to(q.dtype).double() / 24
-        assert float(reached.min()) < -195
-        assert float(reached.max()) > 195
+        keys = torch.arange(300)
+        q[:], stored[table[0].long()[keys // 64], keys % 64] = rows_of_logits(kind, q.dtype, stored.dtype)
+
+
+def rows_of_logits(kind: str, q_dtype: torch.dtype, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A query [576] and 300 keys, whose logits at a scale of 1/24 go to +-200: rising, falling, or at random."""
+    logits, direction = torch.linspace(-200, 200, 300), torch.randn(576)
+    logits = {"large": logits[torch.randperm(300)], "rising": logits, "falling": logits.flip(0)}[kind]
+    keys = (logits[:, None] * 24 / direction.square().sum() * direction + torch.randn(300, 576) / 4).to(dtype)
+    reached = keys.double() @ direction.to(q_dtype).double() / 24
+    assert float(reached.min()) < -195
+    assert float(reached.max()) > 195
+    return direction.to(q_dtype), keys

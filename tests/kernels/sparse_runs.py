@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from decode_grid import assert_within_bound
+from decode_grid import assert_within_bound, rows_of_logits
 from hostile_inputs import ABSURD, poisoned
 from sparse_problems import MODES, POOLS, exact, in_mode, kind_of, problem
 
@@ -74,20 +74,13 @@ def hard_scores(machine: Machine, heads: int, kind: str) -> None:
     """Logits to +-200, rows all equal, one key above all others, and references that rise at every tile or never."""
     (q, (cache,), (index,), *rest), kwargs = problem([("bf16", 5, 64, 300)], 1, heads, invalid=0)
     index[0] = torch.arange(300)
-    direction = torch.randn(576)
-    keys = torch.randn(320, 576)
+    keys = torch.randn(320, 576).bfloat16()
     if kind == "equal":
         keys[:] = keys[0]
     elif kind == "dominating":
-        keys[200] = q[0, 0].float() * 4
+        keys[200] = q[0, 0] * 4
     else:
-        logits = torch.linspace(-200, 200, 300)
-        logits = {"large": logits[torch.randperm(300)], "rising": logits, "falling": logits.flip(0)}[kind]
-        q[:] = direction.bfloat16()
-        keys[:300] = logits[:, None] * 24 / direction.square().sum() * direction + keys[:300] / 4
-        reached = keys[:300].bfloat16().double() @ direction.bfloat16().double() * kwargs["softmax_scale"]
-        assert float(reached.min()) < -195
-        assert float(reached.max()) > 195
+        q[:], keys[:300] = rows_of_logits(kind, q.dtype, keys.dtype)
     cache.copy_(keys.view(5, 64, 576))
     machine.check([q, [cache], [index], *rest], kwargs | {"num_splits": 1})
 

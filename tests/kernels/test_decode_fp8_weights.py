@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import decode_grid as grid
 import pytest
 import torch
 from backend_calls import BackendCalls
 from built import emulated, require_built
-from decode_grid import COARSE, CPU, assert_within_bound, counted, counted_by_packaged_compiler, decode
+from decode_grid import CPU, assert_within_bound, cosine_distance, decode
 
 from mla_suite import archs, emulator
 from mla_suite.archs.cdna.decode import FP8_KV_FORMATS, FP8_QUERIES
@@ -40,11 +41,6 @@ def normal(arch, batch, length, scale):
     return args, dict(softmax_scale=scale**-0.5, kv_format=stored(arch)["kv_format"], num_splits=1)
 
 
-def cosine_distance(a, b):
-    a, b = a.double(), b.double()
-    return float(1 - (a * b).sum() / (a.norm() * b.norm()))
-
-
 def with_weights(arch, fp8_weights, args, kwargs):
     """Runs the instance of 128 rows with these weights, whatever would be chosen; gfx942 has it with fp8 ones alone."""
     config = CONFIGS[arch](archs.get(arch), "fp8", "fp8", 128, 576, False, fp8_weights)
@@ -61,7 +57,7 @@ def test_fp8_weights_are_as_near_as_their_rounding_allows(arch, length, scale, m
     exact = exact_decode(*args, **kwargs)
     out, lse = decode(arch, args, kwargs)
     assert cosine_distance(out, exact.out) <= most
-    assert_within_bound(out, lse, exact, COARSE)
+    assert_within_bound(out, lse, exact, grid.COARSE)
     if length == 512:
         assert torch.equal(out, with_weights(arch, True, args, kwargs)[0]), "fp8 weights are the default at 128 rows"
 
@@ -96,10 +92,10 @@ def test_which_calls_with_a_plan_have_fp8_weights(arch, rows, batch, context, fp
 
 @pytest.mark.parametrize("arch", ["gfx950"], indirect=True)
 def test_bf16_weights_cost_a_third_more_clocks(arch):
-    counted_by_packaged_compiler(arch, SMALLEST)
+    grid.counted_by_packaged_compiler(arch, SMALLEST)
     args, kwargs = decode_sample((1024,), heads=128, num_splits=1, **stored(arch)).make(CPU)
     with emulator.configured(collect=True) as reports:
         with_weights(arch, False, args, kwargs)
     (report,) = reports
     assert report.bound(archs.get(arch)).matrix == 52 * 1024
-    assert counted(arch, args, kwargs).bound(archs.get(arch)).matrix <= 40 * 1024
+    assert grid.counted(arch, args, kwargs).bound(archs.get(arch)).matrix <= 40 * 1024

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from built import emulated
 from sparse_problems import CONFIGS, attend, require_kernels
 
-import mla_suite
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import get_kv_format
 from mla_suite.kv_formats.encode import decode
@@ -25,13 +25,10 @@ SCALES = {
 CASES = [
     (arch, name) for arch, config in CONFIGS.items() for name in SCALES if name in {kind for kind, _ in config.records}
 ]
+EACH = pytest.mark.parametrize(("arch", "name"), CASES, indirect=["arch"])
 
 
-@pytest.fixture(autouse=True)
-def emulated(arch):
-    require_kernels(arch)
-    with mla_suite.emulate(arch):
-        yield
+arch = emulated(require_kernels, autouse=True)
 
 
 def scaled_alone(name):
@@ -70,7 +67,7 @@ def one_key_each(name, records):
     return out[:, :, : codes.count].float(), lse, exact
 
 
-@pytest.mark.parametrize(("arch", "name"), CASES)
+@EACH
 def test_every_finite_code_is_exact(arch, name):
     fields = scaled_alone(name).by_name
     count, encoding = fields["latent"].count, fields["latent"].encoding
@@ -99,7 +96,7 @@ ONE = {"e8m0": 127, "fp32": 1.0, "e4m3fn": 0x38, "e4m3fnuz": 0x40, "e2m1": 2}
 NAN = {"e8m0": (255,), "fp32": (float("nan"),), "e4m3fn": (0x7F, 0xFF), "e4m3fnuz": (0x80,), "e2m1": ()}
 
 
-@pytest.mark.parametrize(("arch", "name"), CASES)
+@EACH
 def test_every_scale_multiplies_its_own_values(arch, name):
     fields = scaled_alone(name).by_name
     scale, ones = fields["scale"], torch.full((fields["latent"].count,), ONE[fields["latent"].encoding]).byte()
@@ -109,7 +106,7 @@ def test_every_scale_multiplies_its_own_values(arch, name):
     assert torch.equal(out[0], exact.expand(16, -1))
 
 
-@pytest.mark.parametrize(("arch", "name"), CASES)
+@EACH
 def test_every_nan_is_seen(arch, name):
     """Each NaN code alone in a record, at the beginning, in the middle and at the end, and each scale that is NaN."""
     fields = scaled_alone(name).by_name

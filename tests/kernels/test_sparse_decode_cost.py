@@ -7,14 +7,13 @@ import os
 import pytest
 import torch
 from backend_calls import BackendCalls, assert_refused
-from decode_grid import assert_within_bound
+from decode_grid import assert_within_bound, counted_by_packaged_compiler
 from observers import Operators
 from sparse_problems import CONFIGS, MODES, POOLS, attend, exact, in_mode, problem, require_kernels
 
 import mla_suite
 from mla_suite import archs, emulator
 from mla_suite.archs.sparse_attention import record_of
-from mla_suite.build import compilers, manifest
 from mla_suite.build.instances import instances
 from mla_suite.core.dispatch import Unsupported
 from mla_suite.kv_formats import get_kv_format
@@ -108,10 +107,7 @@ def test_what_is_refused_is_computed_elsewhere(arch, why):
 
 def counted(arch, name, heads, keys):
     """The report of one workgroup that attends to `keys` keys, all valid, most of them more than once."""
-    if manifest.installed().find(arch.name, CONFIGS[arch.name](arch, "dsv4", 16).instance).compiler != (
-        compilers.packaged().version
-    ):
-        pytest.skip(f"the counts are those of {compilers.packaged().version}")
+    counted_by_packaged_compiler(arch.name, CONFIGS[arch.name](arch, "dsv4", 16).instance)
     args, kwargs = problem([(name, 8, 64, keys)], 1, heads, invalid=0, spread=0)
     with emulator.configured(collect=True) as reports:
         attend(args, kwargs | {"num_splits": 1})

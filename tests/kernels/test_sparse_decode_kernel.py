@@ -9,7 +9,7 @@ import pytest
 import sparse_runs
 import torch
 from built import emulated
-from decode_grid import assert_within_bound
+from decode_grid import assert_within_bound, cosine_distance
 from hostile_inputs import in_turn
 from sparse_problems import CONFIGS, POOLS, attend, exact, pools_of, problem, require_kernels
 
@@ -42,11 +42,6 @@ def on_archs(cases, quick, on_gfx950=None):
         for name in CONFIGS
         for case in cases
     ]
-
-
-def cosine_distance(out, expected):
-    a, b = out.double().flatten(), expected.flatten()
-    return float(1 - a @ b / (a.norm() * b.norm()))
 
 
 HEADS = (1, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128)

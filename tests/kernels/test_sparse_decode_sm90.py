@@ -180,25 +180,28 @@ def test_what_it_cannot_take_is_refused_in_a_sentence(monkeypatch, options, sent
     assert_refused(answer_of(monkeypatch, POOLS["v32"], **options), sentence)
 
 
+def launched(monkeypatch, args, kwargs, outputs=None):
+    """A call's launches, the parameters of the first and its first tensor map, and the outputs."""
+    calls, maps = record(monkeypatch), []
+    mapped_to(monkeypatch, lambda *given: maps.append(given) or tuple(range(tensor_map.WORDS)))
+    outputs = outputs or tuple(torch.empty(o.shape, dtype=o.dtype) for o in SPARSE_DECODE.specify(*args, **kwargs))
+    NATIVE.run(sm_90.config_for(SPARSE_DECODE.problem(*args, **kwargs), H200), outputs, *args, **kwargs)
+    return calls, params.load("sparse_decode_tma").unpack(calls[0].params), maps[0], outputs
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *Q_FP8])
 def test_a_launch_over_fp8_rows_takes_descales(monkeypatch, dtype):
     """float8 queries come as bf16 copies, which hold them exactly."""
-    seen = record(monkeypatch)
-    mapped = []
-    mapped_to(monkeypatch, lambda *given: mapped.append(given) or tuple(range(tensor_map.WORDS)))
     args, kwargs = problem(FP8_POOLS["fp8 rows"], 6, 24)
     args[0] = args[0].to(dtype)
     q_descale = torch.tensor([0.5]) if dtype in Q_FP8 else None
     args += [q_descale, torch.tensor(2.0)]
-    outputs = tuple(torch.empty(o.shape, dtype=o.dtype) for o in SPARSE_DECODE.specify(*args, **kwargs))
-    answer = NATIVE.supports(SPARSE_DECODE.problem(*args, **kwargs), H200)
-    NATIVE.run(answer.config, outputs, *args, **kwargs)
-    read = params.load("sparse_decode_tma").unpack(seen[0].params)
+    (call, *_), read, map_of, outputs = launched(monkeypatch, args, kwargs)
     assert read["kv_descale"] == args[8].data_ptr()
     assert read["q_descale"] == (0 if q_descale is None else q_descale.data_ptr())
     assert outputs[0].dtype == torch.bfloat16
-    assert mapped[0][1] == torch.bfloat16
-    assert torch.equal(seen[0].buffers["q"], args[0].bfloat16())
+    assert map_of[1] == torch.bfloat16
+    assert torch.equal(call.buffers["q"], args[0].bfloat16())
     notes = explain_on(H200, "sparse_decode", *args, **kwargs).notes
     assert ("queries are copied as bfloat16" in notes) == (dtype in Q_FP8)
 
@@ -207,18 +210,13 @@ def test_a_launch_over_fp8_rows_takes_descales(monkeypatch, dtype):
 @pytest.mark.parametrize("mode", ["one split", "splits and sink", "planned", "invariant", "ragged", "mtp"])
 def test_a_launch(monkeypatch, pools, mode):
     """Every parameter of a call, as the kernel would read it."""
-    seen = record(monkeypatch)
-    mapped_to(monkeypatch, lambda *given: tuple(range(tensor_map.WORDS)))
     shape = (POOLS | V41_POOLS)[pools]
     args, kwargs = problem(shape, 6, 100)
     in_mode(mode, args, kwargs, 3)
-    facts = SPARSE_DECODE.problem(*args, **kwargs)
-    config = sm_90.config_for(facts, H200)
-    outputs = tuple(torch.empty(o.shape, dtype=o.dtype) for o in SPARSE_DECODE.specify(*args, **kwargs))
-    NATIVE.run(config, outputs, *args, **kwargs)
-    struct = params.load("sparse_decode_tma")
-    (instance, grid, threads, shared, overlap, packed, named), *merges = seen
-    read = struct.unpack(packed)
+    config = sm_90.config_for(SPARSE_DECODE.problem(*args, **kwargs), H200)
+    ((instance, grid, threads, shared, overlap, _, named), *merges), read, _, outputs = launched(
+        monkeypatch, args, kwargs
+    )
     reduces = mode == "ragged" and pools != "four pools"
     config = replace(config, cluster_mode="share_and_reduce") if reduces else config
     assert (instance, threads, shared, overlap) == (config.instance, 512, config.lds, True)
@@ -243,13 +241,8 @@ def test_a_launch(monkeypatch, pools, mode):
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_a_launch_stores_max_logits_where_they_are_wanted(monkeypatch, wanted):
-    seen = record(monkeypatch)
-    mapped_to(monkeypatch, lambda *given: tuple(range(tensor_map.WORDS)))
     args, kwargs = problem(POOLS["bf16"], 6, 100)
-    config = sm_90.config_for(SPARSE_DECODE.problem(*args, **kwargs), H200)
-    assert config.returns_max_logits
     outputs = torch.empty(6, 100, 512).bfloat16(), torch.empty(6, 100), torch.empty(6, 100)
-    NATIVE.run(config, outputs if wanted else outputs[:2], *args, **kwargs)
-    read = params.load("sparse_decode_tma").unpack(seen[0][5])
+    (call, *_), read, *_ = launched(monkeypatch, args, kwargs, outputs if wanted else outputs[:2])
     assert read["max_logits"] == (outputs[2].data_ptr() if wanted else 0)
-    assert seen[0][0].endswith("_maxlogits-1") == wanted
+    assert call.kernel.endswith("_maxlogits-1") == wanted
