@@ -87,6 +87,17 @@ def test_a_library_that_cannot_be_put_anywhere(monkeypatch):
         core.load.__wrapped__()
 
 
+@pytest.fixture
+def usual(tmp_path, monkeypatch):
+    """The library that was loaded before what a build leaves is looked for in `tmp_path`."""
+    library = core.load().path
+    monkeypatch.setattr(manifest, "locate", lambda: tmp_path)
+    manifest.forget()
+    yield library
+    manifest.forget()
+
+
+@pytest.mark.usefixtures("usual")
 @pytest.mark.parametrize("damaged", ["emulator/emulator.so", "manifest.json"])
 def test_a_damaged_library_is_named_and_nothing_is_compiled(tmp_path, monkeypatch, damaged):
     """With or without a compiler, which an installed wheel does not have."""
@@ -95,28 +106,19 @@ def test_a_damaged_library_is_named_and_nothing_is_compiled(tmp_path, monkeypatc
     (tmp_path / "manifest.json").write_text(built.to_json())
     (tmp_path / "emulator" / "emulator.so").touch()
     (tmp_path / damaged).write_bytes(b"of somebody else")
-    monkeypatch.setattr(manifest, "locate", lambda: tmp_path)
     monkeypatch.setattr(emulator_library, "build_library", lambda folder: pytest.fail("compiles"))
-    manifest.forget()
-    try:
-        with pytest.raises(DriverError, match=f"{damaged} .*run `python -m mla_suite build`"):
-            core.load.__wrapped__()
-    finally:
-        manifest.forget()
+    with pytest.raises(DriverError, match=f"{damaged} .*run `python -m mla_suite build`"):
+        core.load.__wrapped__()
 
 
 @pytest.mark.parametrize("found", [lambda folder: "no code objects", lambda folder: folder], ids=["nothing", "kernels"])
-def test_a_library_that_is_not_installed_is_compiled(tmp_path, monkeypatch, found):
+def test_a_library_that_is_not_installed_is_compiled(tmp_path, monkeypatch, usual, found):
     (tmp_path / "manifest.json").write_text(manifest.Manifest(tmp_path, {}, {}).to_json())
-    library, asked = core.load().path, []
+    asked = []
     monkeypatch.setattr(manifest, "locate", lambda: found(tmp_path))
-    monkeypatch.setattr(emulator_library, "build_library", lambda folder: asked.append(folder) or library)
-    manifest.forget()
-    try:
-        assert core.load.__wrapped__().path == library
-        assert len(asked) == 1
-    finally:
-        manifest.forget()
+    monkeypatch.setattr(emulator_library, "build_library", lambda folder: asked.append(folder) or usual)
+    assert core.load.__wrapped__().path == usual
+    assert len(asked) == 1
 
 
 def test_a_library_of_another_version(tmp_path, sources):

@@ -22,7 +22,7 @@ import pytest
 import torch
 from backend_calls import BackendCalls
 from built import assembly, require_built
-from mutations import KINDS, Launch, contents, deletions, instruction, mutate, table, why_redundant
+from mutations import Launch, contents, deletions, mutate, table, why_redundant
 
 import mla_suite
 from mla_suite import archs
@@ -47,20 +47,22 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {arch: assembly(arch, source, folder / arch, {"WIDTH": width}) for arch, width in WIDTH.items()}
 
 
-def pipeline(
-    rng: np.random.Generator, arch: str
-) -> tuple[tuple[int, int, int], dict[str, tuple[np.ndarray, str]], int]:
+# The grid, arrays with their access by name, and the number behind them.
+Problem = tuple[tuple[int, int, int], dict[str, tuple[np.ndarray, str]], int]
+
+
+def pipeline(rng: np.random.Generator, arch: str) -> Problem:
     tiles = rng.standard_normal((3, 32, 32)).astype(np.float32)
     return (1, 1, 1), {"in": (tiles, "r"), "out": (np.zeros_like(tiles[0]), "all")}, 3
 
 
-def split(rng: np.random.Generator, arch: str) -> tuple[tuple[int, int, int], dict[str, tuple[np.ndarray, str]], int]:
+def split(rng: np.random.Generator, arch: str) -> Problem:
     x = rng.standard_normal((2, 3, 256)).astype(np.float32)
     arrays = {"in": (x, "r"), "partial": (np.zeros_like(x), "all"), "out": (np.zeros((2, 256), np.float32), "all")}
     return (3, 2, 1), {**arrays, "arrived": (np.zeros(2, np.uint32), "rw")}, 3
 
 
-def stream(rng: np.random.Generator, arch: str) -> tuple[tuple[int, int, int], dict[str, tuple[np.ndarray, str]], int]:
+def stream(rng: np.random.Generator, arch: str) -> Problem:
     tiles = rng.integers(0, 256, (5, 256 * WIDTH[arch])).astype(np.uint8)
     return (1, 1, 1), {"in": (tiles, "r"), "out": (np.zeros_like(tiles), "all")}, 5
 
@@ -279,12 +281,3 @@ def test_sparse_decode(rows):
     reported = judge(launch, ("barrier", "wait"), 12)
     assert reported["barrier"] == len(list(deletions(launch.text, launch.kernel, "barrier"))) >= 4
     assert reported["wait"] >= 6
-
-
-def test_the_kinds_match_what_they_name():
-    texts = {"s_waitcnt vmcnt(0)": "wait", "buffer_wbl2 sc1": "write-back", "ds_write_b64 v1, v[2:3]": "store"}
-    texts |= {"global_atomic_add v2, v2, v3, s[20:21] sc0": "atomic", "buffer_inv sc1": "invalidate"}
-    for line, kind in texts.items():
-        body = "\n".join(["k:", f"\t{line} ; {line}", ".Lfunc_end0:"])
-        assert [name for name in KINDS if list(deletions(body, "k", name))] == [kind]
-        assert instruction(f"\t{line} // comment") == line

@@ -40,10 +40,7 @@ def run(*program):
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=dict(os.environ))
 
 
-@pytest.mark.parametrize(
-    ("end", "status"),
-    [("sys.exit(3)", 3), ("raise ValueError('of the program')", 1)],
-)
+@pytest.mark.parametrize(("end", "status"), [("sys.exit(3)", 3), ("raise ValueError('of the program')", 1)])
 def test_a_program_ends_cleanly_while_launches_are_queued(end, status):
     """No crash and no waiting: the status is the program's own, and one line says what was not executed."""
     done = run("-c", LAUNCHES + end)

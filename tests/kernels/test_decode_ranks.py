@@ -45,10 +45,7 @@ CALL = rank_calls("four tokens", CPU)[1]
         ({"cp_tot_seq_lens": torch.zeros(3, dtype=torch.int32)}, r"cp_tot_seq_lens has shape \(3,\)"),
         ({"cp_tot_seq_lens": CALL[0][12] + 2}, r"seq_lens\[0\] is 350; rank 1 of 2 has 351 of 702 keys"),
         ({"attn_sink": torch.zeros(32)}, "attn_sink is given with cp_world_size 2; every rank would add it"),
-        (
-            {"rope_cos_sin": torch.zeros(2000, 64)},
-            "rope_cos_sin is given with cp_world_size 2; local positions",
-        ),
+        ({"rope_cos_sin": torch.zeros(2000, 64)}, "rope_cos_sin is given with cp_world_size 2; local positions"),
     ],
 )
 def test_a_share_that_cannot_be_is_refused(changes, sentence):

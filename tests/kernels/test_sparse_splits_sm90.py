@@ -11,11 +11,7 @@ import mla_suite
 from mla_suite import archs
 from mla_suite.archs.sm_90 import sparse_decode as sm_90
 from mla_suite.archs.sm_90 import sparse_splits
-from mla_suite.archs.sm_90.sparse_decode import (
-    FEW_ROWS,
-    SLOTS,
-    Sm90SparseConfig,
-)
+from mla_suite.archs.sm_90.sparse_decode import FEW_ROWS, SLOTS, Sm90SparseConfig
 from mla_suite.core.explain import explain_on
 from mla_suite.launch.launcher import read_rate
 from mla_suite.ops.sparse_decode import SPARSE_DECODE

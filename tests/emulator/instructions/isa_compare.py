@@ -7,17 +7,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 from isa_case import ALL, ARCHS, Case, active, generator, mask_of, random_mask, register
-from isa_operands import (
-    EDGES,
-    REAL,
-    SDWA,
-    SIGN_BIT,
-    draw,
-    is_wide,
-    operands,
-    sdwa_pick,
-    typed,
-)
+from isa_operands import EDGES, REAL, SDWA, SIGN_BIT, draw, is_wide, operands, sdwa_pick, typed
 
 from mla_suite.emulator import State
 

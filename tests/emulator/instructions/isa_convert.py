@@ -136,11 +136,7 @@ def from_narrow(rng: np.random.Generator, op: str, name: str) -> Iterable[Case]:
 def from_narrow_pair(rng: np.random.Generator, op: str, name: str) -> Iterable[Case]:
     """Two bytes of the half that SDWA or op_sel picks."""
     table, codes = values_of(name), _codes(rng)
-    forms = [
-        ("_e32 v[2:3], v0", 0),
-        ("_sdwa v[2:3], v0 src0_sel:WORD_0", 0),
-        ("_sdwa v[2:3], v0 src0_sel:WORD_1", 16),
-    ]
+    forms = [("_e32 v[2:3], v0", 0), ("_sdwa v[2:3], v0 src0_sel:WORD_0", 0), ("_sdwa v[2:3], v0 src0_sel:WORD_1", 16)]
     for form, shift in forms:
         want = np.stack([table[codes >> U(shift + s) & U(255)] for s in (0, 8)])
         yield Case([op + form], _in_floats(2, want), {0: codes})

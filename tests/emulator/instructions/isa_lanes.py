@@ -5,19 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from isa_case import (
-    ALL,
-    LANE,
-    Case,
-    Custom,
-    active,
-    in_registers,
-    mask_of,
-    random_mask,
-    register,
-    vector_name,
-    words,
-)
+from isa_case import ALL, LANE, Case, Custom, active, in_registers, mask_of, random_mask, register, vector_name, words
 from isa_numbers import fma32
 from isa_operands import F32_EDGES, draw, raw_of, same, typed
 

@@ -92,9 +92,7 @@ def format_of(name: str, arch: str) -> Format:
     if name in ("f32", "xf32"):
         keep = U(0xFFFFE000) if name == "xf32" else U(0xFFFFFFFF)
         return Format(
-            32,
-            lambda x: x.astype(np.float32).view(U) & keep,
-            lambda c: (c & keep).view(np.float32).astype(np.float64),
+            32, lambda x: x.astype(np.float32).view(U) & keep, lambda c: (c & keep).view(np.float32).astype(np.float64)
         )
     if name == "i8":
         return Format(8, lambda x: x.astype(np.int8).view(np.uint8), lambda c: c.view(np.int8).astype(np.float64))

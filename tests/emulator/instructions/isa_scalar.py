@@ -170,26 +170,19 @@ for bits in (32, 64):
         Scalar(f"s_bcnt1_i32_b{bits}", (32, bits), lambda a: checked(bin(a).count("1"))),
         Scalar(f"s_ff1_i32_b{bits}", (32, bits), lambda a: Result((a & -a).bit_length() - 1)),
         Scalar(f"s_flbit_i32_b{bits}", (32, bits), lambda a, n=bits: Result(n - a.bit_length() if a else -1)),
-        Scalar(
-            f"s_bfm_b{bits}",
-            (bits, 32, 32),
-            lambda a, b, m=shift: Result(((1 << (a & m)) - 1) << (b & m)),
-        ),
+        Scalar(f"s_bfm_b{bits}", (bits, 32, 32), lambda a, b, m=shift: Result(((1 << (a & m)) - 1) << (b & m))),
     )
 register(Scalar("s_bcnt0_i32_b32", (32, 32), lambda a: checked(32 - bin(a).count("1"))))
 
 
-def field(a: int, b: int, bits: int) -> tuple[int, int]:
+def bit_field(bits: int, of_signed: bool) -> Callable[[int, int], Result]:
     """Offset in bits 4:0 (5:0) and width in 22:16 of the second source."""
-    offset, width = b & bits - 1, b >> 16 & 0x7F
-    return (a >> offset) & (1 << width) - 1, min(width, bits)
 
-
-def bfe_signed(bits: int) -> Callable[[int, int], Result]:
     def run(a: int, b: int) -> Result:
         offset, width = b & bits - 1, min(b >> 16 & 0x7F, bits)
-        value = signed(a, bits) >> offset
-        return checked(signed(value, width) if width else 0, bits)
+        if of_signed:
+            return checked(signed(signed(a, bits) >> offset, width) if width else 0, bits)
+        return checked(a >> offset & (1 << width) - 1, bits)
 
     return run
 
@@ -199,15 +192,9 @@ def bfe_operands(bits: int) -> Callable[[np.random.Generator], int]:
 
 
 for bits in (32, 64):
-    register(
-        Scalar(
-            f"s_bfe_u{bits}",
-            (bits, bits),
-            lambda a, b, n=bits: checked(field(a, b, n)[0], n),
-            immediate=bfe_operands(bits),
-        ),
-        Scalar(f"s_bfe_i{bits}", (bits, bits), bfe_signed(bits), immediate=bfe_operands(bits)),
-    )
+    for letter in "ui":
+        form = bit_field(bits, letter == "i")
+        register(Scalar(f"s_bfe_{letter}{bits}", (bits, bits), form, immediate=bfe_operands(bits)))
 
 register(
     Scalar("s_add_u32", (32, 32, 32), lambda a, b: Result(a + b, a + b >> 32 != 0)),
@@ -241,9 +228,7 @@ register(
     Scalar("s_bitset0_b32", (32, 32), lambda a, old: Result(old & ~(1 << a % 32)), reads_destination=True),
     Scalar("s_bitset1_b32", (32, 32), lambda a, old: Result(old | 1 << a % 32), reads_destination=True),
     Scalar(
-        "s_wqm_b64",
-        (64, 64),
-        lambda a: checked(sum(0xF << 4 * quad for quad in range(16) if a >> 4 * quad & 0xF), 64),
+        "s_wqm_b64", (64, 64), lambda a: checked(sum(0xF << 4 * quad for quad in range(16) if a >> 4 * quad & 0xF), 64)
     ),
 )
 for n in (1, 2, 3, 4):
@@ -257,19 +242,13 @@ def any16(rng: np.random.Generator) -> int:
     return int(rng.choice([0, 1, 0x7FFF, 0x8000, 0xFFFF, int(rng.integers(0, 65536))]))
 
 
+constant = {"immediate": any16}
+updates = {"reads_destination": True, **constant}
 register(
-    Scalar("s_movk_i32", (32,), lambda k: Result(signed(k, 16)), immediate=any16),
-    Scalar("s_cmovk_i32", (32,), lambda k, scc: Result(signed(k, 16) if scc else None), immediate=any16, scc_in=True),
-    Scalar(
-        "s_addk_i32",
-        (32,),
-        lambda k, old: overflowing(signed(old) + signed(k, 16)),
-        immediate=any16,
-        reads_destination=True,
-    ),
-    Scalar(
-        "s_mulk_i32", (32,), lambda k, old: Result(signed(old) * signed(k, 16)), immediate=any16, reads_destination=True
-    ),
+    Scalar("s_movk_i32", (32,), lambda k: Result(signed(k, 16)), **constant),
+    Scalar("s_cmovk_i32", (32,), lambda k, scc: Result(signed(k, 16) if scc else None), scc_in=True, **constant),
+    Scalar("s_addk_i32", (32,), lambda k, old: overflowing(signed(old) + signed(k, 16)), **updates),
+    Scalar("s_mulk_i32", (32,), lambda k, old: Result(signed(old) * signed(k, 16)), **updates),
 )
 
 ORDER: dict[str, Callable[[int, int], bool]] = {
@@ -280,26 +259,25 @@ ORDER: dict[str, Callable[[int, int], bool]] = {
     "lt": lambda a, b: a < b,
     "le": lambda a, b: a <= b,
 }
+
+
+def on_signed(order: Callable[[int, int], bool], bits: int) -> Callable[[int, int], Result]:
+    """The comparison of signed numbers, the second of which has so many bits."""
+    return lambda a, b: Result(None, order(signed(a), signed(b, bits)))
+
+
+compare = {"form": "{op} {s}"}
 for name, order in ORDER.items():
-    compare = {"form": "{op} {s}"}
     register(
         Scalar(f"s_cmp_{name}_u32", (0, 32, 32), lambda a, b, f=order: Result(None, f(a, b)), **compare),
-        Scalar(
-            f"s_cmp_{name}_i32", (0, 32, 32), lambda a, b, f=order: Result(None, f(signed(a), signed(b))), **compare
-        ),
+        Scalar(f"s_cmp_{name}_i32", (0, 32, 32), on_signed(order, 32), **compare),
         # the constant of an unsigned comparison is zero-extended, that of a signed one sign-extended
-        Scalar(f"s_cmpk_{name}_u32", (0, 32), lambda a, k, f=order: Result(None, f(a, k)), immediate=any16, **compare),
-        Scalar(
-            f"s_cmpk_{name}_i32",
-            (0, 32),
-            lambda a, k, f=order: Result(None, f(signed(a), signed(k, 16))),
-            immediate=any16,
-            **compare,
-        ),
+        Scalar(f"s_cmpk_{name}_u32", (0, 32), lambda a, k, f=order: Result(None, f(a, k)), **constant, **compare),
+        Scalar(f"s_cmpk_{name}_i32", (0, 32), on_signed(order, 16), **constant, **compare),
     )
     if name in ("eq", "lg"):
         register(Scalar(f"s_cmp_{name}_u64", (0, 64, 64), lambda a, b, f=order: Result(None, f(a, b)), **compare))
 register(
-    Scalar("s_bitcmp0_b32", (0, 32, 32), lambda a, b: Result(None, not a >> b % 32 & 1), form="{op} {s}"),
-    Scalar("s_bitcmp1_b32", (0, 32, 32), lambda a, b: Result(None, bool(a >> b % 32 & 1)), form="{op} {s}"),
+    Scalar("s_bitcmp0_b32", (0, 32, 32), lambda a, b: Result(None, not a >> b % 32 & 1), **compare),
+    Scalar("s_bitcmp1_b32", (0, 32, 32), lambda a, b: Result(None, bool(a >> b % 32 & 1)), **compare),
 )
