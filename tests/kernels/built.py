@@ -50,13 +50,16 @@ def assert_built_whole(configs, kernel: str) -> None:
         assert entry.params_size % 64 == 0, "the copy engine wants its map on 64 bytes"
 
 
-def emulated(needs=require_built, autouse=False):
-    """A fixture of each AMD arch in turn whose kernels are built, as `needs` asks; calls on a CPU are emulated."""
+def emulated(needs=require_built, autouse=False, record=False):
+    """A fixture of each AMD arch in turn whose kernels are built, as `needs` asks; calls on a CPU are emulated.
+
+    Its value is the arch's name, or its `record`.
+    """
 
     @pytest.fixture(params=["gfx942", "gfx950"], autouse=autouse)
     def arch(request):
         needs(request.param)
-        with mla_suite.emulate(request.param):
-            yield request.param
+        with mla_suite.emulate(request.param) as found:
+            yield found if record else request.param
 
     return arch

@@ -23,6 +23,12 @@ LEAST_NORMAL = torch.finfo(torch.float32).tiny
 FP8_NAN = {"fnuz": 0x80, "ocp": 0x7F}
 FP8_FORMATS = {"gfx942": "fp8_fnuz", "gfx950": "fp8"}
 """Arch -> its kv_format of fp8 rows."""
+FP16: dict[str, Any] = {"kv_format": "fp16", "dtype": torch.float16}
+FNUZ, OCP = ({"kv_format": name} for name in FP8_FORMATS.values())
+FNUZ_QUERY: dict[str, Any] = FNUZ | {"dtype": torch.float8_e4m3fnuz}
+OCP_QUERY: dict[str, Any] = OCP | {"dtype": torch.float8_e4m3fn}
+FP8_QUERIES = {"gfx942": FNUZ_QUERY, "gfx950": OCP_QUERY}
+"""Arch -> what calls store that have fp8 queries as well."""
 NANS = torch.tensor([0x7FC00000, -1], dtype=torch.int32).view(torch.float32)
 """Rounding the second to bf16 by an addition would carry through the sign."""
 

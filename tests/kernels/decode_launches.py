@@ -13,7 +13,9 @@ import mla_suite
 from mla_suite import archs
 from mla_suite.archs.sm_90 import decode as sm_90
 from mla_suite.build import params
+from mla_suite.core import allocation
 from mla_suite.core.op import Sample
+from mla_suite.launch import declared_kernels
 from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
 
@@ -41,6 +43,14 @@ class Launched(NamedTuple):
     args: Sequence[Any]
     merges: list[dict[str, Any]]
     maps: list[tuple[Any, ...]]
+
+
+def call_of(args, kwargs, op=DECODE, arch="sm_90"):
+    """What the arch's native kernels do for a call, before addresses are known."""
+    given = op.Args(*args, **kwargs)
+    with declared_kernels():
+        config = op.backends[0].supports(op.describe(given), archs.get(arch)).config
+        return config.spec(allocation.empty(op.check(given), CPU), given)
 
 
 def launched(monkeypatch, given):

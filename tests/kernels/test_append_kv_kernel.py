@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from backend_calls import BackendCalls, assert_refused
-from built import require_built
+from built import emulated, require_built
 from hostile_inputs import filled, fused_pairs, raw
 from made_formats import made
 
@@ -32,12 +32,12 @@ def config_of(arch, tokens, name):
     return AppendConfig(arch, tokens, one_run=is_one_run(get_kv_format(name)))
 
 
-@pytest.fixture(params=ARCHS)
-def arch(request):
+def require_kernels(arch):
     for tokens, name in itertools.product((1, MAX_TOKENS), ("bf16", "v41")):
-        require_built(request.param, config_of(archs.get(request.param), tokens, name).instance)
-    with mla_suite.emulate(request.param) as record:
-        yield record
+        require_built(arch, config_of(archs.get(arch), tokens, name).instance)
+
+
+arch = emulated(require_kernels, record=True)
 
 
 def both(empty, kv_c, k_pe, slots, *rest, name="bf16", descale=None, config=None, part=slice(None), **kwargs):

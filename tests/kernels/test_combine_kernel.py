@@ -8,7 +8,7 @@ import merge_runs
 import pytest
 import torch
 from backend_calls import BackendCalls
-from built import assembly, require_built
+from built import assembly, emulated, require_built
 from hostile_inputs import in_turn
 from merges import (
     HEADS,
@@ -46,12 +46,11 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_WORK = 70_000  # splits x rows of a case: half a second; the default run takes less
 
 
-@pytest.fixture(params=ARCHS)
-def arch(request):
-    for dim in config.HEAD_DIMS_V:
-        require_built(request.param, config.unaligned(archs.get(request.param), dim).instance)
-    with mla_suite.emulate(request.param) as record:
-        yield record
+def require_kernels(arch):
+    require_built(arch, *(config.unaligned(archs.get(arch), dim).instance for dim in config.HEAD_DIMS_V))
+
+
+arch = emulated(require_kernels, record=True)
 
 
 def combine(partial_out, partial_lse, split_indptr=None, attn_sink=None, **options):

@@ -7,10 +7,9 @@ import pytest
 import torch
 from backend_calls import BackendCalls
 from built import emulated, require_built
-from decode_grid import CPU, assert_within_bound, cosine_distance, decode
+from decode_grid import CPU, FP8_QUERIES, assert_within_bound, cosine_distance, decode
 
 from mla_suite import archs, emulator
-from mla_suite.archs.cdna.decode import FP8_KV_FORMATS, FP8_QUERIES
 from mla_suite.archs.gfx942 import Gfx942Config
 from mla_suite.archs.gfx950 import Gfx950Config
 from mla_suite.ops.decode import DECODE
@@ -24,21 +23,15 @@ SMALLEST = "decode_fp8_query-fp8_weight-bf16_rows-16"
 arch = emulated(lambda arch: require_built(arch, SMALLEST))
 
 
-def stored(arch):
-    """What calls over the arch's e4m3 caches store."""
-    flavour = archs.get(arch).fp8
-    return {"kv_format": FP8_KV_FORMATS[flavour], "dtype": FP8_QUERIES[flavour]}
-
-
 def normal(arch, batch, length, scale):
     """q (32 heads, 4 query tokens) and keys ~ N(0, 1), quantised to e4m3."""
-    generator, e4m3 = torch.Generator().manual_seed(length), stored(arch)["dtype"]
+    generator, e4m3 = torch.Generator().manual_seed(length), FP8_QUERIES[arch]["dtype"]
     q = torch.randn(batch, 4, 32, 576, generator=generator).to(e4m3)
     cache = torch.randn(batch, length, 576, generator=generator).to(e4m3).view(torch.uint8)
     table = torch.arange(batch, dtype=torch.int32)[:, None]
     lens, one = torch.full((batch,), length, dtype=torch.int32), torch.tensor(1.0)
     args = (q, cache, lens, table, None, None, None, one, one)
-    return args, dict(softmax_scale=scale**-0.5, kv_format=stored(arch)["kv_format"], num_splits=1)
+    return args, dict(softmax_scale=scale**-0.5, kv_format=FP8_QUERIES[arch]["kv_format"], num_splits=1)
 
 
 def with_weights(arch, fp8_weights, args, kwargs):
@@ -85,7 +78,7 @@ def test_which_calls_with_a_plan_have_fp8_weights(arch, rows, batch, context, fp
     """On gfx950 memory takes longer than bf16 weights do up to 2,048 keys of a work tile, however long the sequence is.
     On gfx942 bf16 weights of many rows take the matrix unit longer than memory takes, however short work tiles are.
     """
-    args, kwargs = decode_sample((64, 64), heads=rows // 4, q_len=4, planned=True, **stored(arch)).make(CPU)
+    args, kwargs = decode_sample((64, 64), heads=rows // 4, q_len=4, planned=True, **FP8_QUERIES[arch]).make(CPU)
     problem = DECODE.problem(*args, **kwargs)._replace(batch=batch, context=context)
     assert archs.kernels(archs.get(arch)).decode_config(problem, 128).fp8_weights is fp8_weights
 
@@ -93,7 +86,7 @@ def test_which_calls_with_a_plan_have_fp8_weights(arch, rows, batch, context, fp
 @pytest.mark.parametrize("arch", ["gfx950"], indirect=True)
 def test_bf16_weights_cost_a_third_more_clocks(arch):
     grid.counted_by_packaged_compiler(arch, SMALLEST)
-    args, kwargs = decode_sample((1024,), heads=128, num_splits=1, **stored(arch)).make(CPU)
+    args, kwargs = decode_sample((1024,), heads=128, num_splits=1, **FP8_QUERIES[arch]).make(CPU)
     with emulator.configured(collect=True) as reports:
         with_weights(arch, False, args, kwargs)
     (report,) = reports

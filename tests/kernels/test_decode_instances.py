@@ -7,9 +7,8 @@ import re
 from typing import Any
 
 import pytest
-import torch
 from built import require_built
-from decode_grid import CPU, counted, counted_by_packaged_compiler
+from decode_grid import CPU, FNUZ_QUERY, FP16, OCP_QUERY, counted, counted_by_packaged_compiler
 
 import mla_suite
 from mla_suite import archs
@@ -23,7 +22,6 @@ from mla_suite.ops.decode.samples import decode_sample
 KV = 1024
 TILES = range(16, 129, 16)
 SMALLEST = "decode_fp8_query-fp8_weight-bf16_rows-16"
-FP16 = {"kv_format": "fp16", "dtype": torch.float16}
 DENSE = {
     "decode_dtype-bf16_rows-{}_width-576_rotate-0": {},
     "decode_dtype-bf16_rows-{}_width-512_rotate-0": {"rope": 0},
@@ -31,8 +29,6 @@ DENSE = {
     "decode_dtype-fp16_rows-{}_width-512_rotate-0": {**FP16, "rope": 0},
     "decode_rotated_dtype-bf16_rows-{}_width-576_rotate-1": {"rotate": True},
 }
-FNUZ_QUERY = {"kv_format": "fp8_fnuz", "dtype": torch.float8_e4m3fnuz}
-OCP_QUERY = {"kv_format": "fp8", "dtype": torch.float8_e4m3fn}
 INSTANCES: dict[str, dict[str, dict[str, Any]]] = {
     "gfx942": {
         **DENSE,

@@ -12,7 +12,7 @@ import decode_grid as grid
 import pytest
 import torch
 from built import require_built
-from decode_grid import CPU, HEADS, LENS, PAGES, Q_LENS, assert_within_bound, sequences
+from decode_grid import CPU, FNUZ, FNUZ_QUERY, FP16, HEADS, LENS, OCP, OCP_QUERY, PAGES, Q_LENS
 from hostile_inputs import in_turn
 
 import mla_suite
@@ -25,9 +25,6 @@ from mla_suite.ops.combine import Problem as CombineProblem
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode, poison
 
-FP16 = {"kv_format": "fp16", "dtype": torch.float16}
-FNUZ, FNUZ_QUERY = {"kv_format": "fp8_fnuz"}, {"kv_format": "fp8_fnuz", "dtype": torch.float8_e4m3fnuz}
-OCP, OCP_QUERY = {"kv_format": "fp8"}, {"kv_format": "fp8", "dtype": torch.float8_e4m3fn}
 NARROW = (
     {"latent": 256, "rope": 64, "num_splits": 1},
     {"latent": 256, "rope": 32, "planned": True, "varlen": True, "sink": True},
@@ -241,7 +238,7 @@ def test_strided_queries_and_outputs(target):
     padded = torch.zeros(2, 3, 32, 520, dtype=torch.bfloat16)[:, :1, ::2, :512]
     lse = torch.zeros(2, 3, 32)[:, :1, :16]
     torch.ops.mla_suite.decode.out(wide[..., 1:577], *args[1:], **kwargs, out=padded, lse=lse)
-    assert_within_bound(padded, lse, exact_decode(*args, **kwargs))
+    grid.assert_within_bound(padded, lse, exact_decode(*args, **kwargs))
 
 
 @pytest.mark.parametrize("heads", [16, 64])
@@ -268,7 +265,7 @@ def test_pages_that_lie_far_apart(target, heads):
         far[places] = near
         used = (table >= 0) & (table < near.shape[0])
         table[used] = places[table[used].long()].int()
-        assert_within_bound(*decode(target, [args[0], far, args[2], table, *args[4:]], kwargs), exact)
+        grid.assert_within_bound(*decode(target, [args[0], far, args[2], table, *args[4:]], kwargs), exact)
 
 
 @pytest.mark.parametrize("heads", [16, 64, 128])
@@ -310,10 +307,10 @@ def test_batch_invariant_bits(target, case):
     stored = OCP if stored and target.arch == "gfx950" else stored
     args, kwargs = decode_sample((200, *[5, 17, 33] * 21), heads=heads, split_size=64, **stored).make(CPU)
     kwargs["max_seqlen_kv"] = 256
-    alone = decode(target, sequences(args, slice(1)), kwargs)
+    alone = decode(target, grid.sequences(args, slice(1)), kwargs)
     for batch, place in ((5, 3), (64, 40)):
         order = [*range(1, place + 1), 0, *range(place + 1, batch)]
-        found = decode(target, sequences(args, order), kwargs)
+        found = decode(target, grid.sequences(args, order), kwargs)
         assert all(torch.equal(a[0], b[place]) for a, b in zip(alone, found, strict=True))
 
 
@@ -323,7 +320,7 @@ def test_batch_invariant_bits_with_a_plan(target):
     args, kwargs = decode_sample((200, 5, 64, 130, 33), heads=16, split_size=64).make(CPU)
     wanted = decode(target, args, kwargs)
     for order, parts in (([0], 7), ([3, 0], 2), ([4, 1, 0, 2, 3], 3)):
-        given = sequences(args, order)
+        given = grid.sequences(args, order)
         given[11] = mla_suite.plan(given[2], num_heads=16, num_sm_parts=parts, max_seqlen_kv=4096, split_size=64)
         found = decode(target, given, kwargs)
         assert all(torch.equal(w[order], f) for w, f in zip(wanted, found, strict=True))
@@ -335,7 +332,7 @@ def test_batch_invariant_bits_of_one_split(target, heads):
     """A sequence that fits one split: alone its result needs no combine, beside a longer one it passes through it."""
     args, kwargs = decode_sample((50, 200), heads=heads, split_size=64).make(CPU)
     together = decode(target, args, kwargs)
-    alone = decode(target, sequences(args, slice(1)), kwargs | {"max_seqlen_kv": 64})
+    alone = decode(target, grid.sequences(args, slice(1)), kwargs | {"max_seqlen_kv": 64})
     assert all(torch.equal(a[0], t[0]) for a, t in zip(alone, together, strict=True))
 
 

@@ -6,12 +6,10 @@ import math
 
 import pytest
 import torch
-from decode_launches import CPU, H200, launched, long_call
+from decode_launches import CPU, call_of, launched, long_call
 
 import mla_suite
-from mla_suite.archs.sm_90 import decode as sm_90
 from mla_suite.launch.spec import CallSpec, Input, LaunchSpec, Output, Scratch, TensorMap
-from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan.metadata import most_work_tiles
 
@@ -22,8 +20,6 @@ SUMS = {"precision": "fp8"}
 def test_the_record_of_a_call_in_splits():
     """Every member of decode and of the combine beside it: two tiles of 64 rows, three splits of three sequences."""
     args, kwargs = decode_sample((700, 90, 5), heads=40, q_len=2, sink=True, num_splits=3).make(CPU)
-    given = DECODE.Args(*args, **kwargs)
-    outputs = tuple(torch.empty(o.shape, dtype=o.dtype, device="meta") for o in DECODE.check(given))
     lse = dict(lse_token_stride=40, lse_head_stride=1, lse_batch_stride=0, lse_tokens_reciprocal=2**31)
     rows = dict(out_token_stride=40 * 512, out_head_stride=512, batch=3, heads=40, q_len=2, num_splits=3)
     rows |= lse | dict(lse_tokens_shift=0, empty_lse=-math.inf)
@@ -67,18 +63,14 @@ def test_the_record_of_a_call_in_splits():
     )
     note = "3 splits of each sequence, whose 3 partial results combine merges while decode runs"
     scratch = {"partial_out": (9, 80, 512), "partial_lse": (9, 80)}
-    config = sm_90.config_for(DECODE.describe(given), H200)
-    assert config.spec(outputs, given) == CallSpec(launches, scratch, notes=(note,))
+    assert call_of(args, kwargs) == CallSpec(launches, scratch, notes=(note,))
 
 
 def test_large_batches_fold_their_splits():
     """What a small batch of the same lengths leaves apart, its combine folds."""
 
     def launches(batch, **options):
-        args, kwargs = long_call((4000,) * batch, heads=64, split_size=512, **options)
-        given = DECODE.Args(*args, **kwargs)
-        outputs = tuple(torch.empty(o.shape, dtype=o.dtype, device="meta") for o in DECODE.check(given))
-        return sm_90.config_for(DECODE.describe(given), H200).spec(outputs, given)
+        return call_of(*long_call((4000,) * batch, heads=64, split_size=512, **options))
 
     split, combine = launches(1).launches
     assert (split.numbers["num_splits"], split.numbers["fold_size"]) == (8, 0)

@@ -7,7 +7,7 @@ import decode_grid as grid
 import pytest
 import torch
 from built import emulated
-from decode_grid import CPU, FP8_FORMATS, FP8_NAN, NANS, assert_within_bound
+from decode_grid import CPU, FP8_NAN, NANS, assert_within_bound
 from hostile_inputs import in_turn
 
 from mla_suite import archs
@@ -15,7 +15,6 @@ from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode
 
-E4M3 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DESCALES = ["q_descale", "kv_descale", *DTYPES]  # those of fp8, and the q_descale of caches in 16 bits
 
@@ -25,12 +24,7 @@ arch = emulated(autouse=True)
 
 def formats(arch):
     """Cache and queries in bf16 and fp16, an fp8 cache, and fp8 queries as well."""
-    return (
-        {},
-        {"kv_format": "fp16", "dtype": torch.float16},
-        {"kv_format": FP8_FORMATS[arch]},
-        {"kv_format": FP8_FORMATS[arch], "dtype": E4M3[arch]},
-    )
+    return {}, grid.FP16, {"kv_format": grid.FP8_FORMATS[arch]}, grid.FP8_QUERIES[arch]
 
 
 def problem(heads, splits, **options):

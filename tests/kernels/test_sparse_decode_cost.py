@@ -7,11 +7,11 @@ import os
 import pytest
 import torch
 from backend_calls import BackendCalls, assert_refused
+from built import emulated
 from decode_grid import assert_within_bound, counted_by_packaged_compiler
 from observers import Operators
 from sparse_problems import CONFIGS, MODES, POOLS, attend, exact, in_mode, problem, require_kernels
 
-import mla_suite
 from mla_suite import archs, emulator
 from mla_suite.archs.sparse_attention import record_of
 from mla_suite.build.instances import instances
@@ -22,11 +22,7 @@ from mla_suite.ops.sparse_decode import SPARSE_DECODE
 NATIVE = BackendCalls(SPARSE_DECODE, "native")
 
 
-@pytest.fixture(autouse=True, params=CONFIGS)
-def arch(request):
-    require_kernels(request.param)
-    with mla_suite.emulate(request.param) as record:
-        yield record
+arch = emulated(require_kernels, autouse=True, record=True)
 
 
 VIEWS = {"view", "_unsafe_view", "select", "slice", "as_strided", "alias", "detach", "reshape", "unsqueeze"}

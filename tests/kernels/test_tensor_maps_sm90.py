@@ -6,13 +6,11 @@ import ctypes
 
 import pytest
 import torch
-from decode_launches import CPU, launched
+from decode_launches import CPU, call_of, launched
 
-from mla_suite import archs
 from mla_suite.archs.sm_90 import tensor_maps
 from mla_suite.build import params
-from mla_suite.core import allocation
-from mla_suite.launch import DriverError, declared_kernels, tensor_map
+from mla_suite.launch import DriverError, tensor_map
 from mla_suite.launch.spec import Copy, Input, TensorMap, inputs
 from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
@@ -149,13 +147,6 @@ def test_a_latent_part_by_token(heads, q_len):
         Input(0), torch.bfloat16, sizes, strides, (32, min(heads, 64), q_len, 1)
     )
     assert not call.copies
-
-
-def call_of(args, kwargs, op=DECODE, arch="sm_90"):
-    given = op.Args(*args, **kwargs)
-    with declared_kernels():
-        config = op.backends[0].supports(op.describe(given), archs.get(arch)).config
-        return config.spec(allocation.empty(op.check(given), CPU), given)
 
 
 @pytest.mark.parametrize(("heads", "box"), [(8, 8), (20, 24), (64, 64), (128, 64)])
