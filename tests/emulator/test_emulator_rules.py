@@ -106,41 +106,31 @@ def test_global_misaligned(arch, line, offset, expected):
     assert kinds(state) == expected
 
 
-@pytest.mark.parametrize(
-    ("lines", "expected", "loaded", "stored"),
-    [
-        (["global_load_dword v2, v0, s[0:1] offset:4"], set(), {"left": 256}, {}),
-        (["global_store_dword v0, v1, s[0:1] offset:12"], set(), {}, {"right": 256}),
-        (["global_store_dword v0, v1, s[0:1] offset:4"], {"global_read_only"}, {}, {}),
-        (["global_load_dword v2, v0, s[0:1] offset:8"], {"global_uninitialised"}, {"right": 256}, {}),
-        (
-            ["global_store_dwordx2 v0, v[0:1], s[0:1] offset:8", "global_load_dword v2, v0, s[0:1] offset:8"],
-            set(),
-            {"right": 256},
-            {"right": 512},
-        ),
-        (["global_load_dwordx2 v[2:3], v0, s[0:1] offset:4"], {"global_out_of_bounds"}, {}, {}),
-        (["global_load_dwordx2 v[2:3], v0, s[0:1]"], set(), {"left": 512}, {}),
-        (["global_load_dword v2, v0, s[0:1] offset:16"], {"global_out_of_bounds"}, {"left": 252}, {}),
-    ],
-    ids=[
-        "read left",
-        "write right",
-        "write left",
-        "read right",
-        "write, then read right",
-        "across",
-        "whole rows",
-        "below",
-    ],
-)
-def test_buffers_that_lie_between_each_other(arch, lines, expected, loaded, stored):
+BETWEEN = {
+    "read left": (["load_dword v2, v0, s[0:1] offset:4"], set(), {"left": 256}, {}),
+    "write right": (["store_dword v0, v1, s[0:1] offset:12"], set(), {}, {"right": 256}),
+    "write left": (["store_dword v0, v1, s[0:1] offset:4"], {"global_read_only"}, {}, {}),
+    "read right": (["load_dword v2, v0, s[0:1] offset:8"], {"global_uninitialised"}, {"right": 256}, {}),
+    "write, then read right": (
+        *(["store_dwordx2 v0, v[0:1], s[0:1] offset:8", "load_dword v2, v0, s[0:1] offset:8"], set()),
+        *({"right": 256}, {"right": 512}),
+    ),
+    "across": (["load_dwordx2 v[2:3], v0, s[0:1] offset:4"], {"global_out_of_bounds"}, {}, {}),
+    "whole rows": (["load_dwordx2 v[2:3], v0, s[0:1]"], set(), {"left": 512}, {}),
+    "below": (["load_dword v2, v0, s[0:1] offset:16"], {"global_out_of_bounds"}, {"left": 252}, {}),
+}
+"""Accesses of global memory, their findings, and the bytes that they load and store."""
+
+
+@pytest.mark.parametrize("what", BETWEEN)
+def test_buffers_that_lie_between_each_other(arch, what):
     """The left columns may be read, the right ones hold nothing yet; no buffer owns the row below the last."""
+    accesses, expected, loaded, stored = BETWEEN[what]
     rows = np.zeros((65, 4), np.uint32)[:64]
     buffers = [Memory.of("left", rows[:, :2], "r"), Memory.of("right", rows[:, 2:], "w")]
-    state = run_snippet(
-        arch, [*lines, "s_waitcnt vmcnt(0)"], {"v0": LANE * 16, "v1": 7}, {"s0": rows.ctypes.data}, buffers=buffers
-    )
+    lines = [*(f"global_{access}" for access in accesses), "s_waitcnt vmcnt(0)"]
+    registers = {"v0": LANE * 16, "v1": 7}
+    state = run_snippet(arch, lines, registers, {"s0": rows.ctypes.data}, buffers=buffers)
     assert kinds(state) == expected
     assert state.report.loaded == {"left": 0, "right": 0} | loaded
     assert state.report.stored == {"left": 0, "right": 0} | stored

@@ -124,16 +124,8 @@ def test_scaled_matmul(left, right, b_rows, size):
     a_scale, b_scale = (torch.randint(120, 134, (rows, k // 32), dtype=torch.uint8) for rows in (m, n))
     stored = (b.t() if b_rows else b).contiguous()
     c = torch.full((m, n), torch.nan)
-    constants = {
-        **{
-            "K": k,
-            "FORMAT_A": left,
-            "FORMAT_B": right,
-            "PACK_A": 1 + (left == "e2m1"),
-            "PACK_B": 1 + (right == "e2m1"),
-        },
-        **{"BM": m, "BN": n, "BK": 128, "ROW_MAJOR_B": b_rows},
-    }
+    constants = {"K": k, "BM": m, "BN": n, "BK": 128, "ROW_MAJOR_B": b_rows, "FORMAT_A": left, "FORMAT_B": right}
+    constants |= {"PACK_A": 1 + (left == "e2m1"), "PACK_B": 1 + (right == "e2m1")}
     arguments = {"a": a, "a_scale": a_scale, "b": stored, "b_scale": b_scale, "c": c}
     done = execute(
         arch, foreign_kernels.scaled, (1, 1, 1), arguments, constants, matrix_instr_nonkdim=size, num_stages=1

@@ -146,13 +146,7 @@ def with_plan(options, batch, parts, bound):
         (66, dict(heads=16, kv_format="fp8"), 132, 8000, "swap_ab"),  # another kernel would have to take its place
         (66, dict(heads=16), 132, 250, "none"),  # too short to be split
         (33, dict(heads=128, page=24), 66, 8000, "none"),  # gathered
-        (
-            33,
-            dict(heads=128, split_size=64),
-            66,
-            8000,
-            "share_kv",
-        ),  # the order of the merge may not depend on the batch
+        (33, dict(heads=128, split_size=64), 66, 8000, "share_kv"),  # an order that is the same in any batch
     ],
 )
 def test_which_plans_are_walked_in_pairs(monkeypatch, batch, options, parts, bound, mode):

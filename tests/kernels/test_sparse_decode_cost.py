@@ -13,7 +13,6 @@ from observers import Operators
 from sparse_problems import CONFIGS, MODES, POOLS, attend, exact, in_mode, problem, require_kernels
 
 from mla_suite import archs, emulator
-from mla_suite.archs.sparse_attention import record_of
 from mla_suite.build.instances import instances
 from mla_suite.core.dispatch import Unsupported
 from mla_suite.kv_formats import get_kv_format
@@ -67,37 +66,25 @@ def test_fnuz_records_are_native_where_the_arch_converts_them(arch):
     assert_within_bound(out, lse, exact(*args, **kwargs))
 
 
-REFUSED = {
-    "five pools": (lambda: problem([("dsv4", 1, 16, 3)] * 5, 1, 8), "5 pools; it takes 1 to 4"),
-    "mixed records": (
-        lambda: problem([("dsv4", 1, 16, 3), ("bf16", 1, 16, 3)], 1, 8),
-        "pools in dsv4, bf16 with rows of 512 values; it takes dsv4",
-    ),
-    "mixed scales": (
-        lambda: problem([("v32", 1, 16, 3), ("bf16", 1, 16, 3)], 1, 8),
-        "pools in v32, bf16 with rows of 576 values; it takes dsv4",
-    ),
-    "a pool of fp16": (
-        lambda: problem([("fp16", 1, 16, 3)], 1, 8),
-        "pools in fp16 with rows of 576 values; it takes dsv4",
-    ),
-    "odd pages": (lambda: problem([("dsv4", 2, 3, 3)], 1, 8, padded=False), "aligned to 8 bytes"),
-    "fp16": (lambda: _with_q(lambda q: q.half()), "q is torch.float16; it takes bfloat16"),
-}
-
-
-def _with_q(change):
-    args, kwargs = problem(POOLS["v4"], 1, 8)
-    return [change(args[0]), *args[1:]], kwargs
-
-
-@pytest.mark.parametrize("why", REFUSED)
-def test_what_is_refused_is_computed_elsewhere(arch, why):
-    make, sentence = REFUSED[why]
-    args, kwargs = make()
+@pytest.mark.parametrize(
+    ("names", "options", "sentence"),
+    [
+        (["dsv4"] * 5, {}, "5 pools; it takes 1 to 4"),
+        (["dsv4", "bf16"], {}, "pools in dsv4, bf16 with rows of 512 values; it takes dsv4"),
+        (["v41", "dsv4"], {}, "pools in v41, dsv4 with rows of 512 values; it takes dsv4"),
+        (["dsv4", "dsv4_fnuz"], {}, "pools in dsv4, dsv4_fnuz with rows of 512 values; it takes dsv4"),
+        (["v32", "bf16"], {}, "pools in v32, bf16 with rows of 576 values; it takes dsv4"),
+        (["fp16"], {}, "pools in fp16 with rows of 576 values; it takes dsv4"),
+        (["dsv4"], {"page": 3, "padded": False}, "aligned to 8 bytes"),
+        (["dsv4"], {"dtype": torch.float16}, "q is torch.float16; it takes bfloat16"),
+    ],
+)
+def test_what_is_refused_is_computed_elsewhere(arch, names, options, sentence):
+    pools = [(name, 2, options.get("page", 16), 3) for name in names]
+    args, kwargs = problem(pools, 1, 8, padded=options.get("padded", True), dtype=options.get("dtype", torch.bfloat16))
     assert_refused(NATIVE.supports(SPARSE_DECODE.problem(*args, **kwargs), arch), sentence)
     out, lse = torch.ops.mla_suite.sparse_decode(*args, **kwargs)
-    exact_keys = "fp16" in kwargs["kv_formats"]  # has more digits than bf16
+    exact_keys = "fp16" in names  # has more digits than bf16
     assert_within_bound(out, lse, exact(*args, **kwargs, rounded=not exact_keys))
 
 
@@ -207,14 +194,3 @@ def test_every_declared_kernel_is_one_of_the_rules(arch):
     assert declared == {
         config(arch, record, rows).instance for record in config.records.values() for rows in config.rows_of(record)
     }
-
-
-def test_records_of_mixed_kv_formats():
-    assert record_of(["v32", "v32_pow2"], 576) == "v32"
-    assert record_of(["v41", "v41_fp4"], 512) == "v41any"
-    assert record_of(["v41_fp4"] * 2, 512) == "v41any"
-    assert record_of(["v41", "dsv4"], 512) is None
-    assert record_of(["dsv4", "bf16"], 512) is None
-    assert record_of(["dsv4_fnuz"], 512) is None
-    assert record_of(["dsv4_fnuz"] * 2, 512, CONFIGS["gfx942"].records) == "dsv4fnuz"
-    assert record_of(["dsv4", "dsv4_fnuz"], 512, CONFIGS["gfx942"].records) is None
