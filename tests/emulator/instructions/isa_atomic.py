@@ -114,29 +114,35 @@ def returned(first: int, rows: np.ndarray, lanes: np.ndarray, text: str) -> Call
     return check
 
 
+def operation(
+    rng: np.random.Generator, kind: str, update: Update | None
+) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
+    """What memory holds, the operands, and what it holds then.
+
+    Without an `update` the first operand is swapped in where memory holds the second.
+    """
+    old, data = drawn(rng, kind), drawn(rng, kind)
+    if update:
+        return old, [data], update(old, data).astype(old.dtype)
+    compare = np.where(LANE % 2 == 0, old, drawn(rng, kind))
+    return old, [data, compare], np.where(old == compare, data, old)
+
+
 def memory_atomic(rng: np.random.Generator, op: str, kind: str, update: Update | None) -> Iterable[Case]:
-    """Without an `update` the data are swapped in where memory holds what they are compared with."""
     space = op.split("_")[0]
     size = 8 if kind in ("u64", "f64") else 4
     for variant in range(4):
         returns, mask = variant % 2 == 1, ALL if variant < 2 else random_mask(rng)
-        old, data, noise = drawn(rng, kind), drawn(rng, kind), words(rng, 2, 64)
-        compare = np.where(LANE % 2 == 0, old, drawn(rng, kind))
+        (old, operands, new), noise = operation(rng, kind, update), words(rng, 2, 64)
         place = rng.permutation(64)
+        lanes = active(mask) & (place < (56 if space == "buffer" else 64))  # the resource ends before the last eight
         buffer = np.zeros(64, old.dtype)
         buffer[place] = old
-        lanes = active(mask)
-        inside = np.ones(64, bool)
-        if space == "buffer":
-            inside = place < 56  # the last eight lie past the end of the resource
-        new = update(old, data) if update else np.where(old == compare, data, old)
         want = buffer.copy()
-        want[place[lanes & inside]] = new[lanes & inside].astype(old.dtype)
+        want[place[lanes]] = new[lanes]
         words_each = size // 4
-        vgpr: dict[int | str, object] = {}
-        payload = [*pieces(data), *([] if update else pieces(compare))]
-        vgpr |= rows_from(4, payload)
-        data_name = vector_name(4, len(payload))
+        payload = np.concatenate([pieces(operand) for operand in operands])
+        vgpr, data_name = rows_from(4, payload), vector_name(4, len(payload))
         result, sgpr = 12, {}
         if space == "buffer":
             result = 4  # the old value replaces the data
@@ -155,7 +161,7 @@ def memory_atomic(rng: np.random.Generator, op: str, kind: str, update: Update |
             text += " sc0" if returns else ""
         checks = [in_memory(buffer, want, text)]
         if returns:
-            checks.append(returned(result, pieces(old), lanes & inside, text))
+            checks.append(returned(result, pieces(old), lanes, text))
         yield Case([text, WAIT], all_of(checks), vgpr, sgpr, mask, memory=[("data", buffer, "rw")])
 
 
@@ -194,31 +200,26 @@ LDS_INTEGER |= {"min_i": "smin", "max_i": "smax", "and_b": "and", "or_b": "or", 
 
 
 def lds_atomic(rng: np.random.Generator, op: str, kind: str, update: Update | None) -> Iterable[Case]:
-    """As `memory_atomic`."""
+    """Of a comparison's operands ds_cmpst names the one that is stored last."""
     size = 8 if kind in ("u64", "f64") else 4
     returns = "_rtn_" in op
     for variant in range(2):
         mask = ALL if variant == 0 else random_mask(rng)
-        old, data, other, noise = drawn(rng, kind), drawn(rng, kind), drawn(rng, kind), words(rng, 2, 64)
+        (old, operands, new), noise = operation(rng, kind, update), words(rng, size // 4, 64)
         place, offset = rng.permutation(64), 0 if variant == 0 else 16
         lds = np.zeros(64 + offset // size, old.dtype)
         lds[place + offset // size] = old
         lanes = active(mask)
-        if update:
-            new = update(old, data)
-        else:  # ds_cmpst: the first operand is compared, the second stored
-            data = np.where(LANE % 2 == 0, old, data)
-            new = np.where(old == data, other, old)
         want = lds.copy()
-        want[place[lanes] + offset // size] = new[lanes].astype(old.dtype)
-        vgpr: dict[int | str, object] = {0: (place * size).astype(U)}
-        vgpr |= {**rows_from(4, pieces(data)), **rows_from(6, pieces(other)), **rows_from(12, noise[: size // 4])}
-        names = [vector_name(12, size // 4)] if returns else []
-        names += ["v0", vector_name(4, size // 4)] + ([] if update else [vector_name(6, size // 4)])
+        want[place[lanes] + offset // size] = new[lanes]
+        vgpr = {0: (place * size).astype(U), **rows_from(12, noise)}
+        names = [*([vector_name(12, size // 4)] if returns else []), "v0"]
+        for at, operand in zip((4, 6), reversed(operands), strict=False):
+            vgpr |= rows_from(at, pieces(operand))
+            names.append(vector_name(at, size // 4))
         text = f"{op} {', '.join(names)}" + (f" offset:{offset}" if offset else "")
 
-        kept = noise[: size // 4]
-        results = np.where(lanes, pieces(old), kept) if returns else kept
+        results = np.where(lanes, pieces(old), noise) if returns else noise
         check = all_of([in_lds(want, text), in_registers(12, results, text)])
         yield Case([text, "s_waitcnt lgkmcnt(0)"], check, vgpr, exec_mask=mask, lds=lds.view(np.uint8))
 

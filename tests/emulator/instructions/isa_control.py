@@ -39,8 +39,7 @@ register(
 
 def ends(rng: np.random.Generator, op: str) -> Iterable[Case]:
     def check(state: State) -> None:
-        assert state.s[4] == 1
-        assert state.s[5] == 0
+        assert state.s[4:6].tolist() == [1, 0]
 
     yield Case(["s_mov_b32 s4, 1", "s_endpgm", "s_mov_b32 s5, 1"], check)
 
@@ -178,10 +177,7 @@ def mode_register(rng: np.random.Generator, op: str) -> Iterable[Case]:
     """MODE: rounding in 3:0, denormals in 7:4. Fields are read and written by offset and size."""
 
     def check(state: State) -> None:
-        assert state.s[4] == 0xF
-        assert state.s[5] == 0x3
-        assert state.s[6] == 0x50
-        assert state.s[7] == 0x0
+        assert state.s[4:8].tolist() == [0xF, 0x3, 0x50, 0x0]
 
     lines = [
         "s_getreg_b32 s4, hwreg(HW_REG_MODE, 4, 4)",

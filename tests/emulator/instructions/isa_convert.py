@@ -123,23 +123,14 @@ def _in_floats(first: int, want: np.ndarray) -> Callable[[State], None]:
     return lambda state: np.testing.assert_array_equal(state.v[first : first + len(rows)].view(np.float32), rows)
 
 
-def from_narrow(rng: np.random.Generator, op: str, name: str) -> Iterable[Case]:
-    """One byte, which SDWA picks."""
-    table, codes = values_of(name), _codes(rng)
-    for select in ("e32", *SDWA[:4]):
-        text = f"{op}_e32 v1, v0" if select == "e32" else f"{op}_sdwa v1, v0 src0_sel:{select}"
-        shift = 0 if select == "e32" else 8 * int(select[-1])
-        want = table[codes >> U(shift) & U(255)]
-        yield Case([text], _in_floats(1, want), {0: codes})
-
-
-def from_narrow_pair(rng: np.random.Generator, op: str, name: str) -> Iterable[Case]:
-    """Two bytes of the half that SDWA or op_sel picks."""
-    table, codes = values_of(name), _codes(rng)
-    forms = [("_e32 v[2:3], v0", 0), ("_sdwa v[2:3], v0 src0_sel:WORD_0", 0), ("_sdwa v[2:3], v0 src0_sel:WORD_1", 16)]
-    for form, shift in forms:
-        want = np.stack([table[codes >> U(shift + s) & U(255)] for s in (0, 8)])
-        yield Case([op + form], _in_floats(2, want), {0: codes})
+def from_narrow(rng: np.random.Generator, op: str, name: str, count: int) -> Iterable[Case]:
+    """One byte, or the two of a half, that SDWA picks."""
+    table, codes, target = values_of(name), _codes(rng), vector_name(2, count)
+    for select in ("", *(SDWA[:4] if count == 1 else SDWA[4:6])):
+        text = f"{op}_sdwa {target}, v0 src0_sel:{select}" if select else f"{op}_e32 {target}, v0"
+        first = count * int(select[-1]) if select else 0
+        want = np.stack([table[codes >> U(8 * (first + i)) & U(255)] for i in range(count)])
+        yield Case([text], _in_floats(2, want), {0: codes})
 
 
 def _in_range(rng: np.random.Generator, name: str, count: int) -> np.ndarray:
@@ -186,8 +177,8 @@ for arch in ARCHS:
     for kind in ("fp8", "bf8"):
         name = fp8_name(arch, kind)
         register(
-            Custom(f"v_cvt_f32_{kind}", from_narrow, name, archs=(arch,)),
-            Custom(f"v_cvt_pk_f32_{kind}", from_narrow_pair, name, archs=(arch,)),
+            Custom(f"v_cvt_f32_{kind}", from_narrow, name, 1, archs=(arch,)),
+            Custom(f"v_cvt_pk_f32_{kind}", from_narrow, name, 2, archs=(arch,)),
             Custom(f"v_cvt_pk_{kind}_f32", to_narrow_pair, name, archs=(arch,)),
         )
 
