@@ -52,10 +52,14 @@ def test_lds_out_of_bounds(arch, line):
         np.testing.assert_array_equal(state.lds.view(np.uint32)[:2], WORDS[:2])
 
 
+def loaded_to_lds(arch, what, start, offsets, **options):
+    lines = [f"s_mov_b32 m0, {start}", "s_nop 0", f"global_load_lds_{what} v0, s[0:1]", "s_waitcnt vmcnt(0)"]
+    options |= {"lds": 256, "buffers": [Memory.of("x", WORDS, "r")]}
+    return run_snippet(arch, lines, {"v0": offsets}, {"s0": WORDS.ctypes.data}, **options)
+
+
 def test_a_load_to_lds_out_of_bounds(arch):
-    lines = ["s_mov_b32 m0, 8", "s_nop 0", "global_load_lds_dword v0, s[0:1]", "s_waitcnt vmcnt(0)"]
-    buffers = [Memory.of("x", WORDS, "r")]
-    state = run_snippet(arch, lines, {"v0": LANE * 4}, {"s0": WORDS.ctypes.data}, lds=256, buffers=buffers)
+    state = loaded_to_lds(arch, "dword", 8, LANE * 4)
     assert kinds(state) == {"lds_out_of_bounds"}
     assert state.findings[0].lanes == 0b11 << 62
     np.testing.assert_array_equal(state.lds.view(np.uint32)[2:], WORDS[:62])
@@ -80,10 +84,7 @@ def test_lds_misaligned(arch, line, step, expected):
 
 @pytest.mark.parametrize(("start", "expected"), [(2, {"lds_misaligned"}), (8, set())])
 def test_loads_to_lds_come_to_whole_dwords(start, expected):
-    lines = [f"s_mov_b32 m0, {start}", "s_nop 0", "global_load_lds_dwordx4 v0, s[0:1]", "s_waitcnt vmcnt(0)"]
-    buffers = [Memory.of("x", WORDS, "r")]
-    state = run_snippet("gfx950", lines, {"v0": 0}, {"s0": WORDS.ctypes.data}, lds=256, exec_mask=1, buffers=buffers)
-    assert kinds(state) == expected
+    assert kinds(loaded_to_lds("gfx950", "dwordx4", start, 0, exec_mask=1)) == expected
 
 
 @pytest.mark.parametrize(

@@ -61,11 +61,10 @@ def test_every_point_of_rows_and_vectors_is_legal(name, head_dim_v):
 
 
 def test_what_a_search_tries_on_sm_90_compiles(tmp_path):
-    tried = combine_search._legal(
-        archs.get("sm_90"), 512, combine_search.TRIED_VECS, combine_search.TRIED_WAVES["nvidia"], (1,)
-    )
+    vecs, waves = combine_search.TRIED_VECS, combine_search.TRIED_WAVES["nvidia"]
+    tried = combine_search._legal(archs.get("sm_90"), 512, vecs, waves, (1,))
     sizes = {(point.rows, point.vec, point.waves) for point in tried}
-    assert {size[:2] for size in sizes} == set(itertools.product(config.ROW_COUNTS, combine_search.TRIED_VECS))
+    assert {size[:2] for size in sizes} == set(itertools.product(config.ROW_COUNTS, vecs))
     assert (4, 4, 8) not in sizes
     shape = (
         "struct Shape{0} {{ static constexpr int head_dim_v = 512, rows = {1}, vec = {2}, waves = {3}, slices = 1; }};"
