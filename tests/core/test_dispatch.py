@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -17,8 +16,7 @@ import torch
 
 import mla_suite
 from mla_suite.core import checks, dispatch, register
-from mla_suite.core.dispatch import Backend, Supported, Unsupported, reference_backend
-from mla_suite.core.op import Op, Output
+from mla_suite.core.dispatch import Backend, Supported, Unsupported
 from mla_suite.ops.decode.samples import decode_sample
 
 
@@ -79,17 +77,6 @@ def test_triton_in_place_of_a_kernel_that_was_not_built_is_told_of_once(caplog):
     assert (
         "an_op runs in Triton, which is slower than the kernel that it stands in for: kernel k" in record.getMessage()
     )
-
-
-def test_a_backend_is_asked_once_per_problem():
-    asked: list[object] = []
-    backends = (backend("reference", Supported(None, "always"), asked),)
-    for problem in (1, 2, 1, 1, 2):
-        dispatch.choose("an_op", backends, problem, None, "cpu")
-    assert asked == [1, 2]
-    dispatch.clear_caches()
-    dispatch.choose("an_op", backends, 1, None, "cpu")
-    assert asked == [1, 2, 1]
 
 
 def test_a_backend_of_another_device_is_not_asked():
@@ -201,31 +188,6 @@ for _ in range(3):
     assert "-> reference: " in done.stderr
 
 
-@dataclasses.dataclass(frozen=True)
-class EchoArgs:
-    x: torch.Tensor
-    parts: Sequence[torch.Tensor]
-    _: dataclasses.KW_ONLY
-    scale: float = 1.0
-
-
-def echo(asked):
-    """An operator (x, parts) -> twice x, of which each specification, problem and run is noted."""
-
-    def check(args):
-        asked.append("specify")
-        return (Output(tuple(args.x.shape), args.x.dtype),)
-
-    def run(config, outputs, args):
-        torch.mul(args.x, 2, out=outputs[0])
-
-    def describe(args):
-        asked.append("problem")
-        return ()
-
-    return Op("echo", "Tensor", EchoArgs, check, describe, (reference_backend(run),), tuple, outputs=("out",))
-
-
 def test_only_the_calls_of_ones_own_thread_are_counted():
     partials, lens = (torch.randn(6, 4, 128), torch.randn(6, 4)), torch.tensor([5, 7]).int()
     entered, left = threading.Barrier(2, timeout=60), threading.Barrier(2, timeout=60)
@@ -277,9 +239,9 @@ def test_triton_launches_on_the_tensors_device(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     monkeypatch.setitem(sys.modules, "mla_suite_test_portable", SimpleNamespace(run=run))
-    args = EchoArgs(torch.zeros(1), [])
+    args = register.get("plan").Args(torch.zeros(1), num_heads=1, max_seqlen_q=1, num_sm_parts=1, max_seqlen_kv=1)
     dispatch.triton_backend("mla_suite_test_portable").run("tile", (), args)
-    assert [(config, given.x is args.x, devices) for config, given, devices in ran] == [("tile", True, [args.x])]
+    assert [(config, given == args, devices) for config, given, devices in ran] == [("tile", True, [args.seq_lens])]
 
 
 def test_a_device_pays_for_value_checks_in_debug_mode_alone():

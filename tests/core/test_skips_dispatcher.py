@@ -201,35 +201,6 @@ def recorded(mode, call, given):
     assert OPS.combine.default in [node.target for node in graph.graph.nodes]
 
 
-class Merging(torch.nn.Module):
-    def __init__(self, call):
-        super().__init__()
-        self.call = call
-
-    def forward(self, *given):
-        return self.call(*given)
-
-
-def exported(strict, call, given):
-    program = torch.export.export(Merging(call), given, strict=strict)
-    assert OPS.combine.default in [node.target for node in program.graph.nodes]
-
-
-def compiled(call, given):
-    graphs = []
-
-    def backend(graph, example_inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    traced = torch.compile(call, fullgraph=True, backend=backend)
-    for _ in range(2):
-        torch.testing.assert_close(traced(*given), call(*given), rtol=0, atol=0)
-    (graph,) = graphs
-    assert {OPS.combine.default, OPS.combine} & {node.target for node in graph.graph.nodes}
-
-
 def faked(call, given):
     with FakeTensorMode() as mode:
         assert isinstance(call(*map(mode.from_tensor, given))[0], FakeTensor)
@@ -264,9 +235,6 @@ OBSERVERS = {
     **{f"make_fx of {mode} tensors": partial(recorded, mode) for mode in ("real", "fake", "symbolic")},
     "trace": traced,
     "fake tensors": faked,
-    "export": partial(exported, False),
-    "strict export": partial(exported, True),
-    "compile": compiled,
 }
 
 
