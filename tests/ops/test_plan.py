@@ -179,27 +179,6 @@ def test_work_is_shared_when_splits_are_forced():
     assert max(loads) <= sum(lens) / 4 + 1024
 
 
-@pytest.mark.parametrize(
-    ("batch", "length", "rows", "num_sm_parts", "splits"),
-    [
-        (128, 6144, 128, 66, 1),  # two whole sequences an SM part; splitting would win 1 of 202 and add a merge
-        (128, 8192, 128, 66, 1),
-        (32, 256, 128, 132, 1),
-        (32, 512, 128, 132, 1),  # halves would cost two prologues and a merge
-        (128, 4096, 16, 132, 1),
-        (1, 1024, 128, 132, 1),
-        (1, 64, 16, 132, 1),
-        (1, 1, 128, 304, 1),
-    ],
-)
-def test_nothing_is_split_without_gain(batch, length, rows, num_sm_parts, splits):
-    read = check(
-        make([length] * batch, rows=rows, num_sm_parts=num_sm_parts), batch, num_sm_parts, most=batch + num_sm_parts
-    )
-    assert {len(found) for found in read.splits()} == {splits}
-    assert read.header[Word.PARTIAL_ROWS] == 0
-
-
 @pytest.mark.parametrize("rows", [1, 16, 64, 128])
 @pytest.mark.parametrize("length", [256, 1024, 2048, 4096, 20000, 131072])
 @pytest.mark.parametrize("batch", [1, 3, 16])

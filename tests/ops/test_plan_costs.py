@@ -69,10 +69,15 @@ CDNA_SPLITS = [
         ("sm_90", 66, 128, 128, 6144, 1, 1),
         ("sm_90", 66, 128, 64, 16384, 1, 1),
         ("sm_90", 132, 16, 128, 4096, 1, 1),
+        (None, 66, 128, 128, 6144, 1, 1),  # two whole sequences an SM part; a split would win 1 of 202 and add a merge
+        (None, 132, 128, 32, 512, 1, 1),  # halves would cost two prologues and a merge
+        (None, 132, 16, 128, 4096, 1, 1),
+        (None, 132, 128, 1, 1024, 1, 1),
+        (None, 304, 128, 1, 1, 1, 1),
     ],
 )
 def test_splits_of_equal_sequences(monkeypatch, name, num_sm_parts, rows, batch, length, low, high):
-    monkeypatch.setattr(reference, "current_arch", lambda tensor: arch.get(name))
+    monkeypatch.setattr(reference, "current_arch", lambda tensor: name and arch.get(name))
     parts = num_sm_parts or arch.get(name).compute_units
     read = check(make([length] * batch, rows=rows, num_sm_parts=parts), batch, parts, most=batch + parts)
     assert all(low <= len(splits) <= high for splits in read.splits())
