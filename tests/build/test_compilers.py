@@ -209,14 +209,3 @@ def test_a_disk_that_is_full(csrc, tmp_path, monkeypatch):
     assert (out / "manifest.json").read_text() == before
     assert {path.suffix for path in (out / "gfx942").iterdir()} == {".gz", ".hsaco"}
     build(["gfx942"], csrc=csrc, out=out).find("gfx942", IDS[0]).read_object()
-
-
-def test_a_library_that_never_reached_the_disk(csrc, tmp_path):
-    (csrc / "emulator").mkdir()
-    (csrc / "emulator" / "probe.cpp").write_text("int probe() { return 7; }\n")
-    build(["gfx942"], csrc=csrc, out=tmp_path / "objects")
-    kept = tmp_path / "objects/.build/emulator/emulator.so"
-    whole = kept.read_bytes()
-    kept.write_bytes(b"")
-    build(["gfx942"], csrc=csrc, out=tmp_path / "objects")
-    assert kept.read_bytes() == whole == (tmp_path / "objects/emulator/emulator.so").read_bytes()
