@@ -253,22 +253,10 @@ def test_bad_caches_are_refused_in_a_sentence(case):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: caches.pack("bf16", torch.zeros(4, 576)),
-            r"pack: rows has shape \(4, 576\); .*, head_dim\]",
-        ),
-        (
-            lambda: caches.pack("v32", torch.zeros(2, 4, 512)),
-            r"kv_format 'v32' takes \[num_pages, page_size, 576\]",
-        ),
-        (
-            lambda: caches.pack("bf16", torch.zeros(2, 4, 576), descale=torch.tensor(2.0)),
-            "only fp8, fp8_fnuz read",
-        ),
-        (
-            lambda: caches.unpack("v32", torch.zeros(2, 4, 656)),
-            "unpack: cache is float32; it takes uint8",
-        ),
+        (lambda: caches.pack("bf16", torch.zeros(4, 576)), r"pack: rows has shape \(4, 576\); .*, head_dim\]"),
+        (lambda: caches.pack("v32", torch.zeros(2, 4, 512)), r"kv_format 'v32' takes \[num_pages, page_size, 576\]"),
+        (lambda: caches.pack("bf16", torch.zeros(2, 4, 576), descale=torch.tensor(2.0)), "only fp8, fp8_fnuz read"),
+        (lambda: caches.unpack("v32", torch.zeros(2, 4, 656)), "unpack: cache is float32; it takes uint8"),
         (
             lambda: caches.unpack("v32", torch.zeros(2, 4, 655, dtype=torch.uint8)),
             r"takes \[num_pages, page_size, 656\]",

@@ -72,48 +72,6 @@ def test_a_bound_out_of_range_is_refused_behind_a_call_that_rounds_alike(known, 
         call(max_seqlen_kv=wrong)
 
 
-@pytest.mark.parametrize(
-    ("refused", "sentence"),
-    [
-        (lambda out, lse: combine(None, lse), "combine: partial_out is None; it takes a tensor"),
-        (
-            lambda out, lse: combine(out.to_sparse(), lse),
-            "combine: partial_out is sparse_coo; it takes dense tensors: call .to_dense()",
-        ),
-        (
-            lambda out, lse: combine(out, lse.to_sparse()),
-            "combine: partial_lse is sparse_coo; it takes dense tensors: call .to_dense()",
-        ),
-        (
-            lambda out, lse: combine(out, lse, num_splits=torch.tensor([1, 2])),
-            "combine: num_splits is a Tensor; it takes an int of 64 bits",
-        ),
-        (
-            lambda out, lse: combine(out, lse, num_splits=torch.tensor(3.5)),
-            "combine: num_splits is 3.5; it takes an int of 64 bits",
-        ),
-        (lambda out, lse: mla_suite.plan(None, num_heads=16), "plan: seq_lens is None; it takes a tensor"),
-        (lambda out, lse: mla_suite.plan(lse, num_heads="16"), "plan: num_heads is '16'; it takes an int"),
-        (
-            lambda out, lse: mla_suite.sparse_decode(out, [], [], kv_formats=None, softmax_scale=1.0),
-            "sparse_decode: kv_caches and kv_formats are a list and a NoneType; each is a list, one entry per pool",
-        ),
-        (
-            lambda out, lse: append(lse, lse[:, :0], out[:, :, :4].clone(), None),
-            "append_kv: slot_mapping is None; it takes a tensor",
-        ),
-        (
-            lambda out, lse: append(lse, lse, out[:, :, :8].clone(), torch.arange(6), None, [lse], torch.arange(6)),
-            "append_kv: cos_sin is a list of Tensor; it takes a tensor",
-        ),
-    ],
-)
-def test_no_tensor_or_no_number_is_refused_in_a_sentence(refused, sentence):
-    with pytest.raises(TypeError) as error:
-        refused(torch.randn(6, 4, 128), torch.randn(6, 4))
-    assert str(error.value) == sentence
-
-
 @pytest.mark.parametrize("known", [False, True], ids=["first", "behind calls that are known"])
 def test_a_nested_tensor_is_refused(known):
     """torch's guards, which recognise calls, ask for its strides, and that ends the process."""
@@ -125,7 +83,7 @@ def test_a_nested_tensor_is_refused(known):
         combine(torch.nested.nested_tensor(list(out)), lse)
 
 
-ROWS = torch.ones(1, 1, 576)
+ROWS, OUT, LSE = torch.ones(1, 1, 576), torch.randn(6, 4, 128), torch.randn(6, 4)
 NO_SLOTS = torch.zeros(0, dtype=torch.int32)
 
 
@@ -137,6 +95,37 @@ def convert(source, destination):
 @pytest.mark.parametrize(
     ("refused", "sentence"),
     [
+        (lambda: combine(None, LSE), "combine: partial_out is None; it takes a tensor"),
+        (
+            lambda: combine(OUT.to_sparse(), LSE),
+            "combine: partial_out is sparse_coo; it takes dense tensors: call .to_dense()",
+        ),
+        (
+            lambda: combine(OUT, LSE.to_sparse()),
+            "combine: partial_lse is sparse_coo; it takes dense tensors: call .to_dense()",
+        ),
+        (
+            lambda: combine(OUT, LSE, num_splits=torch.tensor([1, 2])),
+            "combine: num_splits is a Tensor; it takes an int of 64 bits",
+        ),
+        (
+            lambda: combine(OUT, LSE, num_splits=torch.tensor(3.5)),
+            "combine: num_splits is 3.5; it takes an int of 64 bits",
+        ),
+        (lambda: mla_suite.plan(None, num_heads=16), "plan: seq_lens is None; it takes a tensor"),
+        (lambda: mla_suite.plan(LSE, num_heads="16"), "plan: num_heads is '16'; it takes an int"),
+        (
+            lambda: mla_suite.sparse_decode(OUT, [], [], kv_formats=None, softmax_scale=1.0),
+            "sparse_decode: kv_caches and kv_formats are a list and a NoneType; each is a list, one entry per pool",
+        ),
+        (
+            lambda: append(LSE, LSE[:, :0], OUT[:, :, :4].clone(), None),
+            "append_kv: slot_mapping is None; it takes a tensor",
+        ),
+        (
+            lambda: append(LSE, LSE, OUT[:, :, :8].clone(), torch.arange(6), None, [LSE], torch.arange(6)),
+            "append_kv: cos_sin is a list of Tensor; it takes a tensor",
+        ),
         (lambda: pack("bf16", [1.0]), "pack: rows is a list of float; it takes a tensor"),
         (lambda: pack("bf16", []), "pack: rows is an empty list; it takes a tensor"),
         (lambda: pack("bf16", ROWS.to_sparse()), "pack: rows is sparse_coo; it takes dense tensors: call .to_dense()"),
@@ -166,7 +155,8 @@ def convert(source, destination):
         (lambda: mla_suite.emulate(None).__enter__(), "emulate: arch is None; it takes a name: gfx942 or gfx950"),
     ],
 )
-def test_a_function_beside_the_operators_refuses_other_kinds_in_a_sentence(refused, sentence):
+def test_no_tensor_or_no_number_is_refused_in_a_sentence(refused, sentence):
+    """By operators, and by functions beside them."""
     with pytest.raises(TypeError) as error:
         refused()
     assert str(error.value) == sentence

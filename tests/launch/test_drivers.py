@@ -93,14 +93,6 @@ def test_a_kernel_is_loaded_once_before_its_first_launch(rig):
     assert function.text == "0x7f0000002000 scale_threads_64"
 
 
-def test_the_current_stream_at_each_launch(rig):
-    for stream in (0, 0x7F00_0000_AAA0, (1 << 47) + 16):
-        rig.torch.stream = lambda ordinal, stream=stream: stream
-        rig.launch()
-    streams = [call.text.split()[4] for call in rig.launches()]
-    assert streams == ["(nil)", "0x7f000000aaa0", hex((1 << 47) + 16)]
-
-
 def test_another_current_device(rig):
     rig.launch()
     rig.torch.current = 3

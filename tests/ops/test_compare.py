@@ -219,31 +219,9 @@ def test_append_kv_of_equal_slots_and_one_wrong_bit():
     assert found.startswith("the rows written, in the order of their tokens, at [2, 3] is ")
 
 
-def test_plan_of_one_wrong_word():
-    call = made(
-        "plan", (torch.tensor([500, 20]).int(),), dict(num_heads=16, max_seqlen_q=1, num_sm_parts=4, max_seqlen_kv=0)
-    )
-    assert check_mode.difference(call, None) is None
-    call.outputs[0][30] += 1
-    found = check_mode.difference(call, None)
-    assert found is not None
-    assert found.startswith("the output at [30] is ")
-
-
 def test_every_operator_that_is_not_compared_for_equality_says_how():
     """Without `compare`, only outputs are compared: an operator that writes an argument needs its own."""
     for op in register.registry().values():
         assert op.compare is not None or not op.mutates
         read = [name for name in op.functional.arguments if "kv_cache" in name or name == "source"]
         assert (op.pages is not None) is bool(set(read) - set(op.mutates))
-
-
-def test_rows_behind_the_last_sequence_may_hold_anything():
-    q, cache = torch.randn(8, 16, 576).bfloat16(), torch.randn(2, 64, 576).bfloat16()
-    lens, pages, bounds = (torch.tensor(values).int() for values in ([40, 0], [[1], [0]], [0, 3, 3]))
-    call = made("decode", (q, cache, lens, pages, None, None, bounds), dict(softmax_scale=0.05, max_seqlen_q=3))
-    out, lse = call.outputs
-    out[3:], lse[3:] = torch.nan, 7.0
-    assert check_mode.difference(call, None) is None
-    out[2] += 1
-    assert "out at [2, 0, 0]" in str(check_mode.difference(call, None))

@@ -84,15 +84,6 @@ def test_dealt_plans_are_what_scalar_integers_give(lens, num_sm_parts, rows):
         assert [tile[0] for tile in read.work_tiles] == sorted(tile[0] for tile in read.work_tiles)
 
 
-@pytest.mark.parametrize("batch", [2, 8, 32, 64, 128, 256])
-@pytest.mark.parametrize("length", [64, 512, 3200, 4096])
-@pytest.mark.parametrize(("rows", "num_sm_parts"), [(16, 132), (128, 66)])
-def test_equal_sequences_stay_in_order(batch, length, rows, num_sm_parts):
-    """Also where dealing them would cost as much."""
-    read = Plan.read(make([length] * batch, rows=rows, num_sm_parts=num_sm_parts))
-    assert [tile[0] for tile in read.work_tiles] == sorted(tile[0] for tile in read.work_tiles)
-
-
 @pytest.mark.parametrize(
     ("batch", "num_sm_parts", "dealt"),
     [(1, 16, True), (256, 256, True), (257, 66, False), (128, 15, False), (128, 257, False), (0, 66, False)],

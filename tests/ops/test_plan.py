@@ -179,28 +179,6 @@ def test_work_is_shared_when_splits_are_forced():
     assert max(loads) <= sum(lens) / 4 + 1024
 
 
-@pytest.mark.parametrize("rows", [1, 16, 64, 128])
-@pytest.mark.parametrize("length", [256, 1024, 2048, 4096, 20000, 131072])
-@pytest.mark.parametrize("batch", [1, 3, 16])
-def test_equal_sequences_are_split_as_well_as_equally(batch, length, rows):
-    """The best number of equal splits by trying all; rounding to SPLIT_ALIGNMENT and one more partial are allowed."""
-    num_sm_parts, tile_rows = 132, min(rows, 128)
-    slowest, merge = cost_of(
-        Plan.read(make([length] * batch, rows=rows, num_sm_parts=num_sm_parts)), [length] * batch, rows
-    )
-    split_counts = range(2, num_sm_parts // batch + 1)
-    tried = [
-        -(-length // n // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT + tile_cost(rows) + (2 + n) * tile_rows
-        for n in split_counts
-    ]
-    assert (
-        slowest + merge
-        <= min([*tried, -(-length // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT + tile_cost(rows)])
-        + SPLIT_ALIGNMENT
-        + tile_rows
-    )
-
-
 def test_sequences_without_query_tokens_cost_nothing():
     cu_seqlens_q = torch.tensor([0, 1, 1, 2], dtype=torch.int32)
     read = Plan.read(make([4096, 100000, 4096], num_sm_parts=2, cu_seqlens_q=cu_seqlens_q))
