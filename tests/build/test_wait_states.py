@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from sample_tree import shell
@@ -58,9 +57,3 @@ def test_without_the_checker_only_the_pinned_compiler_serves(tmp_path, monkeypat
     monkeypatch.setattr(compilers, "PINNED_ZIGLANG", "0.1.0")
     with pytest.raises(BuildError, match=f"^objects of {compilers.packaged().version} need a check"):
         compilers.find_amd(None, ["gfx942"])
-
-
-def test_the_checker_is_where_a_build_looks_for_it():
-    root = Path(__file__).parents[2]
-    assert wait_states.CHECKER.relative_to(root) == Path("tools/check_hazards.py")
-    assert wait_states.CHECKER.is_file()

@@ -232,7 +232,8 @@ def test_outputs_of_the_caller_are_checked_after_equal_calls_too():
     strided = torch.empty(2, 4, 256)[..., :128]
     merge(*partials, num_splits=3, out_dtype=torch.float32, out=strided, lse=lse)
     assert torch.equal(strided, right[0])
-    for wrong in (torch.empty(2, 4, 127), torch.empty(2, 4, 128).bfloat16(), torch.empty(2, 128, 4).transpose(1, 2)):
+    sizes = torch.empty(2, 4, 127), torch.empty(8, 128)
+    for wrong in (*sizes, torch.empty(2, 4, 128).bfloat16(), torch.empty(2, 128, 4).transpose(1, 2)):
         with pytest.raises(ValueError, match="combine.out: out"):
             merge(*partials, num_splits=3, out_dtype=torch.float32, out=wrong, lse=lse)
 

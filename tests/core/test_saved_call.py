@@ -31,6 +31,12 @@ def call_of(op_name: str, args: Any, kwargs: dict[str, Any], outputs: tuple[torc
     return check_mode.Call(op, outputs, tuple(args), tuple((op.out.options | kwargs).values()))
 
 
+@pytest.fixture
+def small() -> check_mode.Call:
+    args, kwargs = decode_sample((20,)).make(CPU)
+    return call_of("decode", args, kwargs)
+
+
 def save(call: check_mode.Call) -> str:
     choice = dispatch.ask(call.op.name, call.op.backends[-1:], None, None, "cpu")
     return saved_call.save(call, choice, "a report")
@@ -131,42 +137,37 @@ def test_a_cache_may_be_larger_than_the_memory_of_the_machine_that_replays():
     assert not made[2].any()
 
 
-def test_files_are_few_and_of_bounded_size(folder, monkeypatch):
-    args, kwargs = decode_sample((20,)).make(CPU)
-    call = call_of("decode", args, kwargs)
+def test_files_are_few_and_of_bounded_size(small, folder, monkeypatch):
     for _ in range(saved_call.MAX_FILES):
-        assert save(call).startswith("run it again")
-    assert save(call) == "it is not saved, since this process has saved 8 calls"
+        assert save(small).startswith("run it again")
+    assert save(small) == "it is not saved, since this process has saved 8 calls"
     assert len(list(folder.iterdir())) == saved_call.MAX_FILES
     monkeypatch.setattr(saved_call, "_numbers", itertools.count())
     monkeypatch.setattr(saved_call, "MAX_BYTES", 10_000)
-    assert "bytes and a file at most 10000" in save(call)
+    assert "bytes and a file at most 10000" in save(small)
     assert len(list(folder.iterdir())) == saved_call.MAX_FILES
 
 
-def test_a_write_that_fails_leaves_nothing_and_is_a_sentence(folder):
+def test_a_write_that_fails_leaves_nothing_and_is_a_sentence(small, folder):
     """As on a full disk, after some of the file is written."""
-    args, kwargs = decode_sample((20,)).make(CPU)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
     try:
-        said = save(call_of("decode", args, kwargs))
+        said = save(small)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert said == "it is not saved: [Errno 27] File too large"
     assert list(folder.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_is_a_sentence(folder, monkeypatch):
+def test_a_folder_that_cannot_be_is_a_sentence(small, folder):
     folder.write_text("a file")
-    args, kwargs = decode_sample((20,)).make(CPU)
-    assert save(call_of("decode", args, kwargs)).startswith("it is not saved: [Errno 17] File exists: ")
+    assert save(small).startswith("it is not saved: [Errno 17] File exists: ")
 
 
-def test_without_a_folder_it_is_one_that_nobody_else_enters(monkeypatch):
+def test_without_a_folder_it_is_one_that_nobody_else_enters(small, monkeypatch):
     monkeypatch.delenv("MLA_SUITE_CHECK_DIR")
-    args, kwargs = decode_sample((20,)).make(CPU)
-    file = Path(save(call_of("decode", args, kwargs)).rpartition(" ")[2])
+    file = Path(save(small).rpartition(" ")[2])
     assert file.parent.name.startswith("mla_suite_check_")
     assert file.parent.stat().st_mode & 0o077 == 0
     file.unlink()
@@ -179,10 +180,9 @@ def raiser(error):
     return fails
 
 
-def test_a_file_that_is_none_and_a_call_that_only_the_reference_takes(folder, capsys, monkeypatch):
-    args, kwargs = decode_sample((20,)).make(CPU)
-    outputs = register.get("decode").specify(*args, **kwargs)
-    saved(call_of("decode", args, kwargs, tuple(torch.empty(each.shape, dtype=each.dtype) for each in outputs)), folder)
+def test_a_file_that_is_none_and_a_call_that_only_the_reference_takes(small, folder, capsys, monkeypatch):
+    outputs = tuple(torch.empty(each.shape, dtype=each.dtype) for each in small.op.check(small.record))
+    saved(small._replace(outputs=outputs), folder)
     (file,) = folder.iterdir()
     for words, sentence in (
         ([str(folder / "none.pt")], "No such file or directory"),

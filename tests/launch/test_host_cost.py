@@ -8,12 +8,10 @@ from functools import partial
 
 import pytest
 import torch
-from launch_records import record
 from stub_drivers import FakeTorch, Stub, route
 
 import mla_suite
 from mla_suite import archs as arch
-from mla_suite.archs import combine as configs
 from mla_suite.build import manifest
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import cache as caches
@@ -147,22 +145,6 @@ def test_python_frames_of_a_call(hip, request, mode, ops):
                 gc.enable()
         assert len(hip.calls("hipModuleLaunchKernel")) == LAUNCHES[arch][name], name
         assert len(entered) <= FRAMES, f"{name}: {' '.join(entered)}"
-
-
-def test_prepared_calls_are_cleared_with_the_choices(hip, monkeypatch):
-    """A combine whose tuned table has changed is chosen anew after `dispatch.clear_caches()`, not before."""
-    call = attention("cpu")["decode in splits"]
-    combines = record(monkeypatch)
-    dispatch.clear_caches()
-    call()
-    other = configs.unaligned(arch.get("gfx942"), 512)
-    monkeypatch.setattr(configs, "choose", lambda *facts: (other, "a row of a table"))
-    call()
-    dispatch.clear_caches()
-    call()
-    dispatch.clear_caches()
-    names = [launch.kernel for launch in combines[1::2]]
-    assert names[0] == names[1] != names[2] == other.instance
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")

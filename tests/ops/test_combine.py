@@ -16,15 +16,6 @@ few = settings(max_examples=40, deadline=None, derandomize=True)
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
-@pytest.mark.parametrize("splits", [1, 2, 3, 4, 7, 16, 33, 64, 66, 132, 160, 161, 512])
-def test_uniform_splits(splits, sink):
-    out, lse = partials(2 * splits, 12, 64)
-    attn_sink = torch.randn(4) if sink else None
-    result = mla_suite.combine(out, lse, None, attn_sink, num_splits=splits)
-    assert_close(*result, exact(out, lse, [0, splits, 2 * splits], attn_sink))
-
-
 @pytest.mark.parametrize("heads", [1, 8, 12, 16, 24, 32, 40, 64, 96, 128])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 8])
 def test_heads_and_tokens(heads, tokens):

@@ -87,12 +87,6 @@ def test_descales():
     assert torch.equal(raw(made), raw(source))
 
 
-def test_powers_of_two_are_made_where_they_are_promised():
-    source = kv_formats.pack("v32", rows("v32", 1, 4))
-    made = converted(source, "v32", "v32_pow2", torch.arange(4), torch.arange(4), 1, 4)
-    assert kv_formats.validate("v32_pow2", made) == ()
-
-
 BAD = {
     "widths": (
         dict(destination_format="v32", destination="v32"),

@@ -90,38 +90,6 @@ def test_no_recompile_when_the_width_is_marked():
         assert step.of((70, 33), width, mark=[(TABLE, 1)], pages=40) == 0
 
 
-# Callers' outputs
-
-
-def test_out_writes_into_strided_tensors_and_nowhere_else():
-    args, kwargs = problem(q_len=3)
-    room = torch.full((2, 3, 7, 32), 7.0, dtype=torch.bfloat16)
-    lse_room = torch.full((2, 5, 4), 7.0)
-    out, lse = room[:, :, 1:5, :16], lse_room[:, 1:4]
-    torch.ops.mla_suite.decode.out(*args, **kwargs, out=out, lse=lse)
-    assert_close(out, lse, exact_decode(*args, **kwargs))
-    out.fill_(7.0)
-    lse.fill_(7.0)
-    assert bool((room == 7.0).all())
-    assert bool((lse_room == 7.0).all())
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"out": torch.zeros(2, 1, 4, 16)}, r"out is torch.float32 \(2, 1, 4, 16\) on cpu; these arguments need"),
-        ({"out": torch.zeros(2, 1, 4, 17, dtype=torch.bfloat16)}, "these arguments need torch.bfloat16"),
-        ({"lse": torch.zeros(2, 4)}, r"lse is torch.float32 \(2, 4\) on cpu"),
-        ({"out": torch.zeros(2, 1, 16, 4, dtype=torch.bfloat16).mT}, "its last dimension must be contiguous"),
-    ],
-)
-def test_out_refuses_other_tensors(change, words):
-    args, kwargs = problem()
-    outputs = {"out": torch.zeros(2, 1, 4, 16, dtype=torch.bfloat16), "lse": torch.zeros(2, 1, 4)} | change
-    with pytest.raises(ValueError, match=words):
-        torch.ops.mla_suite.decode.out(*args, **kwargs, **outputs)
-
-
 # Bad input
 
 

@@ -25,11 +25,6 @@ def test_a_window_is_the_attention_of_a_sequence_without_its_first_keys():
     torch.testing.assert_close(windowed, one_page, atol=1e-5, rtol=1e-2)
 
 
-def test_a_sample_has_keys_before_its_window():
-    args, kwargs = decode_sample([207, 66], q_len=5, window_left=90, **SMALL).make(CPU)
-    assert (args[2].tolist(), kwargs["window_left"]) == ([207, 66], 90)
-
-
 @pytest.mark.parametrize("window", [0, 63, 500])
 @pytest.mark.parametrize("made_with", [-1, 10, 63])
 def test_a_plan_made_with_another_window_is_right(window, made_with):

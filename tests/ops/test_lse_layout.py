@@ -145,13 +145,6 @@ def test_an_lse_by_heads_that_shares_memory_with_out_is_refused():
     assert bool((memory == 7.0).all())
 
 
-def test_the_functional_overload_has_no_such_option():
-    args, kwargs = dense([5])
-    with pytest.raises(RuntimeError, match="plus_inf_lse"):
-        OPERATORS.decode(*args, **kwargs, plus_inf_lse=True)
-    assert mla_suite.decode(*args, **kwargs)[1].is_contiguous()
-
-
 @given(
     st.lists(st.integers(1, 4), min_size=2, max_size=3),
     st.permutations([0, 1, 2]),
