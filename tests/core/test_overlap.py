@@ -92,16 +92,10 @@ def check(op, backend, seed):
         return True
 
 
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.full)], ids=["", "500"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("op", WRITING, ids=lambda op: op.name)
-def test_an_output_in_an_inputs_memory_is_refused_or_harmless(op, backend, seeded):
-    results = {check(op, backend, seeded + number) for number in range(40 if backend == "reference" else 4)}
+def test_an_output_in_an_inputs_memory_is_refused_or_harmless(op, backend, full, seeded):
+    times = 500 if full else 40 if backend == "reference" else 4
+    results = {check(op, backend, seeded + number) for number in range(times)}
     assert False in results or backend != "reference"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("op", WRITING, ids=lambda op: op.name)
-def test_500_outputs_in_inputs_memory(op, backend, seeded):
-    for number in range(500):
-        check(op, backend, seeded + number)

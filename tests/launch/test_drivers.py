@@ -203,19 +203,25 @@ def test_hip_refuses_grids_that_the_runtime_would_wrap(rig, grid):
     assert len(rig.launches()) == 1
 
 
-@pytest.mark.parametrize("rig", ["hip"], indirect=True)
-@pytest.mark.parametrize("code", [100, 101])
-def test_without_a_gpu_hip_says_what_to_do(rig, code):
-    rig.stub.fail("hipThreadExchangeStreamCaptureMode", code)
-    with pytest.raises(DriverError, match=r"no AMD GPU is visible .*rocminfo.*/dev/kfd.*HIP_VISIBLE_DEVICES.*emulate"):
-        rig.launch()
+NO_AMD_GPU = r"no AMD GPU is visible .*rocminfo.*/dev/kfd.*HIP_VISIBLE_DEVICES.*emulate"
+NO_WORDS = "HIP error 4242, which this runtime has no words for"
 
 
 @pytest.mark.parametrize("rig", ["hip"], indirect=True)
-def test_hips_own_unknown_error_keeps_its_name(rig):
-    rig.launch()
-    rig.stub.fail(rig.launch_call, 999)
-    with pytest.raises(DriverError, match="hipErrorUnknown: unknown error"):
+@pytest.mark.parametrize(
+    ("call", "code", "words"),
+    [
+        ("hipThreadExchangeStreamCaptureMode", 100, NO_AMD_GPU),
+        ("hipThreadExchangeStreamCaptureMode", 101, NO_AMD_GPU),
+        ("hipModuleLaunchKernel", 999, "hipErrorUnknown: unknown error"),
+        ("hipModuleLoadData", 4242, NO_WORDS),
+        ("hipModuleLaunchKernel", 4242, NO_WORDS),
+    ],
+)
+def test_an_error_of_hip_says_what_to_do_or_its_name_or_number(rig, call, code, words):
+    """The runtime answers hipErrorUnknown for every number that it does not know."""
+    rig.stub.fail(call, code)
+    with pytest.raises(DriverError, match=words):
         rig.launch()
 
 
@@ -342,12 +348,3 @@ def test_a_driver_loads_objects_of_its_own_and_of_older_releases(old_driver, amd
 def test_an_object_that_nvcc_did_not_make(old_driver, amd_objects):
     with pytest.raises(DriverError, match="was made by clang version .*; build it with nvcc"):
         old_driver(13000).load(amd_objects.find("gfx942", NAME))
-
-
-@pytest.mark.parametrize("rig", ["hip"], indirect=True)
-@pytest.mark.parametrize("call", ["hipModuleLoadData", "hipModuleLaunchKernel"])
-def test_an_error_that_hip_has_no_words_for_keeps_its_number(rig, call):
-    """The runtime answers hipErrorUnknown for every number that it does not know."""
-    rig.stub.fail(call, 4242)
-    with pytest.raises(DriverError, match="HIP error 4242, which this runtime has no words for"):
-        rig.launch()
