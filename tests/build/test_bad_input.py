@@ -1,8 +1,8 @@
 """Every damaged, stale, foreign or absent file is refused in one sentence that says what to do."""
 
 import gzip
-import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -240,26 +240,23 @@ def test_import_survives_everything(tmp_path):
 
 
 def test_the_table_of_kernels(built, capsys, objects):
-    import argparse
+    def table(*words: str, of: Path = built.root) -> tuple[int, str, str]:
+        code = main(["kernels", "--objects", str(of), *words])
+        return code, *capsys.readouterr()
 
-    parser = argparse.ArgumentParser()
-    kernels_command.add_arguments(parser)
-    assert kernels_command.run(parser.parse_args(["--objects", str(built.root), "--arch", "gfx950"])) == 0
-    printed = capsys.readouterr().out
-    assert NAME in printed
-    assert "gfx950: " in printed
-    assert "gfx942" not in printed
-    with pytest.raises(ValueError, match=r"nothing that was built is for gfx90a; .* holds kernels of gfx942"):
-        kernels_command.run(parser.parse_args(["--objects", str(built.root), "--arch", "gfx90a"]))
-    symbol = next(entry.symbol for entry in built.kernels.values() if entry.symbol != entry.id)
-    assert kernels_command.run(parser.parse_args(["--objects", str(built.root), "--kernel", symbol])) == 0
-    assert symbol.rpartition("_")[0].replace("_", "-")[:4] in capsys.readouterr().out.replace("_", "-")
-    with pytest.raises(ValueError, match=rf"has {NAME + 'x'!r} in its name; near it are .*{NAME}"):
-        kernels_command.run(parser.parse_args(["--objects", str(built.root), "--kernel", NAME + "x"]))
-    json.loads((objects / "manifest.json").read_text())
+    code, printed, _ = table("--arch", "gfx950")
+    assert (code, NAME in printed, "gfx950: " in printed, "gfx942" in printed) == (0, True, True, False)
+    code, printed, _ = table("--kernel", "scale_threads_64")  # its symbol
+    assert (code, NAME in printed, IDS[1] in printed) == (0, True, False)
     (objects / "manifest.json").write_text("{")
-    assert kernels_command.run(parser.parse_args(["--objects", str(objects)])) == 1
-    assert "is damaged" in capsys.readouterr().err
+    for words, where, sentence in (
+        (["--arch", "gfx90a"], built.root, "nothing that was built is for gfx90a; .* holds kernels of gfx942"),
+        (["--kernel", NAME + "x"], built.root, rf"has {NAME + 'x'!r} in its name; near it are .*{NAME}"),
+        ([], objects, "is damaged"),
+    ):
+        code, _, error = table(*words, of=where)
+        assert code > 0
+        assert re.search(sentence, error)
 
 
 def test_kernels_of_tuned_rows_are_shown_with_their_folder(built, capsys, monkeypatch):

@@ -158,20 +158,6 @@ def test_gather_scatter_and_page_permutation(name, seed, padded):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_slice_of_pages_is_a_cache(name):
-    one = get_kv_format(name)
-    rows = torch.randn(4, 3, one.head_dim)
-    cache = caches.pack(one, rows)
-    read = caches.unpack(one, cache)
-    middle = cache[1:3]
-    assert torch.equal(caches.unpack(one, middle), read[1:3])
-    assert torch.equal(caches.gather(one, middle, torch.tensor([5, 0])), read[1:3].flatten(0, 1)[[5, 0]])
-    caches.scatter(one, middle, torch.tensor([4]), read[0, :1])
-    read[2, 1] = read[0, 0]
-    assert torch.equal(caches.unpack(one, cache), read)
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_constants_place_every_field(name):
     one = get_kv_format(name)
     values = one.constants()

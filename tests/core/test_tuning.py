@@ -27,33 +27,25 @@ def counted(heads=16, kv_format="bf16", batch=1, context=1024, num_splits=4, **m
 
 def measured(**more):
     row = {"kind": "measured", "microseconds": "41.3", "spread_percent": "0.4", "device": "H200"}
-    row |= {
-        "compute_units": "132",
-        "driver": "580.159.04",
-        "software": "CUDA 13.0",
-        "date": "2026-11-01",
-        "commit": "1a2b3c4d",
-    }
+    row |= {"compute_units": "132", "driver": "580.159.04", "software": "CUDA 13.0"}
     return counted(**(row | more))
 
 
 @pytest.fixture
 def tables(tmp_path, monkeypatch):
-    """Writes tables: `tables(shipped=[...], user=[...])`."""
+    """Writes tables: `tables(shipped=[...], user=[...])` -> their paths."""
     monkeypatch.setenv("MLA_SUITE_TUNED_DIR", str(tmp_path / "user"))
     monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "ops")
     tuning.clear_cache()
 
     def write(shipped=None, user=None):
-        for path, lines in (
-            (tmp_path / "ops" / "sum" / "tuned" / "gfx950.csv", shipped),
-            (tmp_path / "user" / "sum" / "gfx950.csv", user),
-        ):
+        paths = tmp_path / "ops" / "sum" / "tuned" / "gfx950.csv", tmp_path / "user" / "sum" / "gfx950.csv"
+        for path, lines in zip(paths, (shipped, user), strict=True):
             if lines is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text("\n".join([HEADER, *lines]) + "\n")
         tuning.clear_cache()
-        return tmp_path
+        return paths
 
     yield write
     tuning.clear_cache()
@@ -64,8 +56,7 @@ def find(batch, context, heads=16, kv_format="bf16"):
 
 
 def test_exact_then_nearest_in_log_space(tables):
-    root = tables(shipped=[counted(batch=1, num_splits=1), counted(batch=16, num_splits=2), counted(batch=256)])
-    table = root / "ops" / "sum" / "tuned" / "gfx950.csv"
+    table, _ = tables(shipped=[counted(batch=1, num_splits=1), counted(batch=16, num_splits=2), counted(batch=256)])
     exact = find(16, 1024)
     assert exact.row.values["num_splits"] == 2
     assert exact.reason == f"counted row {table}:3"
@@ -82,10 +73,10 @@ def test_exact_columns_are_never_approximated(tables):
 
 
 def test_user_rows_override_and_are_named(tables):
-    root = tables(shipped=[counted(num_splits=4), counted(batch=64, num_splits=8)], user=[counted(num_splits=9)])
+    _, own = tables(shipped=[counted(num_splits=4), counted(batch=64, num_splits=8)], user=[counted(num_splits=9)])
     match = find(1, 1024)
     assert match.row.values["num_splits"] == 9
-    assert str(root / "user" / "sum" / "gfx950.csv:2") in match.reason
+    assert f"{own}:2" in match.reason
     assert find(64, 1024).row.values["num_splits"] == 8
     assert find(8, 1024).row.values["num_splits"] == 9  # as near as the shipped row
 
@@ -156,7 +147,7 @@ def test_a_user_who_may_not_enter_the_home_has_no_tables(monkeypatch, tmp_path, 
     ],
 )
 def test_lint_names_file_line_and_reason(tables, lines, line, words):
-    path = tables(shipped=lines) / "ops" / "sum" / "tuned" / "gfx950.csv"
+    path, _ = tables(shipped=lines)
     findings = tuning.lint(FORM, "gfx950", path)
     if line is None:
         assert findings == ()
@@ -170,9 +161,7 @@ def test_lint_names_file_line_and_reason(tables, lines, line, words):
 
 
 def test_lint_reports_every_bad_row(tables):
-    path = (
-        tables(shipped=[counted(heads=0), counted(), counted(kv_format="x")]) / "ops" / "sum" / "tuned" / "gfx950.csv"
-    )
+    path, _ = tables(shipped=[counted(heads=0), counted(), counted(kv_format="x")])
     assert [finding.split(": ")[0] for finding in tuning.lint(FORM, "gfx950", path)] == [f"{path}:2", f"{path}:4"]
 
 

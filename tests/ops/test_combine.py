@@ -91,7 +91,6 @@ def ints(*values):
         ({"partial_out": torch.zeros(4, 8, 2).mT}, "partial_out has strides .*; its last dimension must be contiguous"),
         ({"partial_lse": torch.zeros(4, 3)}, r"partial_lse has shape \(4, 3\); it takes \[splits, rows\] = \(4, 2\)"),
         ({"partial_lse": torch.zeros(4, 2).double()}, "partial_lse is float64; it takes float32"),
-        ({"partial_lse": torch.zeros(4, 2, device="meta")}, "partial_lse is on meta; the other tensors are on cpu"),
         ({"num_splits": 3}, "num_splits is 3; it must divide the 4 splits"),
         ({"num_splits": -2}, "num_splits is -2; it must divide"),
         ({"num_splits": 0}, "split_indptr and num_splits are both missing; pass exactly one"),

@@ -113,7 +113,6 @@ BAD = [
         {CACHE: torch.zeros(9, 32, 24).bfloat16()[:, ::2]},
         "kv_cache has strides .*; tokens of kv_format 'bf16' lie exactly",
     ),
-    ({CACHE: torch.zeros(9, 16, 24, device="meta").bfloat16()}, "kv_cache is on meta; the other tensors are on cpu"),
     (
         {Q_ROPE: torch.zeros(2, 1, 4, 8).bfloat16()},
         "q has rows of 24 values; beside q_rope it takes the first head_dim_v = 16",

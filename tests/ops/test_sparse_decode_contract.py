@@ -40,7 +40,6 @@ BAD = [
     ((0, record(2, 4, 1, 584)), r"kv_caches\[0\] has shape"),
     ((0, record(2, 4, 656)), r"takes \[num_pages, page_size, 584\]"),
     ((0, record(2, 4, 592)[..., :584]), r"kv_caches\[0\] has strides .* exactly 584 elements apart"),
-    ((0, record(2, 4, 584).to("meta")), "is on meta"),
     ((0, record(584 * 4 + 4)[4:].view(1, 4, 584)), r"kv_caches\[0\] begins 4 bytes past a multiple of 8"),
     ((0, record(1172 * 2).as_strided((2, 2, 584), (1172, 584, 1))), "blocks a multiple of 8 bytes apart"),
     (dict(indices=[TWO, TWO.long()]), r"indices\[1\] is int64; it takes int32"),
