@@ -76,14 +76,6 @@ def test_a_tensor_on_another_device_is_refused(op, sample):
             packet(op)(*moved_args, **moved_kwargs)
 
 
-@each([pair for pair in SAMPLES if pair[0].outputs])
-def test_out_equals_functional(op, sample):
-    args, kwargs = sample.make(CPU)
-    outputs = outputs_for(op, args, kwargs)
-    assert packet(op).out(*args, **kwargs, **outputs) is None
-    assert same(tuple(outputs.values()), packet(op)(*args, **kwargs))
-
-
 @each([pair for pair in FIRST if pair[0].outputs])
 def test_outputs_that_are_no_tensors_are_refused(op, sample):
     args, kwargs = sample.make(CPU)

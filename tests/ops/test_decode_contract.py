@@ -188,7 +188,6 @@ BAD = [
     ({"num_splits": -2}, "num_splits is -2"),
     ({"precision": "half"}, "precision is 'half'; it takes 'full', or 'fp8' for sums in fewer bits"),
     ({"split_size": 2**31}, "split_size is 2147483648; it takes 1..2147483647 keys, or 0"),
-    ({CACHE: None}, "kv_cache is None; it takes a tensor"),
     ({"num_splits": 2, "split_size": 64}, "pass one of the two: splits are counted or sized"),
 ]
 

@@ -96,17 +96,6 @@ def test_kernels_that_store_lse_one_way_are_converted(arch):
             assert torch.equal(view, lse.masked_fill(lse == -math.inf, math.inf) if plus_inf else lse)
 
 
-def test_skipped_rows_keep_their_producers_lse():
-    partial_out, partial_lse = torch.randn(3, 4, 32), torch.full((3, 4), -math.inf)
-    indptr = torch.tensor([0, 1, 3], dtype=torch.int32)
-    out, lse = torch.full((2, 4, 32), 7.0), torch.full((2, 4), 7.0)
-    options = dict(out_dtype=torch.float32, skip_single=True, plus_inf_lse=True)
-    OPERATORS.combine.out(partial_out, partial_lse, indptr, **options, out=out, lse=lse)
-    assert lse.tolist() == [[7.0] * 4, [math.inf] * 4]
-    assert bool((out[0] == 7.0).all())
-    assert bool((out[1] == 0.0).all())
-
-
 def unaligned(count):
     """`count` floats that begin one byte past an aligned address, as another library may hand over."""
     memory = (ctypes.c_byte * (4 * count + 1))()

@@ -96,22 +96,6 @@ def test_ragged_indices_are_refused():
         CALL(q, kv_caches, [indices[0].flatten()], [indptr], [None], sink, **options)
 
 
-def test_the_compiler_sees_one_operator():
-    """With sizes that change; the graph holds no other computation."""
-    tensors, options = given("bf16")
-    graphs = []
-
-    def keep(graph, inputs):
-        graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
-        return graph.forward
-
-    compiled = torch.compile(lambda *tensors: CALL(*tensors, **options), fullgraph=True, backend=keep, dynamic=True)
-    for got, wanted in zip(compiled(*tensors), CALL(*tensors, **options), strict=True):
-        assert torch.equal(got, wanted)
-    assert [target for target in graphs[0] if isinstance(target, torch._ops.OpOverload)] == [CALL]
-    assert len(graphs) == 1
-
-
 def test_backward_is_refused():
     tensors, options = given("bf16")
     found = CALL(tensors[0].requires_grad_(), *tensors[1:], **options)[2]

@@ -54,17 +54,8 @@ def test_random_lengths(kind: str, mode: str) -> None:
         num_sm_parts = chance.choice([1, 2, 7, 64])
         lens = lengths(kind, batch, chance)
         split = {"balanced": {}, "counted": {"num_splits": chance.choice([1, 2, 5])}}.get(mode, {"split_size": 700})
-        most = max(max(lens), 1)
-        assert_same_words(
-            sample(
-                lens,
-                num_heads=rows,
-                num_sm_parts=num_sm_parts,
-                max_seqlen_kv=most,
-                varlen=chance.random() < 0.3,
-                **split,
-            )
-        )
+        sizes = dict(num_heads=rows, num_sm_parts=num_sm_parts, max_seqlen_kv=max(*lens, 1))
+        assert_same_words(sample(lens, varlen=chance.random() < 0.3, **sizes, **split))
 
 
 @pytest.mark.parametrize("name", ["gfx942", "sm_90"])
@@ -110,11 +101,9 @@ def test_lengths_that_outgrow_their_bound_have_no_more_splits_than_there_is_room
 
 def test_sequences_without_query_tokens_and_no_sequences() -> None:
     lens, cu = torch.tensor([500, 8192, 64], dtype=torch.int32), torch.tensor([0, 2, 2, 3], dtype=torch.int32)
-    for split in ({}, {"num_splits": 2}):
+    sizes = dict(num_heads=16, max_seqlen_q=1, num_sm_parts=5, max_seqlen_kv=8192, split_size=0)
+    for splits in (0, 2):
         for chosen, bounds in ((lens, cu), (lens[:0], None), (lens[:0], cu[:1])):
-            kwargs = (
-                dict(num_heads=16, max_seqlen_q=1, num_sm_parts=5, max_seqlen_kv=8192, num_splits=0, split_size=0)
-                | split
-            )
+            kwargs = sizes | dict(num_splits=splits)
             expected = torch.ops.mla_suite.plan(chosen, bounds, **kwargs)
             assert torch.equal(run(plan, "plan", (chosen, bounds), kwargs)[0], expected)
