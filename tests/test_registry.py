@@ -7,7 +7,9 @@ from functools import partial
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils import _pytree as pytree
 
 import mla_suite
@@ -57,10 +59,13 @@ def same(one, other):
 
 @each(SAMPLES)
 def test_opcheck(op, sample):
+    torch.library.opcheck(packet(op).default, *sample.make(CPU))
+
+
+@each([pair for pair in SAMPLES if pair[0].outputs])
+def test_opcheck_out(op, sample):
     args, kwargs = sample.make(CPU)
-    torch.library.opcheck(packet(op).default, args, kwargs)
-    if op.outputs:
-        torch.library.opcheck(packet(op).out, args, kwargs | outputs_for(op, args, kwargs))
+    torch.library.opcheck(packet(op).out, args, kwargs | outputs_for(op, args, kwargs))
 
 
 @each(SAMPLES)
@@ -74,6 +79,40 @@ def test_a_tensor_on_another_device_is_refused(op, sample):
         moved_args, moved_kwargs = pytree.tree_unflatten(moved, spec)
         with pytest.raises(ValueError, match="is on meta; the other tensors are on cpu: move it there"):
             packet(op)(*moved_args, **moved_kwargs)
+
+
+@each([pair for pair in SAMPLES if pair[0].outputs])
+def test_out_equals_functional(op, sample):
+    args, kwargs = sample.make(CPU)
+    outputs = outputs_for(op, args, kwargs)
+    assert packet(op).out(*args, **kwargs, **outputs) is None
+    assert same(tuple(outputs.values()), packet(op)(*args, **kwargs))
+
+
+@each([pair for pair in FIRST if pair[0].outputs])
+def test_outputs_whose_rows_share_memory_are_refused(op, sample):
+    args, kwargs = sample.make(CPU)
+    for name, good in outputs_for(op, args, kwargs).items():
+        expanded = {name: good[:1].expand_as(good)}
+        with pytest.raises(ValueError, match=f"{name} has strides .*; rows that share memory cannot be written"):
+            packet(op).out(*args, **kwargs, **outputs_for(op, args, kwargs) | expanded)
+
+
+@each([pair for pair in FIRST if pair[0].outputs])
+def test_outputs_in_memory_that_is_still_needed_are_refused(op, sample):
+    (first, *rest), kwargs = sample.make(CPU)
+    outputs = outputs_for(op, (first, *rest), kwargs)
+    (out, good), (lse, small) = outputs.items()
+
+    def at_the_beginning(memory, like):
+        return memory.view(torch.uint8).flatten()[: like.nbytes].view(like.dtype).view(like.shape)
+
+    room = torch.empty(first.nbytes + good.nbytes, dtype=torch.uint8)
+    first = at_the_beginning(room, first).copy_(first)
+    cases = (out, at_the_beginning(room, good), op.functional.arguments[0]), (lse, at_the_beginning(good, small), out)
+    for name, shared, other in cases:
+        with pytest.raises(ValueError, match=f"{name} shares memory with {other}, which the call still needs"):
+            packet(op).out(first, *rest, **kwargs, **outputs | {name: shared})
 
 
 @each([pair for pair in FIRST if pair[0].outputs])
@@ -119,6 +158,28 @@ def test_compiled_equals_eager(op, sample):
 def test_inductors_code_equals_eager(op, sample):
     """It calls the operator as it is, so one sample of each shows what it does."""
     equal_to_eager(op, sample, "inductor")
+
+
+@each(SAMPLES)
+def test_fake_equals_real_with_symbolic_sizes(op, sample):
+    """Shape, dtype, stride and device, from metadata alone: a fake tensor has no data to guard on."""
+    args, kwargs = sample.make(CPU)
+    shapes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shapes)
+
+    def fake(leaf):
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return mode.from_tensor(leaf, symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC] * leaf.dim()))
+
+    with mode:
+        imagined = packet(op)(*pytree.tree_map(fake, args), **pytree.tree_map(fake, kwargs))
+    real = packet(op)(*args, **kwargs)
+    hint = lambda size: size.node.hint if isinstance(size, torch.SymInt) else size  # noqa: E731  read at once
+    for f, r in zip(tensors(imagined), tensors(real), strict=True):
+        assert [hint(size) for size in f.shape] == list(r.shape)
+        assert [hint(stride) for stride in f.stride()] == list(r.stride())
+        assert (f.dtype, f.device) == (r.dtype, r.device)
 
 
 @each(SAMPLES)
@@ -200,6 +261,18 @@ def test_a_write_counts_as_a_new_version(op, sample, arch):
             else:
                 getattr(mla_suite, op.name)(*args, **kwargs)
             assert all(tensor._version > old for tensor, old in zip(written, before, strict=True))
+
+
+@pytest.mark.parametrize("arch", [None, "gfx942"])
+def test_a_cache_that_autograd_saved_may_not_be_overwritten(arch):
+    op = register.get("append_kv")
+    (kv_c, k_pe, kv_cache, *rest), kwargs = op.samples()[0].make(CPU)
+    weight = torch.ones(kv_cache.shape[-1], dtype=kv_cache.dtype, requires_grad=True)
+    product = (weight * kv_cache).sum()
+    with mla_suite.emulate(arch) if arch else contextlib.nullcontext():
+        mla_suite.append_kv(kv_c, k_pe, kv_cache, *rest, **kwargs)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
 
 
 @each(SAMPLES)
