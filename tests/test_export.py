@@ -137,8 +137,8 @@ def test_all_operators_in_a_package_at_another_batch(tmp_path):
         assert equal((compiled(*own), own[3]), (WholeStep()(*other), other[3]))
 
 
-class LayerAndMerge(torch.nn.Module):
-    """A decode step of one MLA layer, positions and slots found on the device; and partial results merged beside it."""
+class Layer(torch.nn.Module):
+    """A decode step of one MLA layer, positions and slots found on the device."""
 
     def __init__(self):
         super().__init__()
@@ -147,11 +147,18 @@ class LayerAndMerge(torch.nn.Module):
             parameter.normal_(std=1 / math.sqrt(parameter.shape[-1]))
         self.register_buffer("cos_sin", cos_sin_table(CONFIG, 256), persistent=False)
 
-    def forward(self, x, kv_cache, block_table, seq_lens, *partials):
+    def forward(self, x, kv_cache, block_table, seq_lens):
         positions = seq_lens.long()[:, None]
         step = Step(block_table, seq_lens + 1, slots(block_table, positions, PAGE).flatten(), positions.flatten())
+        return self.attention(x, kv_cache, step, self.cos_sin)
+
+
+class LayerAndMerge(Layer):
+    """And partial results merged beside it."""
+
+    def forward(self, x, kv_cache, block_table, seq_lens, *partials):
         merged = mla_suite.combine(*partials, out_dtype=torch.float32) if PASSES_DTYPES else None
-        return self.attention(x, kv_cache, step, self.cos_sin), merged
+        return super().forward(x, kv_cache, block_table, seq_lens), merged
 
 
 def layer_inputs(batch):
