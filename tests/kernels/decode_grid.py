@@ -118,6 +118,14 @@ def assert_within_bound(out: torch.Tensor, lse: torch.Tensor, exact: Exact, roun
     assert bool((off <= 1e-4 * exact.lse[~empty].abs().clamp(min=1.0)).all()), f"lse is off by {float(off.max()):.3g}"
 
 
+def assert_nan_in(which: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """In all results of these sequences or tokens, and in none of the others."""
+    nan = torch.zeros(len(out), dtype=torch.bool)
+    nan[which] = True
+    assert bool(out[nan].isnan().all() and lse[nan].isnan().all())
+    assert bool(out[~nan].isfinite().all() and lse[~nan].isfinite().all())
+
+
 # Weights rounded to e4m3 are off by up to 2^-4 of themselves, and so is their sum, by which outputs are divided:
 # 2 * 2^-4 / (1 - 2^-4), and a little for weights that are denormal, 2^-14 of the largest and less.
 COARSE = 0.14
