@@ -12,6 +12,7 @@ from mla_suite.integrations import check_kinds, in_words, refuse
 
 _WORDS = {"partial_out": "partial_output", "split_indptr": "reduce_indptr", "out_dtype": "the dtype of final_output"}
 """Arguments of combine -> those of `mla_reduce_v1`."""
+_REDUCED_WORDS = _WORDS | {"out": "reduced", "out_dtype": "the dtype of reduced"}
 REDUCE_BATCHES = (0, 1, 2, 4, 8)
 REDUCE_VECS = (0, 1, 2, 4)
 
@@ -137,9 +138,8 @@ def mla_decode_reduce(
         refuse(name, f"kv_indptr has shape {tuple(kv_indptr.shape)}", f"it takes [T + 1] = ({T + 1},)")
     exists = torch.arange(splits, device=kv_indptr.device) < kv_indptr.diff()[:, None]
     lse = _natural(partial_lse, base2).view(T, splits, heads).masked_fill(~exists[..., None], -torch.inf)
-    words = _WORDS | {"out": "reduced", "out_dtype": "the dtype of reduced"}
     in_words(
-        *(name, words, torch.ops.mla_suite.combine.out),
+        *(name, _REDUCED_WORDS, torch.ops.mla_suite.combine.out),
         *(partial_output.view(T * splits, heads, head_dim_v), lse.view(T * splits, heads)),
         num_splits=splits,
         out_dtype=reduced.dtype,

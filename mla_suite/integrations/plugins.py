@@ -180,12 +180,11 @@ def _with_trees(backend: str, original: Any, *args: Any) -> Any:
 
 
 def _sglang_backend(model_runner: Any) -> Any:
-    from mla_suite.integrations import sglang_prompts
-    from mla_suite.integrations.sglang import MLASuiteAttnBackend
+    from mla_suite.integrations import sglang as backend  # before all else of SGLang: it says what it needs of it
 
     _ask_for_parts(model_runner)
-    sglang_prompts.register(SGLANG_NAME)
-    return MLASuiteAttnBackend(model_runner)
+    backend.sglang_prompts.register(SGLANG_NAME)
+    return backend.MLASuiteAttnBackend(model_runner)
 
 
 def _ask_for_parts(model_runner: Any) -> None:

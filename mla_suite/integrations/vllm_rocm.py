@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import torch
 
-from mla_suite.integrations import check_kinds, in_words, refuse
+from mla_suite.errors import CallError
+from mla_suite.integrations import check_kinds, refuse, restate
 from mla_suite.ops.plan.metadata import OPEN
 
 NAME = "rocm_sparse_attn_decode"
@@ -101,19 +102,23 @@ def rocm_sparse_attn_decode(
         formats.append(OCP)
         selections.append(_selection("topk", topk_indices, topk_lens, topk_ragged_indices, topk_ragged_indptr))
     rows = torch.empty_like(q) if output is None else output
-    indices, indptrs, lengths = map(list, zip(*selections, strict=True))
-    ragged = (number for number, indptr in enumerate(indptrs) if indptr is not None)
-    in_words(
-        NAME,
-        _WORDS | {f"indices[{number}]": f"{POOLS[number]}_ragged_indices" for number in ragged},
-        *(torch.ops.mla_suite.sparse_decode.out, q, caches, indices, indptrs, lengths),
-        None if attn_sink is None else attn_sink[: q.shape[1]].float(),
-        kv_formats=formats,
-        softmax_scale=scale,
-        split_size=OPEN if enable_batch_invariant else 0,
-        out=rows,
-        lse=q.new_empty(q.shape[:-1], dtype=torch.float32),
-    )
+    try:
+        torch.ops.mla_suite.sparse_decode.out(
+            q,
+            caches,
+            [indices for indices, _, _ in selections],
+            [indptr for _, indptr, _ in selections],
+            [lengths for _, _, lengths in selections],
+            None if attn_sink is None else attn_sink[: q.shape[1]].float(),
+            kv_formats=formats,
+            softmax_scale=scale,
+            split_size=OPEN if enable_batch_invariant else 0,
+            out=rows,
+            lse=q.new_empty(q.shape[:-1], dtype=torch.float32),
+        )
+    except (CallError, RuntimeError) as error:
+        ragged = (number for number, (_, indptr, _) in enumerate(selections) if indptr is not None)
+        restate(NAME, _WORDS | {f"indices[{number}]": f"{POOLS[number]}_ragged_indices" for number in ragged}, error)
     if output_mxfp8 is None:
         return 0
     from vllm.v1.attention.ops.rocm_aiter_mla_sparse import rocm_inverse_rope_mxfp8_rows
