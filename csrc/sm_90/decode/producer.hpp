@@ -125,9 +125,12 @@ class ProducerBase {
     publish(tile, info, tiles, leader);
   }
 
+  // Queries may come in two tensors, but for threads that gather, which have no registers for that.
+  static constexpr bool MAY_BE_IN_PARTS =
+      Traits::HEAD_DIM_QK > Traits::Problem::HEAD_DIM_V && Traits::LOAD != KvLoad::gather;
+
   // Where the block's queries begin, which are the rows from head `head` of query token `token` on. Those of one tensor
-  // are a matrix of rows, and a half of them is one box. Those in two come in boxes of 32 values; threads that gather
-  // have no registers for that.
+  // are a matrix of rows, and a half of them is one box. Those in two come in boxes of 32 values.
   struct QueryStart {
     bool in_parts;
     int head, token;
@@ -136,8 +139,6 @@ class ProducerBase {
           head(in_parts ? head_ : token_ * params.heads + head_),
           token(in_parts ? token_ : 0) {}
   };
-  static constexpr bool MAY_BE_IN_PARTS =
-      Traits::HEAD_DIM_QK > Traits::Problem::HEAD_DIM_V && Traits::LOAD != KvLoad::gather;
 
   // Issues the TMA loads of one half of every row of the block's queries, whose bytes count on `full`; by one thread. One
   // loop for both kinds of queries, so that few instructions lie between a stage that is empty and the first load.
@@ -199,10 +200,10 @@ class ProducerBase {
       fence_proxy_async();
       const int half_bytes = Traits::Q_BOXES * Traits::q_box_bytes(params_);
       mbarrier_expect_tx(barriers_.q_full(), 2 * half_bytes);
+      const QueryStart start(params_, token, 0);
 #pragma unroll 1
       for (int half = 0; half < 2; ++half)
-        load_q_half(QueryStart(params_, token, 0), half, shared_ - Storage::KV + Storage::Q + half * half_bytes,
-                    barriers_.q_full());
+        load_q_half(start, half, shared_ - Storage::KV + Storage::Q + half * half_bytes, barriers_.q_full());
     }
     parity ^= 1;
     __syncwarp();
