@@ -14,6 +14,7 @@ SGLANG_V3, SGLANG_FP8_PROMPTS, SGLANG_EXPANDED, SGLANG_FOLLOWUPS, SGLANG_PARTS, 
     f"benchmarks/results/sglang/h200_{what}.csv"
     for what in ("v3", "prompts_fp8", "expanded", "followups", "parts", "parts_prompts")
 )
+SGLANG_V32, SGLANG_GRAPH_PROMPTS = (f"benchmarks/results/sglang/h200_{what}.csv" for what in ("v32", "graph_prompts"))
 
 LONG = "2000", "4096", "16384"  # tokens of prompts
 V3 = "v3", "auto"  # a model and a cache of bench_sglang.py
@@ -88,6 +89,46 @@ def sglang_parts_prompts() -> Iterator[Sourced]:
     yield Sourced(SERVERS, SGLANG_PARTS_PROMPTS, phrases)
     every = span([*ratios["0"], *ratios["2048"]])
     yield Sourced(README, SGLANG_PARTS_PROMPTS, [f"64 to 512 tokens in its graphs **{every}**"])
+
+
+def sglang_graph_prompts() -> Iterator[Sourced]:
+    """Prompts that stay in SGLang's graphs since twice as much has to be saved by leaving them, and one that leaves."""
+    theirs, ours = (
+        {(row["cached"], row["new"]): row for row in saved(SGLANG_GRAPH_PROMPTS) if row["backend"] == backend}
+        for backend in ("fa3", "mla_suite")
+    )
+    kept, left = (("0", "1024"), ("2048", "512")), ("2048", "1024")
+    ms = {kind: [float(rows[kind]["first_token_ms"]) for rows in (ours, theirs)] for kind in (*kept, left)}
+    busy = {kind: float(ours[kind]["busy_us"]) / float(theirs[kind]["busy_us"]) for kind in (*kept, left)}
+    first = "first token came at {:.1f} and {:.1f} ms, and with `fa3` at {:.1f} and {:.1f}"
+    phrases = [
+        first.format(*(ms[kind][side] for side in (0, 1) for kind in kept)),
+        "they took {:.2f} and {:.2f} of its busy time".format(*(busy[kind] for kind in kept)),
+        f"were expanded, took {busy[left]:.2f} and came at {ms[left][0]:.1f} ms for {ms[left][1]:.1f}",
+    ]
+    yield Sourced(SERVERS, SGLANG_GRAPH_PROMPTS, phrases)
+
+
+def sglang_v32_again() -> Iterator[Sourced]:
+    """V3.2's steps in three runs, and beside the package of an earlier day."""
+    of: dict[str, dict[str, list[dict[str, str]]]] = {}
+    for row in saved(SGLANG_V32):
+        of.setdefault(row["run"], {}).setdefault(row["backend"], []).append(row)
+
+    def ratios(run: str, one: str, other: str) -> list[float]:
+        pairs = zip(of[run][one], of[run][other], strict=True)
+        return [float(mine["busy_us"]) / float(its["busy_us"]) for mine, its in pairs]
+
+    first, second, third = (ratios(run, "mla_suite", "fa3") for run in "012")
+    pairs = zip(of["2"]["mla_suite MLA_SUITE_NO_EARLY_LAUNCH=1"], of["2"]["mla_suite"], strict=True)
+    longer = [float(late["step_us"]) - float(early["step_us"]) for late, early in pairs]
+    phrases = [
+        "{:.2f}, {:.2f} and {:.2f} of `fa3`'s busy time at batch 1, 32 and 128".format(*first),
+        "then {:.2f}, {:.2f} and {:.2f}, and {:.2f} and {:.2f} at batch 1 and 32".format(*second, *third),
+        "a step took {:.0f} and {:.0f} us longer".format(*longer),
+        "took {:.2f} and {:.2f} of the time of this one".format(*ratios("2", "mla_suite 27195572", "mla_suite")),
+    ]
+    yield Sourced(SERVERS, SGLANG_V32, phrases)
 
 
 def sglang_followups() -> Iterator[Sourced]:
@@ -229,6 +270,8 @@ SOURCES: tuple[Callable[[], Iterator[Sourced]], ...] = (
     sglang_engine,
     sglang_parts,
     sglang_parts_prompts,
+    sglang_graph_prompts,
+    sglang_v32_again,
     sglang_followups,
     sglang_prompts,
     sglang_fp8,
