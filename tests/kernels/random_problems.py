@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from mla_suite.ops.decode import Q_FP8
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode, fp8_weights_bound, poison
 
-DENSE, MASKED, SPARSE = 1000, 300, 500
+DENSE, MASKED, EXTENDS, SPARSE = 1000, 300, 300, 500
 """How many problems a full run takes of each arch that has the kernels: seeds 0, 1, 2, ..."""
 ROW_KEYS = 128 * 192
 """Most query rows times keys of a problem, which takes the emulator up to half a second."""
@@ -53,9 +54,19 @@ def masked(arch: str, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return _dense(draw, arch, seed, heads, q_len, **mask)
 
 
+def extend(arch: str, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of decode with more than 32 query tokens, whose row tiles leave out the keys that they do not see."""
+    draw = random.Random(f"extend {arch} {seed}")
+    q_len = draw.choice((33, 40, 64, 65, 100, draw.randint(33, 128)))
+    heads = min(draw.choice((1, 2, 4, 8, draw.randint(1, 16))), 512 // q_len)
+    mask = draw.choice(({}, {"window_left": draw.choice((0, 1, 31, 64, draw.randint(0, 200)))}))
+    return _dense(draw, arch, seed, heads, q_len, most=draw.choice((64, 200, 300)), **mask)
+
+
 def _dense(
-    draw: random.Random, arch: str, seed: int, heads: int, q_len: int, **mask: Any
+    draw: random.Random, arch: str, seed: int, heads: int, q_len: int, most: int = 0, **mask: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """most  keys of all sequences together, if not as many as ROW_KEYS allows"""
     fp8, fp8_query = FP8_KV_FORMATS[archs.get(arch).fp8], FP8_QUERIES[archs.get(arch).fp8]
     stored: dict[str, Any] = draw.choice(
         (
@@ -77,7 +88,7 @@ def _dense(
             {"planned": True, "split_size": draw.choice((64, 128))},
         )
     )
-    left = ROW_KEYS // (q_len * heads)
+    left = most or ROW_KEYS // (q_len * heads)
     if "split_size" in split and split["split_size"] < 64:
         left = min(left, 30 * split["split_size"])
     lens = []
@@ -118,9 +129,18 @@ def check_dense(arch: str, seed: int) -> None:
 
 def check_masked(arch: str, seed: int) -> None:
     """As check_dense, with NaN in every key that no query token sees and absurd page numbers before the window."""
-    args, kwargs = masked(arch, seed)
+    _check_masked(arch, seed, masked)
+
+
+def check_extend(arch: str, seed: int) -> None:
+    """The same of an extend."""
+    _check_masked(arch, seed, extend)
+
+
+def _check_masked(arch: str, seed: int, make: Callable[[str, int], tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
+    args, kwargs = make(arch, seed)
     hostile = made_hostile(args, kwargs, arch)
-    _check(arch, seed, args, hostile, kwargs, f"random_problems.masked({arch!r}, {seed})")
+    _check(arch, seed, args, hostile, kwargs, f"random_problems.{make.__name__}({arch!r}, {seed})")
 
 
 def _check(arch: str, seed: int, clean: Any, hostile: Any, kwargs: dict[str, Any], name: str) -> None:

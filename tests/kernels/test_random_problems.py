@@ -1,8 +1,8 @@
 """Random problems of dense and sparse decode as AMD machine code, in the emulator with every check on, against fp64.
 
 The normal run takes a few from a drawn seed; a full one (`-m full`) takes seeds 0 to 999 of decode on each arch, 0 to
-299 of decode with a window or a tree of drafts, and 0 to 499 of sparse_decode. A problem that fails is named by the
-call that makes it again.
+299 of decode with a window or a tree of drafts, 0 to 299 of extends, and 0 to 499 of sparse_decode. A problem that
+fails is named by the call that makes it again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ PER_TEST = 50
 KINDS = {
     "dense": (random_problems.check_dense, random_problems.DENSE),
     "masked": (random_problems.check_masked, random_problems.MASKED),
+    "extend": (random_problems.check_extend, random_problems.EXTENDS),
     "sparse": (random_problems.check_sparse, random_problems.SPARSE),
 }
 """Their checks, and how many a full run takes."""
