@@ -77,7 +77,7 @@ def test_a_tensor_on_another_device_is_refused(op, sample):
     for at in places[1:]:
         moved = [leaf.to("meta") if position == at else leaf for position, leaf in enumerate(leaves)]
         moved_args, moved_kwargs = pytree.tree_unflatten(moved, spec)
-        with pytest.raises(ValueError, match="is on meta; the other tensors are on cpu: move it there"):
+        with pytest.raises(ValueError, match="is on meta, and the call's first tensor on cpu; all tensors of a call"):
             packet(op)(*moved_args, **moved_kwargs)
 
 

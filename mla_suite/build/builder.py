@@ -107,6 +107,8 @@ def build(
                 emulator_library.build_library, site.work / "emulator", csrc / "emulator"
             )
         made = _compiled(wanted, site, jobs, progress)
+        if any(not library.done() for library in libraries.values()):
+            print("compiling the emulator", file=sys.stderr)
         done = {name: library.result() for name, library in libraries.items()}
         return _publish(made, done, site, stays, accept_damaged=complete)
 

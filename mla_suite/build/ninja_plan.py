@@ -70,14 +70,14 @@ class Plan:
             # The plan holds only what is to be made, so an output can be a name without a file.
             lines += [f"rule {rule}", f"  command = {command}", f"  description = {name}", f"build {name}: {rule}"]
         (self.folder / "build.ninja").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        finished: set[str] = set()
-        try:
-            return run(self.folder, self._programs(), jobs, finished, progress)
-        finally:  # what was made before another kernel failed is up to date
-            for item in items:
-                if f"{item.arch.name}/{item.id}" in finished:
-                    sources = dependencies(self.folder / item.arch.name / f"{item.id}.d", self.csrc)
-                    self.note(item).write(self._inputs(item, sources), sources)
+        named = {f"{item.arch.name}/{item.id}": item for item in items}
+
+        def write_note(name: str) -> None:
+            item = named[name]
+            sources = dependencies(self.folder / f"{name}.d", self.csrc)
+            self.note(item).write(self._inputs(item, sources), sources)
+
+        return run(self.folder, self._programs(), jobs, write_note, progress)
 
     def _inputs(self, item: Instance, sources: Sequence[str]) -> list[str]:
         """All that decides the bytes of an instance, but where the folders lie."""
@@ -172,17 +172,18 @@ def run(
     folder: Path,
     programs: Mapping[str, str],
     jobs: int | None,
-    finished: set[str],
+    made: Callable[[str], None],
     progress: Callable[[int, int], None] | None = None,
 ) -> str:
     """Runs ninja in `folder`; returns the compilers' warnings.
 
-    `finished` gets the name of each object that was made, `progress` each step's number and their total. BuildError
-    begins with the compiler's own message when a step fails.
+    `made` gets the name of each object once it is there, so that a build which is killed keeps what it has made;
+    `progress` each step's number and their total. BuildError begins with the compiler's own message when a step fails.
     """
     command = [ninja_program(), "-C", str(folder), *(["-j", str(jobs)] if jobs else [])]
     message: list[str] = []
     failed: list[str] = []
+    ended = ""  # the step of the last line; the next line says whether it failed
     try:
         # A compiler may quote bytes that are not text.
         started = subprocess.Popen(
@@ -203,14 +204,18 @@ def run(
                 step = re.match(r"\[(\d+)/(\d+)\] (.*)", line)
                 if line.startswith("FAILED: "):
                     failed.append(line.split()[-1])
-                    finished.discard(failed[-1])
+                    ended = ""
                     next(lines, None)  # the command
                 elif step:
-                    finished.add(step[3])
+                    if ended:
+                        made(ended)
+                    ended = step[3]
                     if progress:
                         progress(int(step[1]), int(step[2]))
                 elif not re.match(r"ninja: (Entering|build stopped|no work)", line):
                     message.append(line)
+            if ended:
+                made(ended)
         except BaseException:
             # ninja would go on writing after the lock of the folder is released.
             ninja.terminate()

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     if not entries:
         raise UsageError(_nothing(manifest, arguments.arch, arguments.kernel))
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Console(width=None if sys.stdout.isatty() else 240)  # a name on one line, for programs that search it
     for root in sorted({entry.root for entry in entries}):  # this user's kernels of tuned rows have a folder of theirs
         table = Table(title=str(root), caption="LDS: static + dynamic bytes; loop: static counts per turn")
         for name in ("arch", "kernel"):

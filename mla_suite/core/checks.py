@@ -168,7 +168,8 @@ def tensor(
         given = str(value.dtype).removeprefix("torch.")
         fail(op, argument, f"is {given}", f"it takes {dtype_names(dtypes)}", TypeError)
     if like is not None and value.device != like.device:
-        fail(op, argument, f"is on {value.device}", f"the other tensors are on {like.device}: move it there")
+        possible = "all tensors of a call are on one device: move one of them"
+        fail(op, argument, f"is on {value.device}, and the call's first tensor on {like.device}", possible)
     if strided(value):
         fail(op, argument, f"has strides {value.stride()}", "its last dimension must be contiguous: call .contiguous()")
     if sizes is not None:

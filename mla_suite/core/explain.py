@@ -42,6 +42,8 @@ class Explanation:
         serving = f"native ({self.arch})" if self.backend == "native" else self.backend
         lines = [f"{self.op} on {self.arch or 'cpu'} -> {serving}: {self.reason}"]
         lines += [f"  config: {self.config}"] if self.config is not None else []
+        if self.spec is not None:
+            lines.append(f"  kernels: {', '.join(launch.kernel for launch in self.spec.launches)}")
         lines += [f"  not {name}: {reason}" for name, reason in self.refused]
         lines += [f"  {note}" for note in self.notes]
         return "\n".join(lines)

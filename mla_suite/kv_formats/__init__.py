@@ -6,6 +6,7 @@ make caches and move values in and out of them: `pack("dsv4", rows)`.
 
 from __future__ import annotations
 
+import difflib
 from importlib.util import find_spec
 from types import MappingProxyType
 
@@ -114,7 +115,9 @@ def get_kv_format(name: str | KVFormat) -> KVFormat:
     """The declared kv_format called `name`, or the record itself; ValueError lists the names where there is none."""
     found = name if isinstance(name, KVFormat) else KV_FORMATS.get(name) if isinstance(name, str) else None
     if found is None:
-        raise UsageError(f"kv_format {name!r} is unknown; the kv_formats are {', '.join(KV_FORMATS)}")
+        near = difflib.get_close_matches(str(name), KV_FORMATS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UsageError(f"kv_format {name!r} is unknown; the kv_formats are {', '.join(KV_FORMATS)}{hint}")
     return found
 
 

@@ -81,7 +81,7 @@ def check(
     width = head_dim if kv_format.dense else kv_format.width
     pages, page, given = cache.shape
     if given != width:
-        rows = f", since the other tensors have rows of {head_dim} values" if kv_format.dense else ""
+        rows = f", since queries or new rows have {head_dim} values" if kv_format.dense else ""
         possible = f"{taker} takes [num_pages, page_size, {width}]{rows}"
         checks.fail(op, argument, f"has shape {tuple(cache.shape)}", possible)
     if page < 1:

@@ -8,6 +8,7 @@ parameter header `csrc/common/params/<params>.hpp`; together they are all of its
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -137,7 +138,10 @@ class CallSpec(NamedTuple):
                     return f"map of {text(address)}: {elements}"
             return str(slot)
 
-        lines = [f"  scratch {name}: {' x '.join(map(str, shape))} fp32" for name, shape in self.scratch.items()]
+        lines = [
+            f"  scratch {name}: {' x '.join(map(str, shape))} fp32, {prod(shape) / 2**18:.2f} MiB"
+            for name, shape in self.scratch.items()
+        ]
         lines += [
             f"  first copied: {text(copy.of)}{f' with {text(copy.beside)}' if copy.beside else ''}"
             f"{', negated' * copy.negated}{f', as {copy.dtype}' if copy.dtype else ''}"

@@ -73,7 +73,8 @@ def check_table(
 ) -> None:
     """Refuse lengths that do not fit block_table, and page ids from entry `first` [batch] on that the cache lacks."""
     width, end = block_table.shape[1], _used(seq_lens, page_size)
-    _check_fit(seq_lens, end, torch.full_like(end, width), f"block_table has {width} pages of {page_size} each")
+    possible = f"block_table has {width} pages of {page_size} each: give longer rows"
+    _check_fit(seq_lens, end, torch.full_like(end, width), possible)
     entry = torch.arange(width, device=end.device)
     present = (entry >= first[:, None]) & (entry < end[:, None])
     wrong = (present & ((block_table < 0) | (block_table >= pages))).nonzero()

@@ -1,5 +1,9 @@
 """The object folder: what a build removes there, and which folders it refuses."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 from sample_tree import IDS, edit, make
 
@@ -41,3 +45,17 @@ def test_a_folder_of_something_else_is_refused_before_anything_is_written(source
     with pytest.raises(BuildError, match=f"{place} {sentence}; name another folder with --out"):
         build(["gfx942"], csrc=sources, out=tmp_path / place)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_build_that_is_killed_keeps_what_it_has_made(csrc, tmp_path):
+    script = (
+        "import os, sys; from pathlib import Path; from mla_suite.build import build; "
+        "build(['gfx942'], csrc=Path(sys.argv[1]), out=Path(sys.argv[2]), jobs=1, "
+        "progress=lambda number, of: number == of and os.killpg(0, 9))"
+    )
+    out, steps = tmp_path / "objects", []
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", script, str(csrc), str(out)]
+    assert subprocess.run(command, env=environment, start_new_session=True).returncode == -9
+    build(["gfx942"], csrc=csrc, out=out, progress=lambda *step: steps.append(step))
+    assert steps == [(1, 1)]
