@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import support
 import torch
+from built import require_dense
 
 from mla_suite import archs
 from mla_suite.__main__ import main
@@ -54,6 +55,7 @@ def test_a_wrong_record_is_a_sentence_and_the_status_is_1(monkeypatch, capsys):
     ],
 )
 def test_the_amd_counts_are_what_its_commands_print(row, arch, more, capsys):
+    require_dense(arch)
     command = f"emulate decode --on {arch} --heads 128 --kv 1024 --num-splits 1"
     assert (f"`python -m mla_suite {command}`" if arch == "gfx942" else f"`{more}`") in README
     assert main([*command.split(), *more.split(), "--json"]) == 0

@@ -11,6 +11,7 @@ import pytest
 import mla_suite
 from mla_suite.archs import CSRC
 from mla_suite.build import compilers, manifest, params
+from mla_suite.build.instances import instances
 from mla_suite.launch import has_kernel
 
 PLAIN_DECODE = "decode_dtype-bf16_rows-16_width-576_rotate-0"
@@ -21,6 +22,12 @@ def require_built(arch: str, *instances: str) -> None:
     for instance in instances or (PLAIN_DECODE,):
         if not has_kernel(arch, instance):
             pytest.skip(f"{instance} is not built for {arch}; run `python -m mla_suite build --arch {arch}`")
+
+
+def require_dense(arch: str) -> None:
+    """Skips the test where an instance is not built that dense attention of an arch may take."""
+    kernels = [item for item in instances(arch) if "decode" in item.kernel or "combine" in item.kernel]
+    require_built(arch, *(item.id for item in kernels if "sparse" not in item.kernel))
 
 
 def require_objects() -> Path:

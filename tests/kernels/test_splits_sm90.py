@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from built import require_dense
 from decode_launches import H200, long_call
 
 from mla_suite.archs.sm_90.costs import Estimate, best_splits, max_splits
@@ -104,6 +105,7 @@ def test_memory_and_clock_are_the_cards():
 @pytest.mark.parametrize("heads", [16, 64, 128])
 @pytest.mark.parametrize("kv_format", ["bf16", "fp8"])
 def test_batch_invariant_calls_do_not_depend_on_the_card(heads, kv_format):
+    require_dense("sm_90")
     h100 = H200.on_device(132, read_rate(2_619_000, 5120), 1755)
     for split_size in (256, 1024):
         args, kwargs = long_call((2048,) * 32, heads=heads, kv_format=kv_format, split_size=split_size)
