@@ -15,7 +15,7 @@ from mla_suite.archs import CSRC, ArchSpec
 
 Constants = Mapping[str, "int | str"]
 
-_KERNEL_KEYS = {"source", "params", "axes", "instances", "tuned", "budget", "tokens_per_iteration", "dynamic_lds"}
+_KERNEL_KEYS = {"source", "params", "instances", "tuned", "budget", "tokens_per_iteration", "dynamic_lds"}
 _CONSTANT = re.compile(r"[A-Za-z0-9_]+")
 
 
@@ -116,21 +116,21 @@ def _tuned_points(where: str, tuned: Mapping[str, Any] | None, ops: Path, arch: 
 
 
 def _points(where: str, table: Mapping[str, Any]) -> list[dict[str, int | str]]:
-    if "axes" in table and "instances" in table:
-        raise ValueError(f"{where}: axes and instances exclude each other; keep one")
-    if "instances" in table:
-        points = [dict(point) for point in table["instances"]]
-    else:
-        axes = table.get("axes", {})
-        points = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-    for point in points:
-        for key, value in point.items():
-            plain = isinstance(value, (int, str)) and not isinstance(value, bool)
-            if not plain or not _CONSTANT.fullmatch(str(value)) or not re.fullmatch(r"[A-Z][A-Z0-9_]*", key):
-                raise ValueError(
-                    f"{where}: constant {key} = {value!r}; names are UPPER_CASE, values letters, digits and _"
-                )
+    """The constants of each instance; a declaration that lists values stands for all their combinations."""
+    points: list[dict[str, int | str]] = []
+    for declared in table.get("instances", [{}]):
+        axes = {key: value if isinstance(value, list) else [value] for key, value in declared.items()}
+        for key, values in axes.items():
+            if not values or not re.fullmatch(r"[A-Z][A-Z0-9_]*", key) or not all(map(_plain, values)):
+                possible = "names are UPPER_CASE, values letters, digits and _, or a list of such"
+                raise ValueError(f"{where}: constant {key} = {declared[key]!r}; {possible}")
+        points += [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     return points
+
+
+def _plain(value: object) -> bool:
+    """Whether a constant may have this value."""
+    return isinstance(value, (int, str)) and not isinstance(value, bool) and bool(_CONSTANT.fullmatch(str(value)))
 
 
 def _number(where: str, table: Mapping[str, Any], key: str) -> int:

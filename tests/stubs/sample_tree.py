@@ -39,7 +39,7 @@ struct ScaleParams {
 DECLARED = """
 [kernels.scale]
 source = "scale.hip"
-axes = { THREADS = [64, 256] }
+instances = [{ THREADS = [64, 256] }]
 budget = { registers = 64, lds = 1024 }
 """
 IDS = ("scale_threads-64", "scale_threads-256")
