@@ -43,9 +43,9 @@ def build(
     `compilers`). `kernels` limits the build to these; objects of other archs and kernels stay, those of an arch without
     a compiler while they are up to date. `emulator` builds the host library too where its sources are present. Without
     `fp16` there are no kernels for fp16 caches, which Triton serves instead. With `debug` the waits of NVIDIA kernels
-    end in a trap (`NvidiaCompiler`), and their budgets are not checked. Compilers' warnings, and what is left out, go
-    to stderr. `progress` is called with the number of each finished compiler step and their total. Two processes may
-    build at once.
+    end in a trap (`NvidiaCompiler`), and their budgets are not checked. Compilers' warnings, what is left
+    out, and that the emulator takes longer than the kernels, go to stderr. `progress` is called with the number of each
+    finished compiler step and their total. Two processes may build at once.
 
     BuildError: a compiler's own message, a missing compiler, every broken budget with both numbers, missing wait
     states, or a folder that cannot be written or holds something else; nothing is published then. UsageError: an

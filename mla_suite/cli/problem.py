@@ -75,8 +75,8 @@ def without_values(op: str, options: dict[str, Any], arch: ArchSpec | None) -> t
     length = LENGTHS.get(op)
     if length is None:
         raise UsageError(
-            f"a problem of your own is one of decode or sparse_decode, not of {op}: name a sample, or call "
-            f"mla_suite.explain({op!r}, ...) with the arguments of mla_suite.{op}"
+            f"a problem of your own is one of decode or sparse_decode, not of {op}: leave its options out, which shows "
+            f"samples, or call mla_suite.explain({op!r}, ...) with the arguments of mla_suite.{op}"
         )
     missing = [f"--{name}" for name in ("heads", length) if name not in options]
     if missing:

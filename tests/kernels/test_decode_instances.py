@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from built import require_built
+from built import PLAIN_DECODE, require_built
 from decode_grid import CPU, FNUZ_QUERY, FP16, OCP_QUERY, counted, counted_by_packaged_compiler
 
 import mla_suite
@@ -262,6 +262,7 @@ def test_explain_names_the_instance_alone():
         lines = str(mla_suite.explain("decode", *args, **kwargs)).splitlines()
     point = "query='bf16', cache='bf16', rows=16, width=576, rotate=False, fp8_weights=False"
     assert f"  config: Gfx942Config({point})" in lines
+    assert f"  kernels: {PLAIN_DECODE}" in lines
     assert max(map(len, lines)) < 160
 
 
